@@ -12,6 +12,7 @@ of an uninterrupted run.
 """
 
 import hashlib
+import re
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -34,7 +35,7 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, m
 from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard
 from mtptrain.planning.costs import target_costs
 from mtptrain.planning.planner import print_plan
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import check_stage_dir, claim_stage_dir, write_provenance
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.model import check_placement, load_target
@@ -74,6 +75,8 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     if ranks.device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
     # 1. Check everything before the expensive work.
+    if ranks.is_first:
+        check_stage_dir(config.stage_dir("hidden_states"))
     extraction = prepare_extraction(config)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, extraction.target_config)
@@ -132,7 +135,10 @@ def worthwhile_ranks(extraction: Extraction) -> int:
 def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
     """Prepare the store's directory and return True. If the store is finished, print that and return False."""
     store_dir, shard_tokens = extraction.store_dir, extraction.config.hidden_states.shard_tokens
-    manifest = begin_store(store_dir, extraction.identity, shard_tokens, extraction.own) if ranks.is_first else None
+    manifest = None
+    if ranks.is_first:
+        claim_stage_dir(store_dir, extraction.config)
+        manifest = begin_store(store_dir, extraction.identity, shard_tokens, extraction.own)
     if manifest:
         print(
             f"{store_dir} is finished already: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens",
@@ -232,9 +238,10 @@ def remove_scratch(config: PipelineConfig) -> None:
     """Remove temporary files left by killed runs of this part, or of all parts if `num_parts` is now 1."""
     prefix = scratch_prefix(config)
     if config.hidden_states.num_parts == 1:
-        prefix = prefix.removesuffix(f"{config.hidden_states.part}_")
-    for path in scratch_root(config).glob(f"{prefix}*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+        prefix = prefix.removesuffix(f"{config.hidden_states.part}_") + r"\d+_"
+    for path in list(scratch_root(config).glob("mtptrain_*.tmp")):
+        if re.fullmatch(rf"{prefix}\d+\.tmp", path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:

@@ -8,7 +8,6 @@ report.json and, last, manifest.json.
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
@@ -18,7 +17,7 @@ from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource, load_config
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.utils.files import write_json
@@ -44,9 +43,11 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     Raises:
         FileNotFoundError: the target, a directory, a file or a hub data set does not exist.
         ValueError: no file matches, a file has an unknown format, the chat template is missing or fails, no token is
-            supervised, a split would be empty, or the tokenizer belongs to another model.
+            supervised, a split would be empty, the tokenizer belongs to another model, or `run_dir/prompts` holds files
+            of somebody else.
         EndlessTemplate: the chat template takes too long.
     """
+    check_stage_dir(config.stage_dir("prompts"))
     target_dir = resolve_target(config.target.path, config.target.revision)
     vocab_size = int(read_target_config(target_dir).vocab_size)
     tokenizer = load_tokenizer(target_dir)
@@ -58,8 +59,9 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     splits = {split: collector.documents(split) for split in Split}
     check_splits(splits, collector, config.prompts)
 
-    stage_dir = start_output(config.stage_dir("prompts"))
+    stage_dir = config.stage_dir("prompts")
     write_provenance(stage_dir, config)
+    (stage_dir / "manifest.json").unlink(missing_ok=True)  # it marks a finished stage, and the files now change
     for split, documents in splits.items():
         documents.save(stage_dir / f"{split}.safetensors")
     DocumentEntry.write_all(stage_dir, collector.entries())
@@ -124,13 +126,6 @@ def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> ValueErro
 
 def _reasons(refused: Mapping[str, str]) -> str:
     return "".join(f", {group.count} refused ({group.reason})" for group in group_refusals(refused))
-
-
-def start_output(stage_dir: Path) -> Path:
-    """Remove the manifest, which marks a finished stage, before the files change."""
-    stage_dir.mkdir(parents=True, exist_ok=True)
-    (stage_dir / "manifest.json").unlink(missing_ok=True)
-    return stage_dir
 
 
 def make_report(

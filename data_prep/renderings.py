@@ -19,7 +19,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mtptrain.data.chat_template import rendering, require_chat_template
+from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template
 
 from .conversations import ConversationRefused, Message
 
@@ -194,5 +194,5 @@ def _render(
             conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables
         )
         texts, spans = rendered
-        texts[0].encode()  # the tokenizer rejects a lone surrogate
+        check_rendered(texts[0])
     return texts[0], spans[0] if spans else []

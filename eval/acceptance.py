@@ -13,6 +13,7 @@ head combined with prompt lookup) and the head at other temperatures.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +41,7 @@ from mtptrain.decoding.drafters import (
 from mtptrain.decoding.prompts import Prompts, check_head_context, read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
@@ -66,6 +67,8 @@ def main(cfg: DictConfig) -> None:
             "false; set acceptance.output_dir to write another report"
         )
     output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
+    if ranks.is_first:
+        check_stage_dir(output_dir, "run_dir" if settings.output_dir is None else "acceptance.output_dir")
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
@@ -231,8 +234,9 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 def remove_generations(output_dir: Path) -> None:
     """Remove an earlier measurement's answers with baselines and other temperatures, which this one may not have."""
-    for name in (*Baseline, "temperature_*"):
-        for path in output_dir.glob(generations_file(Path(), name).name):
+    names = "|".join((*Baseline, r"temperature_[0-9.e+-]+(_sampled_drafts)?"))
+    for path in list(output_dir.iterdir()):
+        if re.fullmatch(rf"generations_({names})\.jsonl", path.name):
             path.unlink()
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from mtptrain.command_line.program import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.heads.files import CHOICE, RESTORE, check_head_target, kept_heads, load_head, save_head
+from mtptrain.run_dir import check_stage_dir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.validation import Validated, Validation
@@ -32,6 +33,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
     stage_dir = config.stage_dir("train")
+    check_stage_dir(stage_dir)
     heads = heads_to_measure(stage_dir)
     measured = measure(config, heads, ranks)
     if ranks.is_first:

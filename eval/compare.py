@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.utils.errors import errors_as_lines
-from mtptrain.utils.files import read_json
+from mtptrain.utils.files import read_json, refuse_overwriting
 
-from .report_page import UNREADABLE, drafters_of, has_comparable_speeds, length_interval, render_page, write_page
+from .report_page import TITLE, UNREADABLE, drafters_of, has_comparable_speeds, length_interval, render_page, write_page
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k",
@@ -36,6 +36,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.suffix == ".json":
         raise ValueError(f"--out: must be an HTML file, but is {args.out}; choose another name")
+    refuse_overwriting(args.out, "--out", (TITLE,))
     reports = read_reports(args.reports)
     print_table(reports)
     args.out.parent.mkdir(parents=True, exist_ok=True)

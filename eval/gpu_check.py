@@ -13,7 +13,6 @@ row says why.
     python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check check.size=tiny      # on a CPU
 """
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from rich.console import Console
 
 from mtptrain.command_line.program import command, program, quoted
 from mtptrain.config import CheckSize, PipelineConfig, load_config
+from mtptrain.run_dir import remove_run_dir, write_provenance
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.files import write_json
@@ -75,6 +75,7 @@ def main(cfg: DictConfig) -> None:
         )
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
     directory = config.stage_dir("gpu_check")
+    write_provenance(directory, config)
     inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(directory / 'run')}"]))
     rows = run_all(inner, overrides, config.check.size, device, run_in_process)
     sys.exit(report(rows, directory, device))
@@ -90,7 +91,7 @@ def run_all(
 ) -> list[Row]:
     """Runs every check in order, prints each result as it comes, and returns all rows."""
     directory = Path(config.run_dir)
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_run_dir(directory)
     directory.mkdir(parents=True)
     set_compilation(size is CheckSize.full)
     rows = []

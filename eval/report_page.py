@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from mtptrain.config import PipelineConfig
-from mtptrain.utils.files import read_json
+from mtptrain.utils.files import read_json, refuse_overwriting
 
 from .drawing import drawing
 from .report_plots import colours_of, plots_of
@@ -48,6 +48,8 @@ SAME_DECODING = (
     "max_new_tokens",
     "dtype",
 )
+TITLE = "<title>Acceptance of "
+"""How the title of every page begins."""
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TemplateError, TypeError, ValueError)
 """Errors that an incomplete report, or a file that is not a report, may raise."""
 DECODING_COLUMNS = {
@@ -100,6 +102,7 @@ def write_run_page(config: PipelineConfig) -> None:
     if "speed" not in report:  # missing, or an older format
         return
     with drawing(directory / "report.html", directory / "report.json"):
+        refuse_overwriting(directory / "report.html", "report.html", (TITLE,))
         write_page(directory / "report.html", {str(directory): report}, sections_of(config, report))
 
 

@@ -29,7 +29,7 @@ from mtptrain.config import PipelineConfig, load_config
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.prompts import read_prompts
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
@@ -39,6 +39,7 @@ from mtptrain.serving.vllm_client import find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.hub import engine_target, resolve_target, weights_fingerprint
 from mtptrain.utils.files import write_json
+from mtptrain.utils.masking import hide_passwords
 
 from .drawing import drawing
 from .report_plots import plot_serving
@@ -53,6 +54,7 @@ def main(cfg: DictConfig) -> None:
         measure_break_even(config)
         return
     output_dir = Path(config.serving_bench.output_dir or config.stage_dir("serving_bench"))
+    check_stage_dir(output_dir, "run_dir" if config.serving_bench.output_dir is None else "serving_bench.output_dir")
     bench = prepare(config, output_dir)
     write_provenance(output_dir, config)
     with LoadGenerator(bench.python, output_dir / "load.log") as generator:
@@ -94,8 +96,8 @@ def check_server(bench: Bench) -> None:
     assert server is not None
     if not is_same_model(server.root, target, bench.target_dir):
         raise ValueError(
-            f"serving.url: the server must serve {target}, but {server.url} serves {server.root}; ask another server, "
-            "or set target.path"
+            f"serving.url: the server must serve {target}, but {server.shown_url} serves {server.root}; ask another "
+            "server, or set target.path"
         )
     if server.max_model_len < bench.context_tokens:
         raise ValueError(
@@ -126,7 +128,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "date": date.today().isoformat(),
         "engine": str(config.serving.engine),
         "version": version if bench.server is None else bench.server.version,
-        "url": config.serving.url,
+        "url": hide_passwords(config.serving.url),
         "target": config.target.path,
         "head": config.head.name,
         "head_sha256": bench.head_sha256,

@@ -29,7 +29,7 @@ from mtptrain.command_line.program import command, program, python_module, quote
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
 from mtptrain.heads import HEADS
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import claim_stage_dir, write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.utils.files import file_sha256, read_json, write_json
@@ -56,6 +56,7 @@ HEAD_ONLY = ("acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptanc
 def main(cfg: DictConfig) -> None:
     study = Study(load_config(cfg), HydraConfig.get().overrides.task)
     study.check()
+    claim_stage_dir(study.directory, study.config)
     prompts_file = study.prompts_file()
     runs = [(seed, variant) for seed in study.settings.seeds for variant in study.variants]
     measured: dict[str, dict[int, RunResult | None]] = {variant: {} for variant in study.variants}
@@ -193,7 +194,8 @@ class Study:
         directory = self.directory / self._trained_as(variant) / f"seed_{seed}"
         directory.mkdir(parents=True, exist_ok=True)
         for stage in STAGES:
-            (directory / stage).unlink(missing_ok=True)
+            if (directory / stage).is_symlink():
+                (directory / stage).unlink()
             if (data / stage).exists():
                 (directory / stage).symlink_to((data / stage).resolve())
         overrides = [*self.common, *self.settings.variants[variant], f"seed={seed}"]

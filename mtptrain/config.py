@@ -46,6 +46,7 @@ from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
 from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
 from mtptrain.utils.distributed import TIMEOUT_HOURS
+from mtptrain.utils.files import refuse_overwriting
 from mtptrain.utils.settings import at_least, between, check_bounds, directory_path, random_seed
 
 __all__ = [
@@ -154,6 +155,8 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     _check_stream(config)
     _check_depths(config)
     _check_feature_loss(config)
+    if config.bench.out is not None:
+        refuse_overwriting(Path(config.bench.out), "bench.out", ('"device": "', '"bare_forward_tokens_per_s": '))
     _resolve_precision(config)
     return config
 

@@ -8,7 +8,6 @@ norm and lm_head, and `run_dir/hidden_states/` and `run_dir/acceptance/report.js
     python -m mtptrain.export recipe=quickstart export.engine=vllm
 """
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -25,12 +24,17 @@ from mtptrain.convert.formats import format_for
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, describe_shape
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, replaced
 from mtptrain.serving.exports import SERVING, WRITTEN_FOR
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import engine_target, resolve_target
 from mtptrain.utils.files import read_json, save_tensors, write_json, write_text
+from mtptrain.utils.masking import hide_home
 
+README = "README.md"
+WRITTEN = (CONFIG, PROVENANCE, SERVING, "config.json", "model.safetensors", README)
+"""Files of an export by a version that did not list them in its provenance."""
+HOME_NOTE = "\nIn these paths, `~` is the home directory of whoever wrote the export: write it out in full.\n"
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """Method that vLLM infers, if none is given, from the first of these names that the head's path contains.
 
@@ -47,9 +51,7 @@ def export(config: PipelineConfig) -> None:
     output_dir = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
     if output_dir.is_symlink():  # a directory cannot be renamed to a link
         output_dir = output_dir.resolve()
-    temporary = output_dir.with_name(output_dir.name + ".tmp")
-    for directory in (output_dir, temporary):
-        check_replaceable(directory, output_dir)
+    check_replaceable(output_dir, WRITTEN, "export.output_dir")
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     form = format_for(config.export.engine, config.head, target_config)
@@ -61,31 +63,23 @@ def export(config: PipelineConfig) -> None:
     )
     measured = measured_acceptance(config.stage_dir("acceptance") / "report.json", trained.sha256)
 
-    # Write to a temporary directory first, so that an unfinished or unverified export never gets the final name.
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    # Write beside the final directory, so that an unfinished or unverified export never gets the final name.
+    with replaced(output_dir, config, WRITTEN, "export.output_dir") as directory:
         facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
         serving = {
             "hf_overrides": form.hf_overrides,
             "speculative_settings": form.speculative_settings,
             "holds_target": form.holds_target,
         }
-        # Write this file first: without it, `check_replaceable` would refuse to replace what a killed export left.
-        temporary.mkdir(parents=True)
-        write_json(temporary / SERVING, {**facts, **serving, "head_sha256": trained.sha256})
-        write_head(temporary, form, trained.head.state_dict())
-        form.add_target(temporary, target_dir)
-        check_tensors(temporary, form)
+        write_json(directory / SERVING, {**facts, **serving, "head_sha256": trained.sha256})
+        write_head(directory, form, trained.head.state_dict())
+        form.add_target(directory, target_dir)
+        check_tensors(directory, form)
         proof = prove_equal_proposals(
-            config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(temporary, form)
+            config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(directory, form)
         )
-        write_text(temporary / "README.md", readme(config, form, measured, target_dir, output_dir))
-        write_provenance(temporary, config)
-    except OSError:  # if the disk is full, the unfinished export would keep it full
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    shutil.rmtree(output_dir, ignore_errors=True)
-    temporary.rename(output_dir)
+        write_text(directory / README, readme(config, form, measured, target_dir, output_dir))
+        hide_homes(directory)
     print_summary(output_dir / form.weights_name, proof)
 
 
@@ -96,20 +90,6 @@ def check_directory_name(output_dir: Path, method: str) -> None:
         raise ValueError(
             f"export.output_dir: vLLM must not infer a method other than {method} from the path, but "
             f"{output_dir.resolve()} contains {name!r}; choose another path"
-        )
-
-
-def check_replaceable(directory: Path, output_dir: Path) -> None:
-    """Refuse to replace a directory that has files but no `serving.json`. Every export has one; nothing else does.
-
-    Args:
-        directory: `output_dir`, or the temporary directory in which the export is written first.
-        output_dir: the directory of the finished export.
-    """
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / SERVING).is_file():
-        raise ValueError(
-            f"export.output_dir: must be new, empty or an earlier export, and so must {output_dir.name}.tmp beside it, "
-            f"which is written first, but {directory} holds other files; choose another directory"
         )
 
 
@@ -185,6 +165,19 @@ def readme(config: PipelineConfig, form: Format, measured: str, target_dir: Path
         *form.notes(),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def hide_homes(directory: Path) -> None:
+    """Write `~` in place of the user's home in every text that names paths, since an export may be published.
+
+    The README says so if its command has such a path. Copies of the target's vocabulary stay as they are.
+    """
+    copied = [name for name in ("tokenizer_config.json", "generation_config.json") if (directory / name).is_file()]
+    for name in (CONFIG, PROVENANCE, SERVING, "config.json", README, *copied):
+        text = (directory / name).read_text(encoding="utf-8")
+        hidden = hide_home(text)
+        if hidden != text:
+            write_text(directory / name, hidden + (HOME_NOTE if name == README else ""))
 
 
 def print_summary(weights: Path, proof: int) -> None:

@@ -1,29 +1,147 @@
-"""Writes and checks files of a run's folder, which holds every stage's output, resolved config and provenance."""
+"""Opens the folders that programs write to, and records how each was made.
 
+A folder with `provenance.json` belongs to mtptrain. A program writes this file before any other, and refuses a folder
+that has other files but not this one, so it neither deletes nor overwrites what somebody else has written.
+"""
+
+import os
+import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from mtptrain.config import PipelineConfig
-from mtptrain.utils.files import write_json
+from mtptrain.utils.files import file_sha256, read_json, sync, write_json, write_text
+from mtptrain.utils.masking import hide_passwords
 
+CONFIG, PROVENANCE = "config.yaml", "provenance.json"
+_FACTS = ("argv", "git_revision", "python", "packages")
+"""Entries of every `provenance.json`."""
+FILES = "files"
+"""Entry of the `provenance.json` of a replaceable folder: the size of each file, and the sha256 of each text."""
+_TEXTS = (".json", ".md", ".yaml", ".jinja", ".txt")
 _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safetensors", "tokenizers", "datasets")
 
 
+def check_stage_dir(directory: Path, setting: str = "run_dir") -> None:
+    """Refuse a folder that holds files of somebody else. Every program calls this before any work.
+
+    Args:
+        directory: the folder that the program will write to.
+        setting: name of the setting that chooses the folder, for error messages.
+
+    Raises:
+        ValueError: the folder is not empty and has no `provenance.json` of ours, or the path is a file.
+    """
+    found = directory if directory.exists() and not directory.is_dir() else _others_file(directory)
+    if found is not None:
+        raise ValueError(
+            f"{setting}: {directory} must be new, empty or written by mtptrain, which leaves {PROVENANCE} there, but "
+            f"{'is a file' if found == directory else f'holds {found.relative_to(directory)} of somebody else'}; move "
+            f"that away, or set another {setting}"
+        )
+
+
 def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
-    """Write `config.yaml` (resolved) and `provenance.json` (argv, git revision, versions) into a stage's folder."""
+    """Write `provenance.json` (argv, git revision, versions) and `config.yaml` (resolved) into a stage's folder.
+
+    Raises:
+        ValueError: `check_stage_dir` refuses the folder.
+    """
+    check_stage_dir(stage_dir)
     stage_dir.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.structured(config), stage_dir / "config.yaml")
     provenance = {
-        "argv": sys.argv,
+        "argv": hide_passwords(sys.argv),
         "git_revision": _git_revision(),
         "python": sys.version.split()[0],
         "packages": _versions(),
     }
-    write_json(stage_dir / "provenance.json", provenance)
+    write_json(stage_dir / PROVENANCE, provenance, _temporary(stage_dir / PROVENANCE))
+    settings = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    text = OmegaConf.to_yaml(OmegaConf.create(hide_passwords(settings)))
+    write_text(stage_dir / CONFIG, text, _temporary(stage_dir / CONFIG))
+
+
+def claim_stage_dir(stage_dir: Path, config: PipelineConfig) -> None:
+    """Write the provenance of a folder that has none. Several processes may call this at the same time."""
+    if not _is_ours(stage_dir):
+        write_provenance(stage_dir, config)
+
+
+def remove_run_dir(directory: Path) -> None:
+    """Remove a run's folder with all its stages.
+
+    Raises:
+        ValueError: it holds files of somebody else.
+    """
+    if directory.exists():
+        check_stage_dir(directory)
+        shutil.rmtree(directory)
+
+
+def check_replaceable(directory: Path, known: Collection[str], setting: str) -> None:
+    """Refuse to replace a folder unless every file in it is as `replaced` wrote it, and none was added.
+
+    Args:
+        directory: the folder to replace.
+        known: names of the files that older versions wrote, without a list of them.
+        setting: name of the setting that chooses the folder, for error messages.
+
+    Raises:
+        ValueError: the folder, or one of those beside it that `replaced` uses, holds files of somebody else.
+    """
+    for beside in _beside(directory):
+        check_stage_dir(beside, setting)
+    check_stage_dir(directory, setting)
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    files: Mapping[str, Any] = _provenance(directory).get(FILES, dict.fromkeys(known))
+    for path in sorted(directory.iterdir()):
+        is_known = path.name in files or path.name == PROVENANCE
+        if not is_known or (files.get(path.name) is not None and files[path.name] != _describe(path)):
+            raise ValueError(
+                f"{setting}: {directory} must hold only the files of an earlier export to be replaced, but {path.name} "
+                f"{'was changed since' if is_known else 'is none of them'}; move it away, or set another {setting}"
+            )
+
+
+@contextmanager
+def replaced(directory: Path, config: PipelineConfig, known: Collection[str], setting: str) -> Iterator[Path]:
+    """Yields a new folder that takes the place of `directory` once the block has ended without an error.
+
+    A kill leaves `directory` as it was, absent or new. Whatever else it leaves beside it has provenance of ours, and
+    the next call removes it. The arguments are those of `check_replaceable`.
+
+    Raises:
+        ValueError: `check_replaceable` refuses the folder, before the block or after it.
+    """
+    check_replaceable(directory, known, setting)
+    new, old = _beside(directory)
+    if old.exists() and not directory.exists():  # a kill came between the two renames below
+        old.rename(directory)
+    _remove_ours(new)
+    _remove_ours(old)
+    write_provenance(new, config)
+    try:
+        yield new
+        files = {path.name: _describe(path) for path in sorted(new.iterdir()) if path.name != PROVENANCE}
+        write_json(new / PROVENANCE, _provenance(new) | {FILES: files})
+        check_replaceable(directory, known, setting)
+    except BaseException:  # if the disk is full, the unfinished folder would keep it full
+        _remove_ours(new)
+        raise
+    if directory.exists():
+        directory.rename(old)
+    new.rename(directory)
+    sync(directory.parent)
+    _remove_ours(old)
 
 
 def require(path: Path, program: str) -> Path:
@@ -37,6 +155,68 @@ def require(path: Path, program: str) -> Path:
             f"{path}: must exist, but does not; run {program} with the same recipe and run_dir first"
         )
     return path
+
+
+def _others_file(directory: Path) -> Path | None:
+    """Returns a file in a folder without provenance. Subfolders that have some, or no files, do not count."""
+    if not directory.is_dir() or _is_ours(directory):
+        return None
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if (found := _others_file(path)) is not None:
+                return found
+        elif not _is_temporary_provenance(path):
+            return path
+    return None
+
+
+def _is_ours(directory: Path) -> bool:
+    return set(_FACTS) <= _provenance(directory).keys()
+
+
+def _provenance(directory: Path) -> dict[str, Any]:
+    """Returns the contents of `provenance.json`, or an empty dict if there is none that can be read."""
+    try:
+        return read_json(directory / PROVENANCE)
+    except (OSError, ValueError):
+        return {}
+
+
+_TEMPORARY = ".mtptrain.tmp"
+
+
+def _temporary(path: Path) -> Path:
+    """Returns a name unique to this process, since parts of a stage may write the file at the same time."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}{_TEMPORARY}")
+
+
+def _is_temporary_provenance(path: Path) -> bool:
+    return path.name.startswith(f"{PROVENANCE}.") and path.name.endswith(_TEMPORARY)
+
+
+def _beside(directory: Path) -> tuple[Path, Path]:
+    """Returns the folders in which a replacement is written and the replaced folder is put aside."""
+    return directory.with_name(f"{directory.name}.mtptrain_new"), directory.with_name(f"{directory.name}.mtptrain_old")
+
+
+def _remove_ours(directory: Path) -> None:
+    """Remove a folder with provenance, which goes last, so that a kill leaves a folder that is still ours."""
+    if _is_ours(directory):
+        for path in directory.iterdir():
+            if path.name != PROVENANCE:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        (directory / PROVENANCE).unlink()
+    elif directory.is_dir():
+        for path in filter(_is_temporary_provenance, list(directory.iterdir())):
+            path.unlink()
+    with suppress(FileNotFoundError):
+        directory.rmdir()
+
+
+def _describe(path: Path) -> dict[str, object]:
+    """Returns the size of a file, and its hash if it is a text."""
+    sha256 = {"sha256": file_sha256(path)} if path.suffix in _TEXTS else {}
+    return {"num_bytes": path.stat().st_size, **sha256}
 
 
 def _git_revision() -> str | None:

@@ -31,7 +31,7 @@ from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.planning.costs import target_costs
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
@@ -39,7 +39,7 @@ from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
 
 from ..conversations import Conversations, read_conversations
-from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends
+from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends, is_text_of
 from .manifest import MANIFEST, ResponsesIdentity, ResponsesManifest
 from .report import ResponsesProgress, print_report
 from .server import CompletionServer, regenerate_with_server
@@ -96,6 +96,8 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
         RuntimeError: the server stopped responding, or no conversation has a response.
     """
     check_settings(config, ranks)
+    if ranks.is_first:
+        check_stage_dir(config.stage_dir("responses"))
     job = make_job(config)
     store = ResponsesStore(config.stage_dir("responses"))
     if ranks.is_first:
@@ -109,8 +111,8 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     if missing and ranks.is_first:
         if job.server is None:
             announce_precision("responses.dtype", config.responses.dtype)
-        store.mark_unfinished()
         write_provenance(store.directory, config)
+        store.mark_unfinished()
     ranks.barrier()
 
     progress = ResponsesProgress.merge(ranks.gather(fill(job, missing, config.responses, store, ranks)))
@@ -215,13 +217,20 @@ def connect(
         timeout_s=settings.timeout_s,
         api_key=api_key,
     )
-    server.check(render_prompt(tokenizer, _QUESTION))
+    prompt_ids = render_prompt(tokenizer, _QUESTION)
+    response = server.check(prompt_ids)
+    if not is_text_of(tokenizer, prompt_ids, response):
+        raise ValueError(
+            f"responses.url: the token_ids that {server.url} returns must be those of its text, but decode to another "
+            f"text than {server.quote(response.text)!r}; serve the target there, with its own tokenizer"
+        )
+    print(f"responses.url: model {server.quote(server.model)} of {server.url} responds", flush=True)
     is_here = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
     if is_here and (server.version or "").startswith("vLLM") and fast_dtype(torch.cuda.is_available())[0] == "float32":
         warnings.warn(
             "responses.url: should not be vLLM on a CPU without bf16 instructions, where it takes several times as "
-            f"long as transformers, but {url} is {server.version}; leave responses.url out, or serve the target with "
-            "another engine",
+            f"long as transformers, but {server.url} is {server.version}; leave responses.url out, or serve the target "
+            "with another engine",
             stacklevel=2,
         )
     return server

@@ -10,7 +10,7 @@ whether rendering gives the same text again, since a response that is rendered d
 import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from os.path import commonprefix
 
@@ -184,6 +184,10 @@ class Dialogue:
         if response.is_cut:
             regenerated.ended_by = Ending.length
 
+    def is_consistent(self, response: Response) -> bool:
+        """Returns whether the response's token ids are those of its text."""
+        return is_text_of(self._tokenizer, self._prompt_ids, response)
+
     def _end_before(self, ending: Ending) -> None:
         self.regenerated.ended_by = ending
         if not self.regenerated.messages:  # keep the prompt of a conversation without responses
@@ -216,6 +220,24 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
     prompt = _decode(tokenizer, prompt_ids)
     whole = _decode(tokenizer, [*prompt_ids, *response.token_ids])
     return whole[len(prompt) :] if whole.startswith(prompt) else _decode(tokenizer, response.token_ids)
+
+
+def is_text_of(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response: Response) -> bool:
+    """Returns whether a server's token ids are those of its text. A server that uses another tokenizer sends others.
+
+    Servers differ in spaces, incomplete characters and special tokens, which do not count.
+    """
+    if response.token_ids is None:
+        return True
+    end = [] if response.stop_token_id is None else [response.stop_token_id]
+    whole = replace(response, token_ids=[*response.token_ids, *end])
+    texts = [response_text(tokenizer, prompt_ids, each) for each in (response, whole)]
+    texts.append(str(tokenizer.decode(response.token_ids, skip_special_tokens=True)))
+    return _squashed(response.text) in map(_squashed, texts)
+
+
+def _squashed(text: str) -> str:
+    return "".join(text.replace(_INCOMPLETE, "").split())
 
 
 def message_content(

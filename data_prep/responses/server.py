@@ -1,6 +1,5 @@
 """Regenerates conversations on a running OpenAI-compatible server (vLLM, SGLang). Prompts are sent as token ids."""
 
-import asyncio
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -11,19 +10,11 @@ from typing import Any
 import httpx
 
 from mtptrain.data.chat_template import EndlessTemplate
-from mtptrain.utils.files import parse_json
 
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
+from .transport import RequestFailed, Transport
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
-SHOWN_CHARACTERS = 200
-"""Maximum number of characters that an error quotes from a server's message."""
-MAX_BODY_BYTES = 64 * 2**20
-"""Maximum size of a response's body. The ids of a prompt of 128k tokens take about 1 MB."""
-
-
-class RequestFailed(Exception):
-    """A request failed for good. Its conversation is left out of this run, and the report shows the message."""
 
 
 class CompletionServer:
@@ -45,25 +36,23 @@ class CompletionServer:
         Raises:
             ConnectionError: no server responds.
             ValueError: the server is not OpenAI-compatible, rejects the API key, does not serve `model`, or, if `model`
-                is None, does not serve exactly one model.
+                is None, does not serve exactly one model; or the address has a password that is not percent-encoded.
         """
-        self.url = url.rstrip("/")
+        self._transport = Transport(url, timeout_s, api_key)
+        self.url = self._transport.url
+        """The address as messages show it, without a password."""
         self.max_retries = max_retries
         self._timeout_s = timeout_s
         self._sampling = sampling
         self._vocab_size = vocab_size
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        )
-        self._ssl_context = httpx.create_ssl_context()
         served = self._models()
         self.model = self._choose_model(model, list(served))
         self.context_tokens = served[self.model]
         """Maximum tokens of prompt plus response; None if the server does not report it."""
         self.version = self._version()
 
-    def check(self, prompt_ids: Sequence[int]) -> None:
-        """Check that the server completes prompts given as token ids, by requesting one token.
+    def check(self, prompt_ids: Sequence[int]) -> Response:
+        """Check that the server completes prompts given as token ids, by requesting one token, which is returned.
 
         Raises:
             ConnectionError: the server does not respond.
@@ -71,7 +60,7 @@ class CompletionServer:
         """
         content = self._fetch_checked("/completions", self._request(Prompt(list(prompt_ids), 0)) | {"max_tokens": 1})
         try:
-            self._parse(content)
+            response = self._parse(content)
         except RequestFailed as failure:
             raise ValueError(
                 f"responses.url: {self.url} must complete prompts given as token ids, but {failure}; serve the target "
@@ -84,6 +73,7 @@ class CompletionServer:
                 f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids unchanged, but counts "
                 f"{num_read} tokens; use a server that does not change prompts"
             )
+        return response
 
     def complete(self, prompt: Prompt, stopping: Event) -> Response:
         """Returns the response to a prompt.
@@ -98,7 +88,7 @@ class CompletionServer:
         for attempt in range(self.max_retries + 1):
             waiting_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
             try:
-                return self._parse(self._fetch("/completions", self._request(prompt)))
+                return self._parse(self._transport.fetch("/completions", self._request(prompt)))
             except httpx.HTTPStatusError as error:
                 failure, retry_after_s = str(error), error.response.headers.get("Retry-After", "")
                 if error.response.status_code != 429 and error.response.status_code < 500:
@@ -107,7 +97,7 @@ class CompletionServer:
                     waiting_s, min(float(retry_after_s), self._timeout_s) if retry_after_s.isdecimal() else 0.0
                 )
             except (OSError, httpx.HTTPError) as error:
-                failure = f"the server does not answer: {_reason(error)}"
+                failure = f"the server does not answer: {self._transport.reason(error)}"
             except ValueError as error:
                 failure = f"the server's answer is not JSON: {error}"
             if attempt < self.max_retries and stopping.wait(waiting_s):
@@ -148,16 +138,20 @@ class CompletionServer:
                     f"the number of tokens must be in [0, {self._sampling.max_new_tokens}], but is {num_tokens}"
                 )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            shown = json.dumps(content)[:SHOWN_CHARACTERS]
             raise RequestFailed(
-                f"the server's answer is not a completion ({type(error).__name__}: {error}): {shown}"
+                f"the server's answer is not a completion ({type(error).__name__}: {self.quote(str(error))}): "
+                f"{self.quote(json.dumps(content))}"
             ) from error
         if reason not in ("stop", "length"):
-            raise RequestFailed(f"the server ended the response with finish_reason {reason!r}")
+            raise RequestFailed(f"the server ended the response with finish_reason {self.quote(repr(reason))}")
         stop_token_id = None
         if token_ids and reason == "stop" and token_ids[-1] in self._sampling.stop_token_ids:
             token_ids, stop_token_id = token_ids[:-1], token_ids[-1]
         return Response(num_tokens, reason == "length", token_ids, stop_token_id, text)
+
+    def quote(self, text: str) -> str:
+        """Returns the beginning of a text of the server, which may repeat what it was sent, without the secrets."""
+        return self._transport.quote(text)
 
     def _models(self) -> dict[str, int | None]:
         """Returns the context length of each model by name; None if the server does not report it."""
@@ -171,7 +165,7 @@ class CompletionServer:
         except (KeyError, TypeError) as error:
             raise ValueError(
                 "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
-                f"but {self.url}/models answers {json.dumps(content)[:SHOWN_CHARACTERS]}; correct the address"
+                f"but {self.url}/models answers {self.quote(json.dumps(content))}; correct the address"
             ) from error
 
     def _choose_model(self, model: str | None, served: list[str]) -> str:
@@ -180,31 +174,30 @@ class CompletionServer:
         if model is None:
             raise ValueError(
                 f"responses.model: must be set unless the server has exactly one model, but {self.url} serves "
-                f"{', '.join(served) or 'none'}; set it to the target's name on the server"
+                f"{self.quote(', '.join(served)) or 'none'}; set it to the target's name on the server"
             )
         if model not in served:
             raise ValueError(
-                f"responses.model: must be one of the models that {self.url} serves ({', '.join(served)}), but is "
-                f"{model}; correct it or start the server with that model"
+                f"responses.model: must be one of the models that {self.url} serves "
+                f"({self.quote(', '.join(served))}), but is {model}; correct it or start the server with that model"
             )
         return model
 
     def _version(self) -> str | None:
         """Returns the engine's name and version, which vLLM reports at /version and SGLang at /server_info."""
-        root = self.url.removesuffix("/v1")
         for engine, path in (("vLLM", "/version"), ("SGLang", "/server_info")):
             try:
-                content = self._fetch(path, root=root)
+                content = self._transport.fetch(path, is_beside=True)
             except (OSError, httpx.HTTPError, ValueError, RequestFailed):
                 continue
             if isinstance(content, dict) and "version" in content:
-                return f"{engine} {content['version']}"
+                return f"{engine} {self.quote(str(content['version']))}"
         return None
 
     def _fetch_checked(self, path: str, request: dict[str, Any] | None = None) -> Any:
         """Fetch without retries, for checks at the start. Errors name the setting to correct."""
         try:
-            return self._fetch(path, request)
+            return self._transport.fetch(path, request)
         except httpx.HTTPStatusError as error:
             is_key_wrong = error.response.status_code in (401, 403)
             key = "; set the environment variable that responses.api_key_variable names" if is_key_wrong else ""
@@ -214,70 +207,14 @@ class CompletionServer:
             ) from error
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(
-                f"responses.url: must be a running server, but {self.url}{path} does not answer ({_reason(error)}); "
-                "start it or correct the address"
+                f"responses.url: must be a running server, but {self.url}{path} does not answer "
+                f"({self._transport.reason(error)}); start it or correct the address"
             ) from error
         except (ValueError, RequestFailed) as error:
             raise ValueError(
                 f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} cannot be "
                 f"read as JSON ({error}); correct the address"
             ) from error
-
-    def _fetch(self, path: str, request: dict[str, Any] | None = None, root: str | None = None) -> Any:
-        url = (root or self.url) + path
-        try:
-            return parse_json(asyncio.run(self._fetch_body(url, request)), url)
-        except ExceptionGroup as group:  # a port out of range, in `url` or in the target of a redirect
-            raise httpx.ConnectError(str(group.exceptions[0])) from group
-
-    async def _fetch_body(self, url: str, request: dict[str, Any] | None) -> bytes:
-        """GET `url`, or POST `request` to it, and return the body.
-
-        httpx applies its own timeout to each read separately; `asyncio.timeout` limits the whole exchange.
-
-        Raises:
-            TimeoutError: the exchange takes longer than `timeout_s`, from connecting to the last byte.
-            httpx.HTTPStatusError: the status is an error; the message quotes the body.
-            httpx.HTTPError: the connection failed.
-            RequestFailed: the body is too long.
-        """
-        method, data = ("GET", None) if request is None else ("POST", json.dumps(request).encode())
-        async with (
-            asyncio.timeout(self._timeout_s),
-            httpx.AsyncClient(
-                headers=self._headers, verify=self._ssl_context, timeout=None, follow_redirects=True
-            ) as client,
-            client.stream(method, url, content=data) as response,
-        ):
-            if not response.is_success:
-                message = (
-                    f"the server answers {response.status_code}: "
-                    f"{await _error_text(response) or response.reason_phrase}"
-                )
-                raise httpx.HTTPStatusError(message, request=response.request, response=response)
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise RequestFailed(f"the server's answer is longer than {MAX_BODY_BYTES:,} bytes")
-            return bytes(body)
-
-
-async def _error_text(response: httpx.Response) -> str:
-    """Returns the beginning of an error's body, or as much of it as arrives before the connection breaks."""
-    body = bytearray()
-    try:
-        async for chunk in response.aiter_bytes():
-            body += chunk
-            if len(body) > 4 * SHOWN_CHARACTERS:  # a character has at most four bytes
-                break
-    except httpx.HTTPError:  # the connection broke off
-        pass
-    return body.decode(errors="replace").strip()[:SHOWN_CHARACTERS]
-
-
-def _reason(error: Exception) -> str:
-    return "timed out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
 
 
 def regenerate_with_server(
@@ -301,6 +238,11 @@ def regenerate_with_server(
                 return None
             response = server.complete(prompt, stopping)
             with tokenizing:
+                if not dialogue.is_consistent(response):
+                    raise RequestFailed(
+                        "the server's token_ids must be those of its text, but decode to another text: "
+                        f"{server.quote(response.text)}"
+                    )
                 dialogue.add_response(response)
                 prompt = dialogue.next_prompt()
         return dialogue.regenerated

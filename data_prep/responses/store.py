@@ -7,6 +7,7 @@ During a run, `plan.json` holds the identity of the responses, and each rank app
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +19,7 @@ from mtptrain.utils.files import publish, write_json, write_text
 from .dialogue import Ending, RegeneratedConversation
 from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, ResponsesPlan
 
-FAILURES, PLAN, JOURNALS = "failures.jsonl", "plan.json", "answers_*.jsonl"
+FAILURES, PLAN = "failures.jsonl", "plan.json"
 ENDINGS = {
     Ending.empty: "the target's response is empty",
     Ending.context: "the prompt plus responses.max_new_tokens exceeds the context",
@@ -73,7 +74,7 @@ class ResponsesStore:
                 break
         self._server_versions = list(dict.fromkeys([*versions, *([server_version] if server_version else [])]))
         self._identity = identity
-        for path in [self.directory / CONVERSATIONS, *sorted(self.directory.glob(JOURNALS))]:
+        for path in [self.directory / CONVERSATIONS, *self._journals()]:
             if path.exists():
                 self._read(path)
 
@@ -83,7 +84,7 @@ class ResponsesStore:
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
     def journal(self, rank: int) -> "Journal":
-        return Journal(self.directory / JOURNALS.replace("*", f"{rank:05d}"))
+        return Journal(self.directory / f"answers_{rank:05d}.jsonl")
 
     def finish(
         self, failed: Mapping[int, str], refused: Mapping[str, str], location: Callable[[int], str]
@@ -97,7 +98,7 @@ class ResponsesStore:
             refused: why a row cannot be used, by location.
             location: returns the location of a row, for messages.
         """
-        for path in sorted(self.directory.glob(JOURNALS)):
+        for path in self._journals():
             self._read(path)
         counts, cut_short = self._write_in_order()
         failures = [Failure(location(row), reason, 0) for row, reason in sorted(failed.items())]
@@ -111,8 +112,14 @@ class ResponsesStore:
 
     def clean(self) -> None:
         """Remove the files that only an unfinished stage needs."""
-        for path in [self.directory / PLAN, *self.directory.glob(JOURNALS), *self.directory.glob("*.tmp")]:
+        written = (CONVERSATIONS, FAILURES, PLAN, MANIFEST)
+        for path in [self.directory / PLAN, *self._journals(), *(self.directory / f"{name}.tmp" for name in written)]:
             path.unlink(missing_ok=True)
+
+    def _journals(self) -> list[Path]:
+        """Returns the files of all ranks, also those of an earlier run with more ranks."""
+        found = sorted(self.directory.glob("answers_*.jsonl"))
+        return [path for path in found if re.fullmatch(r"answers_\d{5}\.jsonl", path.name)]
 
     def _read(self, path: Path) -> None:
         """Index the rows of a file, and truncate a partial last line left by a killed run."""

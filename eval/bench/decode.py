@@ -37,7 +37,7 @@ from mtptrain.decoding.round_costs import Batch, Spent, decode, drafters_of, fas
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import PHASES, Generation
 from mtptrain.heads.base import Head
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.serving.break_even import OWN_LOOP, RoundCost, predicted_speed_up, read_costs
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
@@ -57,6 +57,7 @@ BATCHES_PER_COST = 4
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     check(config)
+    check_stage_dir(config.stage_dir("bench_decode"))
     ranks, settings = init_ranks(config.distributed_timeout_hours), config.acceptance
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)

@@ -26,6 +26,7 @@ from mtptrain.utils.errors import (
     exit_with_line,
     refusal,
 )
+from mtptrain.utils.masking import hide_passwords
 
 RENAMED = {
     "acceptance.beside": "acceptance.baselines",
@@ -136,9 +137,10 @@ def program_name() -> str:
 
 
 def command() -> str:
-    """Returns the shell command that started this process, with `python -m` for a module."""
+    """Returns the shell command that started this process, with `python -m` for a module, without passwords."""
     spec = sys.modules["__main__"].__spec__
-    return shlex.join(["python", *([sys.argv[0]] if spec is None else ["-m", spec.name]), *sys.argv[1:]])
+    started = [sys.argv[0]] if spec is None else ["-m", spec.name]
+    return shlex.join(["python", *started, *hide_passwords(sys.argv[1:])])
 
 
 def python_module(name: str) -> str:

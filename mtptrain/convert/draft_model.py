@@ -108,7 +108,9 @@ def check_start(config: HeadConfig, target_dir: Path) -> None:
 
 def _load(directory: Path, names: Collection[str]) -> Tensors:
     """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", trust_remote_code=False, output_loading_info=True
+    )
     model, loading = loaded
     there = set(names) - set(loading["missing_keys"])  # transformers initialises missing tensors at random
     return {name: tensor for name, tensor in model.state_dict().items() if name in there}

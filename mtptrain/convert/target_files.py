@@ -41,7 +41,7 @@ def add_target_files(directory: Path, target_dir: Path, head_file: str, replaced
             link_or_copy(path, directory / name)
     for pattern in COPIED:
         for path in target_dir.glob(pattern):
-            if path.name not in ("config.json", INDEX):
+            if path.name != INDEX and not (directory / path.name).exists():  # such as the head's config.json
                 shutil.copyfile(path, directory / path.name)
     write_index(directory, [*names, head_file])
 

@@ -3,7 +3,9 @@
 import ctypes
 import functools
 import itertools
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 10.0
 """CPU seconds that a template may take to render a conversation. Real templates take milliseconds."""
+LIMIT_BYTES = 2**30
+"""Memory in bytes that a template may take to render a conversation."""
+MAX_CHARACTERS = 2**24
+"""Maximum length of a rendered conversation. The longest contexts have a few million characters."""
 
 
 class EndlessTemplate(RuntimeError):
@@ -52,7 +58,7 @@ def render_text(
             [dict(message) for message in messages], add_generation_prompt=is_prompt, tokenize=False
         )
         assert isinstance(rendered, str)
-        rendered.encode()  # the tokenizer rejects a lone surrogate
+        check_rendered(rendered)
     return rendered
 
 
@@ -85,7 +91,7 @@ def render_prompt(
 
 @contextmanager
 def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Limits the CPU time of rendering, and converts every error of a template to jinja2's TemplateError.
+    """Limits the CPU time and memory of rendering, and converts every error of a template to jinja2's TemplateError.
 
     Raises:
         TemplateError: the template rejects the messages, or fails.
@@ -93,7 +99,7 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     """
     is_main = threading.current_thread() is threading.main_thread()
     try:
-        with _limited_by_signal() if is_main else _limited_by_watcher():
+        with _limited_memory(), _limited_by_signal() if is_main else _limited_by_watcher():
             refuse_powers(tokenizer.get_chat_template())
             yield
     except TemplateError:
@@ -104,8 +110,43 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
             f"time, but has not finished the one that begins with {_beginning(messages)} (messages: {len(messages)}); "
             "correct the template in the target's directory, or choose another target"
         ) from error
+    except MemoryError as error:
+        raise TemplateRuntimeError(f"it must render within {LIMIT_BYTES / 2**30:g} GiB of memory") from error
     except Exception as error:  # a template is an unknown program, so it may raise anything
         raise TemplateRuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+
+
+def check_rendered(text: str) -> None:
+    """Raises an error if a rendered text is too long for the tokenizer, or has a lone surrogate, which it rejects."""
+    if len(text) > MAX_CHARACTERS:
+        raise TemplateRuntimeError(f"it must render at most {MAX_CHARACTERS:,} characters, but renders {len(text):,}")
+    text.encode()
+
+
+_IS_LINUX = sys.platform == "linux"
+_one_limit = threading.Lock()
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Raises MemoryError if the process takes `LIMIT_BYTES` more of memory than it has now. Only Linux can tell.
+
+    The limit is that of the whole process, so only one thread at a time may render.
+    """
+    if not _IS_LINUX:
+        yield
+        return
+    with _one_limit:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            num_pages = int(file.read().split()[0])
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = num_pages * resource.getpagesize() + LIMIT_BYTES
+        known = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(known), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager

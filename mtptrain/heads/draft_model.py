@@ -69,7 +69,10 @@ class DraftModelHead(Head):
         self.target_hidden_size = int(target_config.hidden_size)
         self.context_tokens = int(self.config.max_position_embeddings)
         model = AutoModelForCausalLM.from_config(
-            self.config, dtype=torch.get_default_dtype(), attn_implementation=DOCUMENTS_OR_CACHE
+            self.config,
+            dtype=torch.get_default_dtype(),
+            trust_remote_code=False,
+            attn_implementation=DOCUMENTS_OR_CACHE,
         )
         self.model = model.model
         self.lm_head = None if self.config.tie_word_embeddings else model.lm_head

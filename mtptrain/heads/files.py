@@ -1,7 +1,7 @@
 """Stores heads: weights in `head.safetensors`, the config and the identity of the target in `head.json`."""
 
 import json
-import shutil
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig, config_of
 from mtptrain.target.hub import weights_fingerprint
-from mtptrain.utils.files import read_json, save_tensors, tensor_shapes, write_json
+from mtptrain.utils.files import read_json, remove_files, save_tensors, tensor_shapes, write_json
 
 TARGET_WEIGHTS = "target_weights_sha256"
 RESTORE = "copy it again, or train again"
@@ -58,7 +58,11 @@ def kept_head(stage_dir: Path, step: int) -> Path:
 def kept_heads(stage_dir: Path) -> dict[int, Path]:
     """Returns the directories of all complete kept heads by step, in rising order."""
     directories = sorted(facts.parent for facts in stage_dir.glob("heads/step_*/head.json"))
-    return {int(directory.name.removeprefix("step_")): directory for directory in directories}
+    return {
+        int(directory.name.removeprefix("step_")): directory
+        for directory in directories
+        if re.fullmatch(r"step_(\d{8}|[1-9]\d{8,})", directory.name)
+    }
 
 
 def remove_later_heads(stage_dir: Path, step: int) -> None:
@@ -71,7 +75,7 @@ def remove_later_heads(stage_dir: Path, step: int) -> None:
         choice.unlink()
     for kept_step, directory in kept_heads(stage_dir).items():
         if kept_step > step:
-            shutil.rmtree(directory)
+            remove_files(directory, ("head.json", "head.safetensors"))
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:

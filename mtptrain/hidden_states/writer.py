@@ -5,6 +5,7 @@ killed leaves every shard either complete or absent.
 """
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Collection
@@ -41,8 +42,12 @@ from mtptrain.hidden_states.store import (
 )
 from mtptrain.utils.files import file_sha256, publish, write_json
 
-TEMPORARY = ("shard_*.tmp", f"{PLAN}.*.tmp", f"{MANIFEST}.*.tmp", "mtptrain_*.tmp")
-"""Patterns of temporary files (shards, plan, manifest) and of the backends' temporary folders."""
+_SHARD = re.compile(r"shard_(\d{5}|[1-9]\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
+"""Names of a shard, of its record, and of the temporary files of both."""
+_OTHER_TEMPORARY = re.compile(
+    rf"({re.escape(PLAN)}|{re.escape(MANIFEST)})\.[\w.-]+\.\d+\.tmp|mtptrain_[0-9a-f]{{12}}_\d+_\d+\.tmp"
+)
+"""Names of the temporary files of the plan and the manifest, and of the backends' temporary folders."""
 
 
 def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
@@ -86,7 +91,7 @@ def begin_store(
         manifest = StoreManifest.read(directory)
         refuse_other(directory / MANIFEST, identity, manifest.identity, shard_tokens, manifest.shard_tokens)
         if all(has_length(directory / record.file, record) for record in manifest.shards):
-            _remove(directory, "*.tmp", PLAN, "shard_*.json")
+            _remove_unfinished(directory, len(manifest.shards), temporary=True)
             return manifest
         _reopen(directory, manifest)
     elif (directory / PLAN).exists():
@@ -102,10 +107,10 @@ def begin_store(
 
 def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
     """Remove the temporary files of these shards, and all files of those that are unfinished or truncated."""
-    indices = {shard_path(directory, index).stem: index for index in shards}
-    for path in list(directory.glob("shard_*")):
-        index = indices.get(path.name.split(".")[0])
-        if index is not None and (path.suffix == ".tmp" or not has_shard(directory, index)):
+    own = set(shards)
+    for path in list(directory.iterdir()):
+        name = _SHARD.fullmatch(path.name)
+        if name is not None and int(name[1]) in own and (name[3] or not has_shard(directory, int(name[1]))):
             path.unlink(missing_ok=True)
 
 
@@ -267,8 +272,9 @@ def finish_store(
     if len(records) < num_shards:
         if not (directory / MANIFEST).exists():
             return None
-        _remove(directory, PLAN, "shard_*.json")  # left by a part that began while another finished
-        return StoreManifest.read(directory)
+        manifest = StoreManifest.read(directory)
+        _remove_unfinished(directory, num_shards, temporary=False)  # left by a part that began while another finished
+        return manifest
     manifest = StoreManifest(
         schema_version=SCHEMA_VERSION,
         identity=identity,
@@ -283,7 +289,7 @@ def finish_store(
         _write_json(directory / MANIFEST, asdict(manifest))
     except FileNotFoundError:  # another part has just written it and removed the temporary files
         return StoreManifest.read(directory)
-    _remove(directory, *TEMPORARY, PLAN, "shard_*.json")
+    _remove_unfinished(directory, num_shards, temporary=True)
     return manifest
 
 
@@ -306,7 +312,7 @@ def _reopen(directory: Path, manifest: StoreManifest) -> None:
         if has_length(directory / record.file, record):
             _write_json(record_path(directory / record.file), asdict(record))
     _write_plan(directory, manifest.identity, manifest.shard_tokens)
-    _remove(directory, MANIFEST)
+    (directory / MANIFEST).unlink()
 
 
 def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
@@ -330,7 +336,13 @@ def _write_json(path: Path, content: object) -> None:
     write_json(path, content, _temporary_path(path))
 
 
-def _remove(directory: Path, *patterns: str) -> None:
-    for pattern in patterns:
-        for path in directory.glob(pattern):
+def _remove_unfinished(directory: Path, num_shards: int, temporary: bool) -> None:
+    """Remove the plan and the records of a finished store, and its temporary files if `temporary`. All else stays."""
+    for path in list(directory.iterdir()):
+        name = _SHARD.fullmatch(path.name)
+        if name is not None and int(name[1]) < num_shards:
+            is_needless = temporary if name[3] else name[2] == "json"
+        else:
+            is_needless = path.name == PLAN or (temporary and _OTHER_TEMPORARY.fullmatch(path.name) is not None)
+        if is_needless:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -47,7 +47,7 @@ class TargetCosts:
 def target_costs(config: PreTrainedConfig) -> TargetCosts:
     """Returns the costs of a target. It is built on the meta device, so it takes no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     num_experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
     used = config.num_experts_per_tok / num_experts if num_experts else 1.0

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from mtptrain.serving.server_process import WorkerProcess
+from mtptrain.utils.masking import hide_passwords
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,9 @@ class LoadGenerator:
         errors = [error for error in json.loads(Path(answer["result"]).read_text())["errors"] if error]
         if errors:
             raise RuntimeError(
-                f"{load.url}: the server must answer every request, but {len(errors)} of {load.num_requests} failed at "
-                f"concurrency {load.concurrency}; the first error is:\n{errors[0].strip()}"
+                f"{hide_passwords(load.url)}: the server must answer every request, but {len(errors)} of "
+                f"{load.num_requests} failed at concurrency {load.concurrency}; the first error "
+                f"is:\n{errors[0].strip()}"
             )
         return Latencies.read(Path(answer["result"]))
 

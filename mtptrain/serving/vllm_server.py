@@ -11,6 +11,7 @@ import httpx
 from mtptrain.serving.exports import warn_of_untested_vllm
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun
 from mtptrain.utils.files import parse_json
+from mtptrain.utils.masking import hide_passwords
 
 Read = TypeVar("Read")
 
@@ -23,6 +24,8 @@ SETTLE_LIMIT_S = 10.0
 SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from an answer."""
 
+MAX_BODY_BYTES = 64 * 2**20
+"""Maximum size of an answer."""
 Counters = dict[tuple[str, int | None], int]
 """A server's counters, by name and draft position (None for counters without positions)."""
 _SAMPLE = re.compile(r'^vllm:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')
@@ -39,7 +42,11 @@ class VllmServer:
             ValueError: the server is not vLLM.
         """
         self.url = url.rstrip("/")
-        self._client = httpx.Client(timeout=REQUEST_TIMEOUT_S, follow_redirects=True)
+        self.shown_url = hide_passwords(self.url)
+        """The address as messages show it."""
+        # A compressed answer can be a thousand times as long as what arrives, so ask for one that is not compressed.
+        headers = {"Accept-Encoding": "identity"}
+        self._client = httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, follow_redirects=True)
         self.version = self._read("/version", _version)
         warn_of_untested_vllm(self.version, f"serving.url={self.url}")
         self.model, self.root, self.max_model_len = self._read("/v1/models", _model)
@@ -92,8 +99,8 @@ class VllmServer:
         num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
         if num_finished != num_requests:
             raise RuntimeError(
-                f"{self.url}: the server must serve no other requests during the check, but finished {num_finished} "
-                f"requests instead of {num_requests}; repeat the check when it is idle"
+                f"{self.shown_url}: the server must serve no other requests during the check, but finished "
+                f"{num_finished} requests instead of {num_requests}; repeat the check when it is idle"
             )
         return _counts(counts)
 
@@ -114,8 +121,8 @@ class VllmServer:
                 return counters
             counters = later
         raise RuntimeError(
-            f"{self.url}: the server must serve no other requests during the check, but its counters still change "
-            f"{SETTLE_LIMIT_S:g} s after the last answer; repeat the check when it is idle"
+            f"{self.shown_url}: the server must serve no other requests during the check, but its counters still "
+            f"change {SETTLE_LIMIT_S:g} s after the last answer; repeat the check when it is idle"
         )
 
     def _read(self, path: str, read: Callable[[bytes], Read], content: dict[str, Any] | None = None) -> Read:
@@ -134,28 +141,48 @@ class VllmServer:
     def _fetch(self, path: str, content: dict[str, Any] | None) -> bytes:
         url = self.url + path
         try:
-            response = self._client.get(url) if content is None else self._client.post(url, json=content)
-            return response.raise_for_status().content
+            with self._client.stream("GET" if content is None else "POST", url, json=content) as response:
+                body = _bounded(response)
+            response.raise_for_status()
+            return body
+        except _Unbounded as error:
+            raise self._not_vllm(path, str(error)) from error
         except httpx.HTTPStatusError as error:
-            reason = f"answers {error.response.status_code}: {_shown(error.response.content)}"
+            reason = f"answers {error.response.status_code}: {_shown(body)}"
             if content is None:
                 raise self._not_vllm(path, reason) from error
             raise ValueError(
-                f"serving.url: must answer every prompt, but {url} {reason}; see the server's log"
+                f"serving.url: must answer every prompt, but {self.shown_url}{path} {reason}; see the server's log"
             ) from error
         except (httpx.TransportError, httpx.InvalidURL, OverflowError, UnicodeError) as error:
             raise ConnectionError(
-                f"serving.url: must be a running vLLM server, but {self.url} does not answer ({error}); start `vllm "
-                "serve` or correct the address"
+                f"serving.url: must be a running vLLM server, but {self.shown_url} does not answer ({error}); start "
+                "`vllm serve` or correct the address"
             ) from error
         except httpx.HTTPError as error:
             raise self._not_vllm(path, f"does not answer properly ({error})") from error
 
     def _not_vllm(self, path: str, reason: str) -> ValueError:
         return ValueError(
-            f"serving.url: must be a vLLM server, but {self.url}{path} {reason}; start `vllm serve` or correct the "
-            "address"
+            f"serving.url: must be a vLLM server, but {self.shown_url}{path} {reason}; start `vllm serve` or correct "
+            "the address"
         )
+
+
+class _Unbounded(Exception):
+    """An answer whose size has no bound that fits the memory."""
+
+
+def _bounded(response: httpx.Response) -> bytes:
+    """Returns an answer's body, unless it is compressed or longer than `MAX_BODY_BYTES`."""
+    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+        raise _Unbounded(f"answers with Content-Encoding {encoding[:40]}, although it was asked not to compress")
+    body = bytearray()
+    for chunk in response.iter_raw():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise _Unbounded(f"answers more than {MAX_BODY_BYTES:,} bytes")
+    return bytes(body)
 
 
 def _shown(body: bytes) -> str:

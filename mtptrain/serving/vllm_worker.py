@@ -165,6 +165,7 @@ def build(engine: Engine, **settings: Any) -> Any:
         max_model_len=engine["max_model_len"],
         tensor_parallel_size=engine["tensor_parallel_size"],
         skip_tokenizer_init=True,
+        trust_remote_code=False,
         enforce_eager=True,
         **{**optional, **settings},
     )

@@ -73,7 +73,7 @@ def _expected_shapes(target_dir: Path, config: PreTrainedConfig) -> dict[str, tu
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # with a wrong config, the model's code may raise anything
         raise ValueError(
             f"{target_dir / 'config.json'}: must describe a model that transformers can build, but transformers "

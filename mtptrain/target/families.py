@@ -10,6 +10,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mtptrain.target.hub import DOWNLOAD_AGAIN
 from mtptrain.target.mimo import MiMoConfig, is_mimo
@@ -87,14 +88,36 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
             f"{path}: model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {model_type!r}; "
             f"{DOWNLOAD_AGAIN}"
         )
+    _refuse_own_code(settings, path)
     try:
         if is_mimo(settings):
             return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
-        return AutoConfig.from_pretrained(target_dir)
+        return AutoConfig.from_pretrained(target_dir, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
         ) from error
+
+
+def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
+    """Raises ValueError if a config can only be used with code from the checkpoint or from the hub.
+
+    The code in `auto_map` of a family that transformers has is ignored.
+    """
+    model_type = settings["model_type"]
+    if settings.get("auto_map") and model_type not in CONFIG_MAPPING and not is_mimo(settings):
+        raise ValueError(
+            f"{path}: model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, because mtptrain never runs a "
+            f"target's own code, but is {model_type!r}, which auto_map looks for in {settings['auto_map']}; choose "
+            "another target"
+        )
+    for name in ("attn_implementation", "experts_implementation"):
+        for value in (settings.get(name), settings.get(f"_{name}")):
+            if value is not None and "/" in str(value):  # a repository of kernels
+                raise ValueError(
+                    f"{path}: {name} must be unset, because mtptrain never runs code that a target names, but is "
+                    f"{value!r}; remove it"
+                )
 
 
 def _rope_thetas(config: PreTrainedConfig) -> list[Any]:

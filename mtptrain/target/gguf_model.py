@@ -166,7 +166,7 @@ def tensor_names(header: GGUFHeader, config: PreTrainedConfig) -> dict[str, str]
     path = header.path
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # with wrong settings, the model's code may raise anything
         raise _unbuildable(path, error) from error
     config.architectures = [type(model).__name__]

@@ -117,7 +117,7 @@ def write_tokenizer(header: GGUFHeader, directory: Path) -> None:
     saved["pre_tokenizer"] = OWN_SPLITS.get(split, saved["pre_tokenizer"])
     saved["model"]["ignore_merges"] = split in WHOLE_WORDS_FIRST
     (directory / "tokenizer.json").write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     for token, (text, kind) in enumerate(zip(tokens, settings["token_type"], strict=True)):
         if kind == CONTROL and (found := tokenizer.encode(text, add_special_tokens=False)) != [token]:
             raise ValueError(

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -92,10 +93,11 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a checkpoint.
 
     Raises:
-        ValueError: transformers cannot read it.
+        ValueError: transformers cannot read it, or it needs code from the checkpoint.
     """
+    refuse_own_tokenizer(target_dir)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
         tokenizer("a")  # reads settings, such as model_max_length, that loading does not
     except Exception as error:  # the tokenizers library raises plain Exception, transformers a dozen classes
         for path in sorted(target_dir.glob("*token*.json")):
@@ -106,6 +108,21 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
             f"{DOWNLOAD_AGAIN}"
         ) from error
     return tokenizer
+
+
+def refuse_own_tokenizer(target_dir: Path) -> None:
+    """Raises ValueError if the tokenizer is a class in the checkpoint's own code, which is never run.
+
+    Without that code, transformers might choose another class without a word, which would give other tokens.
+    """
+    path = target_dir / "tokenizer_config.json"
+    settings = read_json(path, DOWNLOAD_AGAIN) if path.is_file() else {}
+    name = settings.get("tokenizer_class")
+    if settings.get("auto_map") and not (isinstance(name, str) and hasattr(transformers, name)):
+        raise ValueError(
+            f"{path}: tokenizer_class must be a class of transformers, because mtptrain never runs a target's own "
+            f"code, but is {name!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
+        )
 
 
 def weight_files(target_dir: Path) -> list[Path]:

@@ -198,6 +198,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
         config=config,
         dtype=dtype,
         device_map=placement,
+        trust_remote_code=False,
         attn_implementation="sdpa",  # takes boolean masks; eager attention would add them to its scores
         output_loading_info=True,
     )

@@ -7,7 +7,7 @@ and the run resumes from the newest whole one. The best head is kept in `best/`,
 """
 
 import json
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from mtptrain.heads.files import with_defaults
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
-from mtptrain.utils.files import file_sha256, read_json, save_tensors, sync, write_json
+from mtptrain.utils.files import file_sha256, read_json, remove_files, save_tensors, sync, write_json
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -43,7 +43,18 @@ class Progress:
 
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Returns the finished checkpoints, oldest first."""
-    return sorted(marker.parent for marker in directory.glob(f"step_*/{MARKER}"))
+    return [folder for folder in _folders(directory) if (folder / MARKER).is_file()]
+
+
+def _folders(directory: Path, prefix: str = "") -> list[Path]:
+    """Returns the folders that a run names as it names checkpoints, which others may also have put files into."""
+    found = directory.glob(f"{prefix}step_*/")
+    return sorted(folder for folder in found if re.fullmatch(rf"{prefix}step_(\d{{8}}|[1-9]\d{{8,}})", folder.name))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, its marker first: a kill in between must not leave one that looks complete."""
+    remove_files(folder, (MARKER, STATE))
 
 
 def describe_newest(directory: Path) -> str:
@@ -76,10 +87,10 @@ def save_checkpoint(
     state = gather_state(engine, keep_here=ranks.is_first)
     if ranks.is_first:
         (folder / MARKER).unlink(missing_ok=True)
-        torn = [path for path in directory.glob("step_*") if not (path / MARKER).is_file()]  # left by a killed run
-        for unusable in [*torn, *directory.glob(f"{TORN}*")]:
-            shutil.rmtree(unusable)
-        folder.mkdir(parents=True)
+        unfinished = [each for each in _folders(directory) if not (each / MARKER).is_file()]  # left by a killed run
+        for unusable in [*unfinished, *_folders(directory, TORN)]:
+            _remove(unusable)
+        folder.mkdir(parents=True, exist_ok=True)
         run = (
             torch.get_rng_state(),
             torch.tensor(progress.step),
@@ -89,8 +100,7 @@ def save_checkpoint(
         write_json(folder / MARKER, facts | {STATE_FILE: describe_file(folder / STATE)})
         sync(directory)  # the new folder must be on the disk before an old one is removed
         for old in complete_checkpoints(directory)[:-keep]:
-            (old / MARKER).unlink()  # first: a kill in between must not leave a checkpoint that looks complete
-            shutil.rmtree(old)
+            _remove(old)
     ranks.barrier()
 
 
@@ -117,6 +127,7 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     if ranks.is_first:
         for folder, fault in faults.items():
             print(f"WARNING {fault}; training resumes from {chosen}", flush=True)
+            _remove(folder.with_name(TORN + folder.name))
             folder.rename(folder.with_name(TORN + folder.name))
     return chosen
 

@@ -18,6 +18,7 @@ from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import write_text
+from mtptrain.utils.masking import hide_passwords
 
 METRICS = "metrics.jsonl"
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -66,7 +67,7 @@ def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb
             group=str(config.run_dir),
             job_type=job_type,
             dir=directory,
-            config=asdict(config),
+            config=hide_passwords(asdict(config)),
             settings={"silent": True},
         )
     except (wandb.Error, ValueError) as error:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -206,6 +206,30 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
                 raise
             raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
         temporary.chmod(mode)
+
+
+def remove_files(directory: Path, names: Collection[str]) -> None:
+    """Remove the named files of a directory, in this order, with what a killed atomic write has left of each.
+
+    Then remove the directory, unless it holds anything else.
+    """
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+        (directory / f"{name}.tmp").unlink(missing_ok=True)
+    with suppress(OSError):  # it does not exist, or holds other files, which somebody else has put there
+        directory.rmdir()
+
+
+def refuse_overwriting(path: Path, setting: str, marks: Collection[str]) -> None:
+    """Raises ValueError if a program would write its output to a file that exists, but has none of these texts."""
+    if not path.exists():
+        return
+    content = path.read_bytes()[:MAX_TEXT_BYTES].decode(errors="replace") if path.is_file() else ""
+    if not any(mark in content for mark in marks):
+        raise ValueError(
+            f"{setting}: must be a new file or an earlier output of this program, but {path} is something else; choose "
+            "another name"
+        )
 
 
 def file_sha256(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import GENERATION_TEMPLATE, make_target
+from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 
 EOS = 256
 NUM_PRINTABLE = 94
@@ -39,9 +39,18 @@ Content-Length. The body of a redirect (307) is the new address."""
 Behaviour = Callable[[dict[str, Any]], Reply]
 
 
+_TOKENIZER = make_tokenizer()
+
+
+def text_of(token_ids: list[int]) -> str:
+    """Returns the text of tokens, or an empty one if some do not exist."""
+    are_known = all(type(token) is int and 0 <= token < len(_TOKENIZER) for token in token_ids)
+    return _TOKENIZER.decode([token for token in token_ids if token != EOS]) if are_known else ""
+
+
 def completion(prompt: list[int], token_ids: list[int], reason: str = "stop", **more: Any) -> Reply:
     """Returns a completion as vLLM does with `return_token_ids`."""
-    choice = {"index": 0, "text": "", "finish_reason": reason, "token_ids": token_ids} | more
+    choice = {"index": 0, "text": text_of(token_ids), "finish_reason": reason, "token_ids": token_ids} | more
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(token_ids)}
     return 200, {"choices": [choice], "usage": usage}
 
@@ -59,6 +68,10 @@ class FakeServer:
         self.models: Any = {"data": [{"id": "tiny", "max_model_len": 512}]}
         self.behave: Behaviour = answer_by_prompt
         self.key: str | None = None
+        self.headers: dict[str, str] = {}
+        """More headers of every response."""
+        self.asked: list[dict[str, str]] = []
+        """Headers of every request, by lower-case name."""
         self.delay_s = 0.0
         self.requests: list[dict[str, Any]] = []
         self.at_once = 0
@@ -108,6 +121,7 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
             self._send({})
 
         def _send(self, request: dict[str, Any]) -> None:
+            fake.asked.append({name.lower(): value for name, value in self.headers.items()})
             status, content = fake.reply(self.path, request, self.headers["Authorization"])
             is_stream = isinstance(content, Iterator)
             body = content if isinstance(content, bytes) or is_stream else json.dumps(content).encode()
@@ -116,6 +130,8 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
                 if not is_stream:
                     self.send_header("Content-Length", str(len(body)))
                 self.send_header("Retry-After", "0")
+                for name, value in fake.headers.items():
+                    self.send_header(name, value)
                 if status == 307:
                     self.send_header("Location", content)
                 self.end_headers()

@@ -40,6 +40,17 @@ def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "choice.json").exists()
 
 
+def test_only_what_training_kept_is_removed(tmp_path: Path) -> None:
+    written = ["step_00000007/head.json", "step_00000007/head.safetensors", "step_00000009/head.json"]
+    somebodys = ["step_00000009/notes.txt", "step_00000009_good/head.json", "step_best/head.json"]
+    for name in (*written, *somebodys):
+        (tmp_path / "heads" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "heads" / name).write_text("{}")
+    remove_later_heads(tmp_path, 5)
+    left = sorted(str(path.relative_to(tmp_path / "heads")) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == somebodys and not (tmp_path / "heads/step_00000007").exists()
+
+
 def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures_as_it_does_during_training(
     tiny_run: Run, fresh_run: Run, tmp_path: Path
 ) -> None:

@@ -101,6 +101,18 @@ def page_of(run_dir: Path) -> str:
     return (run_dir / "acceptance/report.html").read_text()
 
 
+def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index.html").write_text("<title>My thesis</title>")
+    report = write_report(tmp_path / "acceptance/report.json", [8, 6])
+    monkeypatch.setattr(sys, "argv", ["compare", str(report), "--out", str(tmp_path / "index.html")])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert (tmp_path / "index.html").read_text() == "<title>My thesis</title>"
+    monkeypatch.setattr(sys, "argv", ["compare", str(report), "--out", str(tmp_path / "page.html")])
+    compare.main()
+    compare.main()
+
+
 def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(tmp_path: Path) -> None:
     counts = {
         "rounds": 1020,
@@ -195,8 +207,16 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
     assert path.read_bytes() == before and not (tmp_path / "acceptance/report.html").exists()
 
 
+def test_a_page_of_somebody_else_in_the_run_is_kept(tmp_path: Path) -> None:
+    write_report(tmp_path / "acceptance/report.json", [8, 6])
+    (tmp_path / "acceptance/report.html").write_text("mine")
+    with pytest.warns(UserWarning, match=r"report\.html: must be a new file or an earlier output of this program"):
+        write_run_page(make_config(f"run_dir={tmp_path}"))
+    assert (tmp_path / "acceptance/report.html").read_text() == "mine"
+
+
 def test_answers_of_earlier_baselines_are_removed(tmp_path: Path) -> None:
-    names = ["generations.jsonl", "generations_mine.jsonl", "report.json"]
+    names = ["generations.jsonl", "generations_mine.jsonl", "generations_temperature_notes.jsonl", "report.json"]
     for name in (*names, "generations_tree.jsonl", "generations_temperature_0.7_sampled_drafts.jsonl"):
         (tmp_path / name).touch()
     remove_generations(tmp_path)

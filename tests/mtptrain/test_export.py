@@ -1,6 +1,7 @@
 """Tests that an export gets its final name only once it is complete and verified."""
 
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, target_
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"vllm\.tmp/\w+\.safetensors"):
+        with pytest.raises(OSError, match=r"vllm\.mtptrain_new/\w+\.safetensors"):
             export(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -158,11 +159,11 @@ def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, target_
 
 def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layers: Path) -> None:
     config = trained(tmp_path / "run", target_of_four_layers)
-    write_provenance(tmp_path / "run/train", config)
     config.export.output_dir = str(tmp_path / "run/train")
+    write_provenance(tmp_path / "other", config)
+    (tmp_path / "other/provenance.json").rename(tmp_path / "run/train/provenance.json")
     before = sorted((tmp_path / "run").rglob("*"))
-    message = r"export\.output_dir: must be new, empty or an earlier export, and so must {}\.tmp .*, but \S+/{} holds"
-    with pytest.raises(ValueError, match=message.format("train", "train")):
+    with pytest.raises(ValueError, match=r"^export\.output_dir: \S+ must hold only .*, but best is none of them"):
         export(config)
     assert sorted((tmp_path / "run").rglob("*")) == before
     config.export.output_dir = str(tmp_path / "served")
@@ -170,27 +171,56 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layer
     (tmp_path / "served/README.md").unlink()
     export(config)
     assert (tmp_path / "served/README.md").is_file()
-    (tmp_path / "served.tmp").mkdir()
-    (tmp_path / "served.tmp/notes.txt").write_text("of the user")
-    with pytest.raises(ValueError, match=message.format("served", r"served\.tmp")):
+
+
+def test_an_export_of_an_older_version_is_replaced_unless_it_holds_other_files(
+    tmp_path: Path, target_of_four_layers: Path
+) -> None:
+    config = trained(tmp_path / "run", target_of_four_layers)
+    export(config)
+    provenance = tmp_path / "run/export/vllm/provenance.json"
+    facts = json.loads(provenance.read_text())
+    del facts["files"]
+    write_json(provenance, facts)
+    (provenance.parent / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match=r"thesis\.tex is none of them; move it away"):
         export(config)
-    assert (tmp_path / "served.tmp/notes.txt").read_text() == "of the user"
+    (provenance.parent / "thesis.tex").unlink()
+    export(config)
+    assert "files" in json.loads(provenance.read_text())
 
 
-def test_what_an_interrupted_export_leaves_is_replaced(
+def test_what_a_killed_export_leaves_is_removed(
     tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained(tmp_path / "run", target_of_four_layers)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
-        interrupted.setattr("mtptrain.export.check_tensors", interrupt)
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr("mtptrain.export.check_tensors", lambda *_: os._exit(9))
         export(config)
-    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm.tmp"]
+    os.waitpid(child, 0)
+    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm.mtptrain_new"]
     export(config)
     assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_an_export_shows_no_path_of_the_home(
+    tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    target_dir = shutil.copytree(target_of_four_layers, tmp_path / "target")
+    settings = json.loads((target_dir / "tokenizer_config.json").read_text())
+    write_json(target_dir / "tokenizer_config.json", settings | {"name_or_path": str(target_dir)})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["export", f"export.output_dir={tmp_path}/heads/served"])
+    config = trained(
+        tmp_path / "run", target_dir, f"export.output_dir={tmp_path}/heads/served", f"export.engine={engine}"
+    )
+    export(config)
+    texts = {path.name: path.read_text() for path in (tmp_path / "heads/served").glob("*.[jmy]*")}
+    assert {"README.md", "config.json", "config.yaml", "provenance.json", "serving.json"} <= texts.keys()
+    assert [name for name, text in texts.items() if str(tmp_path) in text] == []
+    assert "~/heads/served" in texts["README.md"] and "`~` is the home directory" in texts["README.md"]
+    export(config)
 
 
 def test_an_export_to_a_link_replaces_the_directory_that_it_names(tmp_path: Path, target_of_four_layers: Path) -> None:

@@ -94,7 +94,8 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     ):
         extract_hidden_states(config, ONE_RANK)
     assert "267 tokens x 133 bytes" in capsys.readouterr().out
-    assert [path.name for path in config.stage_dir("hidden_states").iterdir()] == ["plan.json"]
+    written = sorted(path.name for path in config.stage_dir("hidden_states").iterdir())
+    assert written == ["config.yaml", "plan.json", "provenance.json"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed, needed))
     extract_hidden_states(config, ONE_RANK)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses import server as completion_server
+from data_prep.responses import transport
 from mtptrain.data import chat_template
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, run_program
@@ -125,7 +125,7 @@ def test_a_response_that_drips_without_end_is_left_after_the_timeout(by_server: 
 def test_a_response_that_is_too_long_is_not_read_to_its_end(
     by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completion_server, "MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr(transport, "MAX_BODY_BYTES", 10_000)
     server.behave = lambda request: (200, drip(b" " * 1000, 0.0))
     config = by_server(rows=CHATS[:1])
     with pytest.raises(RuntimeError, match="at least one conversation must get a response"):
@@ -183,7 +183,7 @@ def test_a_response_with_a_wrong_number_of_tokens_fails_its_conversation(
 
 def test_a_server_whose_usage_is_no_object_is_used(by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_usage(request: dict[str, Any]) -> Any:
-        return 200, {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [1, EOS]}], "usage": [1]}
+        return 200, {"choices": [{"text": '"', "finish_reason": "stop", "token_ids": [1, EOS]}], "usage": [1]}
 
     monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", without_usage)
     assert respond(by_server(rows=CHATS[:1])).failed == 0

@@ -110,6 +110,15 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     assert output(by_server(rows=rows)) == output(undisturbed)
 
 
+def test_what_somebody_else_has_put_into_the_folder_stays(by_server: ConfigFor) -> None:
+    config, names = by_server(), ["notes.tmp", "answers_mine.jsonl"]
+    respond(config)
+    for name in names:
+        (config.stage_dir("responses") / name).write_text("mine")
+    respond(config)
+    assert [(config.stage_dir("responses") / name).read_text() for name in names] == ["mine", "mine"]
+
+
 def test_a_torn_last_line_is_answered_again(
     by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

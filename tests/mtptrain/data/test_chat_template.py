@@ -1,5 +1,6 @@
 """Tests that rendering any chat template ends with a prompt, or with an error that names the template."""
 
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ from tests.conftest import make_tokenizer
 
 QUESTION = [{"role": "user", "content": "hi"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
 
 
 def test_a_prompt_ends_where_the_assistant_begins_to_answer() -> None:
@@ -51,13 +58,20 @@ def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
     [
         ("{{ 'a' + 1 }}", "TypeError: can only concatenate str"),
         ("{{ 1 // 0 }}", "ZeroDivisionError: "),
-        ("{{ 'a' * 4611686018427387904 }}", "MemoryError; correct"),
+        ("{{ 'a' * 4611686018427387904 }}", "it must render within 1 GiB of memory; correct"),
         ("{{ 9 ** 9 ** 9 }}", "it must not compute powers"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError: "),
         ("{{ range(1000000000) }}", "OverflowError: Range too big"),
         ("{{ messages[5].role }}", "list object has no element 5"),
         ("{% if %}", "Expected an expression"),
         (r"{{ '\ud800' }}", "UnicodeEncodeError: "),
+        (
+            "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            "it must render",
+        ),
+        ("{{ ('ab' * 100000) | replace('a', 'b' * 100000) }}", "it must render within 1 GiB of memory"),
+        ("{{ '{:>9000000000}'.format('a') }}", "it must render within 1 GiB of memory"),
+        ("{{ 'ab' * 10000000 }}", "it must render at most 16,777,216 characters, but renders 20,000,000"),
     ],
 )
 def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) -> None:
@@ -70,6 +84,17 @@ def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) 
     ) as error:
         render_prompt(tokenizer, QUESTION, "a.jsonl:3")
     assert f"the template reports: {reported}" in str(error.value)
+
+
+def test_the_memory_is_limited_in_a_thread_too_and_only_while_a_template_renders(thread: ThreadPoolExecutor) -> None:
+    doubled = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    rendered = [thread.submit(render_text, make_tokenizer(doubled), QUESTION) for _ in range(2)]
+    for each in rendered:
+        with pytest.raises(TemplateError, match="it must render within 1 GiB of memory"):
+            each.result()
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert len(bytearray(chat_template.LIMIT_BYTES * 3 // 2)) > chat_template.LIMIT_BYTES
 
 
 def test_stars_outside_of_computations_are_rendered() -> None:
@@ -89,12 +114,6 @@ def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.Monke
         render_prompt(tokenizer, QUESTION, "a.jsonl:3")
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
-
-
-@pytest.fixture
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
 
 
 def test_a_template_that_never_ends_is_refused_in_any_thread(

@@ -40,10 +40,24 @@ def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: P
         write_shard(tmp_path, index, make_shard(index, documents))
     os.truncate(tmp_path / "shard_00000.safetensors", 100)
     (tmp_path / "shard_00001.json").unlink()  # as if the run had been killed before it wrote the record
-    (tmp_path / "shard_00003.safetensors.77.tmp").write_bytes(b"half")
+    (tmp_path / "shard_00003.safetensors.node.77.tmp").write_bytes(b"half")
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     assert [has_shard(tmp_path, index) for index in range(4)] == [False, False, True, False]
     assert sorted(read_all(tmp_path)) == ["plan.json", "shard_00002.json", "shard_00002.safetensors"]
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_what_somebody_else_has_put_into_a_store_stays(tmp_path: Path, is_finished: bool) -> None:
+    names = ["notes.tmp", "shard_00001.notes.txt", "shard_99999.json", "shard_000001.json", "mtptrain_notes.tmp"]
+    if is_finished:
+        make_store(tmp_path)
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    if is_finished:
+        assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD) is not None
+    else:
+        make_store(tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in names} == dict.fromkeys(names, "mine")
 
 
 def test_resuming_reads_no_byte_of_a_finished_shard(tmp_path: Path) -> None:
@@ -96,10 +110,10 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
     for part in range(2):
         assert begin_store(directory, IDENTITY, SHARD_TOKENS, range(part, 4, 2)) is None
     write_shard(directory, 1, shards[1])
-    (directory / "shard_00003.safetensors.77.tmp").write_bytes(b"being written")
+    (directory / "shard_00003.safetensors.node.77.tmp").write_bytes(b"being written")
     begin_store(directory, IDENTITY, SHARD_TOKENS, range(0, 4, 2))
-    assert (directory / "shard_00003.safetensors.77.tmp").exists(), "another part is still writing this file"
-    (directory / "shard_00003.safetensors.77.tmp").unlink()
+    assert (directory / "shard_00003.safetensors.node.77.tmp").exists(), "another part is still writing this file"
+    (directory / "shard_00003.safetensors.node.77.tmp").unlink()
     for index in (0, 2):
         write_shard(directory, index, shards[index])
     assert finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None

@@ -1,5 +1,6 @@
 """Tests the client of a running vLLM server with a fake server that has the same pages and counters."""
 
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -145,9 +146,34 @@ def test_an_answer_that_vllm_would_not_give_is_refused_in_one_line(fake: FakeSer
     )
 
 
-@pytest.mark.parametrize("headers", [{"Content-Encoding": "gzip"}, {"Location": "/version"}])
-def test_an_answer_that_http_cannot_read_is_refused(fake: FakeServer, headers: dict[str, str]) -> None:
-    fake.headers = headers
+@pytest.mark.parametrize(
+    ("headers", "answer", "message"),
+    [
+        (
+            {"Content-Encoding": "gzip, gzip"},
+            gzip.compress(gzip.compress(bytes(2**20))),
+            "answers with Content-Encoding",
+        ),
+        ({}, bytes(2_000), "answers more than 1,000 bytes"),
+    ],
+)
+def test_an_answer_without_a_bound_is_refused(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], answer: bytes, message: str
+) -> None:
+    monkeypatch.setattr(vllm_server, "MAX_BODY_BYTES", 1_000)
+    fake.headers, fake.answers["/version"] = headers, answer
+    with pytest.raises(ValueError, match=f"serving.url: must be a vLLM server, but .*/version {message}"):
+        VllmServer(f"http://127.0.0.1:{fake.server_port}")
+
+
+def test_a_password_in_the_address_is_not_shown(fake: FakeServer) -> None:
+    fake.answers["/version"] = b"[]"
+    with pytest.raises(ValueError, match=r"but http://\*\*\*@127\.0\.0\.1:\d+/version answers"):
+        VllmServer(f"http://me:sesame@127.0.0.1:{fake.server_port}")
+
+
+def test_redirects_without_end_are_refused(fake: FakeServer) -> None:
+    fake.headers = {"Location": "/version"}
     with pytest.raises(ValueError, match=r"^serving\.url: must be a vLLM server, but \S+/version does not answer prop"):
         VllmServer(address(fake))
 

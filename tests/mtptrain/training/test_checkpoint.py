@@ -140,6 +140,22 @@ def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(
     assert [path for path, _ in flushed] == [new / f"{STATE}.tmp", new, new / f"{MARKER}.tmp", new, tmp_path]
 
 
+def test_what_somebody_else_has_put_beside_checkpoints_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "gather_state", lambda engine, keep_here: {"weight": torch.ones(4)})
+    old, unfinished = write_checkpoint(tmp_path, 1), write_checkpoint(tmp_path, 2)
+    (unfinished / MARKER).unlink()
+    shutil.copytree(old, tmp_path / "step_00000001_good")
+    somebodys = ["step_00000001_good/complete.json", "step_best/model.bin", "torn_pages/a.txt"]
+    somebodys += ["step_00000001/notes.txt", "step_00000002/notes.txt", "step_00000003/notes.txt"]
+    for name in somebodys[1:]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    save_checkpoint(cast(Any, None), tmp_path, Progress(3), {}, 1, ONE_RANK)
+    assert [name for name in somebodys if not (tmp_path / name).is_file()] == []
+    assert not (old / STATE).exists() and not (unfinished / STATE).exists()
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == tmp_path / "step_00000003"
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
     tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path, num_ranks: int
