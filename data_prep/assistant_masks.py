@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_text, require_chat_template
 
-from .conversations import ConversationRefused, Message
 from .renderings import Rendering, render_conversation
+from .rows import ConversationRefused, Message
 
 _PROBE: list[Message] = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "Four."}]
 

@@ -14,10 +14,11 @@ from mtptrain.data.chat_template import EndlessTemplate, render_text
 from mtptrain.data.identity import TargetIdentity
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
-from .conversations import ConversationRefused, Conversations, Message, Row, read_conversations
+from .conversations import Conversations, read_conversations
 from .renderings import Rendering, render_conversation
 from .responses.dialogue import Ending
 from .responses.manifest import read_responses
+from .rows import ConversationRefused, Message, Row
 from .text_files import TextFiles, read_text_files
 
 
@@ -171,5 +172,7 @@ def read_source(
         return ResponsesSource(read_responses(responses_dir, prompts, target), tokenizer)
     if prompts.source is PromptSource.conversations:
         check_chat_template(tokenizer)
-        return ConversationSource(read_conversations(prompts.paths, prompts.schema, prompts.split), tokenizer)
+        return ConversationSource(
+            read_conversations(prompts.paths, prompts.schema, prompts.split, prompts.metadata), tokenizer
+        )
     return TextSource(read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)

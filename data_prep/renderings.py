@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mtptrain.data.chat_template import rendering, require_chat_template
 
-from .conversations import ConversationRefused, Message
+from .rows import ConversationRefused, Message
 
 Span = tuple[int, int]
 NO_ANSWER = "no assistant turn"
