@@ -102,7 +102,7 @@ def render_conversation(
     for turn in located:
         if not is_generated:
             _refuse_rewritten(turn, trained[turn.number])
-    renderings = _cover(tokenizer, whole, [turn for turn in located if turn.spans])
+    renderings = _cover(whole, [turn for turn in located if turn.spans])
     if not renderings:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
     inserted = 0 if is_generated else sum(_has_inserted_text(turn, trained[turn.number]) for turn in located)
@@ -173,8 +173,28 @@ def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
         return None
     shift = len(prompt) - start
     generated = blocks if has_blocks else [(start, len(text))]
-    spans = [(max(begin, start) + shift, end + shift) for begin, end in generated if end > start]
-    return _Turn(len(messages), prompt + text[start:], spans, len(prompt))
+    last = _end_of_turn(tokenizer, messages, text)
+    bounded = [(max(begin, start), min(end, last)) for begin, end in generated]
+    spans = [(begin + shift, end + shift) for begin, end in bounded if begin < end]
+    return _Turn(len(messages), prompt + text[start:last], spans, len(prompt))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str) -> int:
+    """Returns where the last turn ends in `text`, without an end-of-text token that only the last turn gets.
+
+    Phi-3's template adds one after the token that ends a turn, which is all that the target generates.
+    """
+    eos = tokenizer.eos_token
+    if not isinstance(eos, str) or not text.endswith(eos):
+        return len(text)
+    turn = text.removesuffix(eos)
+    if turn.rstrip().endswith(messages[-1]["content"].rstrip()):  # nothing else ends the turn
+        return len(text)
+    try:
+        continued, _ = _render(tokenizer, [*messages, {"role": "user", "content": "?"}])
+    except TemplateError:
+        return len(text)
+    return len(turn) if continued.startswith(turn) and not continued.startswith(text) else len(text)
 
 
 def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt: str, text: str) -> int | None:
@@ -189,7 +209,7 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     return text.rindex(cue) + len(cue) if is_sure else None
 
 
-def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
+def _cover(whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
     """Returns texts in which every assistant turn is supervised once, as generated.
 
     The first text is the whole conversation if that contains the last turn. Each further text ends with the last turn
@@ -199,47 +219,29 @@ def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn
     missing = list(turns)
     while missing:
         last = missing[-1]
-        text = whole if not renderings and _spans_in(tokenizer, whole, last) else last.text
-        contained = _contained_turns(tokenizer, text, missing)
+        text = whole if not renderings and _spans_in(whole, last) else last.text
+        contained = _contained_turns(text, missing)
         spans = [span for turn in sorted(contained) for span in contained[turn]]
         renderings.append(Rendering(text, spans, len(contained), last.number))
         missing = [turn for turn in missing if turn.number not in contained]
     return renderings
 
 
-def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]:
+def _contained_turns(text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]:
     """Returns the spans of the turns in `text`. If the spans of two turns touch, only the later turn counts."""
     contained: dict[int, list[Span]] = {}
     next_start = len(text) + 1
     for turn in reversed(turns):
-        spans = _spans_in(tokenizer, text, turn)
+        spans = _spans_in(text, turn)
         if spans and spans[-1][1] < next_start:
             contained[turn.number] = spans
             next_start = spans[0][0]
     return contained
 
 
-def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, turn: _Turn) -> list[Span]:
+def _spans_in(text: str, turn: _Turn) -> list[Span]:
     """Returns the spans of a turn in `text`, or [] if the turn or anything before it is not rendered as generated."""
-    if text.startswith(turn.text):
-        return turn.spans
-    end = _end_without_closing(tokenizer, turn.text)
-    if end is None or not text.startswith(turn.text[:end]):
-        return []
-    return [(start, min(stop, end)) for start, stop in turn.spans if start < end]
-
-
-def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """Returns where the last turn ends if the template adds an end-of-text token after it; otherwise None.
-
-    Phi-3's template does so: its turns end with another special token.
-    """
-    eos = tokenizer.eos_token
-    if not isinstance(eos, str) or not text.endswith(eos):
-        return None
-    turns = text.removesuffix(eos)
-    special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return len(turns) if turns.rstrip().endswith(special) else None
+    return turn.spans if text.startswith(turn.text) else []
 
 
 def _render(

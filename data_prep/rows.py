@@ -89,9 +89,9 @@ def parse_row(
     columns = {name: value for name, value in row.items() if name not in metadata and not _is_empty(value)}
     lists = [_listed(name, columns.pop(name)) for name in MESSAGE_COLUMNS if name in columns]
     if not any(lists):
-        found = [name for name in row if name not in MESSAGE_COLUMNS]
-        described = f" in {' or '.join(MESSAGE_COLUMNS)}, but columns {', '.join(sorted(found))}" if found else ""
-        raise ConversationRefused(f"no messages{described}")
+        if any(name in row for name in MESSAGE_COLUMNS):
+            raise ConversationRefused("no messages")
+        raise ConversationRefused(f"no column {' or '.join(MESSAGE_COLUMNS)}, but {', '.join(sorted(row)) or 'none'}")
     parsed = [_parse_messages(listed, schema, metadata) for listed in lists if listed]
     if any(messages != parsed[0] for messages in parsed):
         raise ConversationRefused("different messages in two columns")

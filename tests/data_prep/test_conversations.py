@@ -142,7 +142,7 @@ def test_an_invalid_parquet_file_is_named(tmp_path: Path) -> None:
     [
         (
             {"prompt": "hi", "answer": "yes"},
-            "no messages in messages or conversations or conversation, but columns answer, prompt",
+            "no column messages or conversations or conversation, but answer, prompt",
         ),
         (
             {"messages": [{"speaker": "me", "text": "hi"}]},

@@ -164,8 +164,6 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
         assert len(holders) == 1
         supervised[holders[0]][start:end] += 1
     for encoding, expected in zip(encodings, supervised, strict=True):
-        if family == "closed":  # skip the newline and the end-of-text token after the last turn
-            expected[-2:] = encoding.loss_mask[-2:]
         assert encoding.loss_mask.tolist() == expected.tolist()
     assert sum(encoding.answers for encoding in encodings) == len(generated_answers(family, messages))
     assert not any(encoding.answers_left_out for encoding in encodings)
@@ -416,6 +414,24 @@ def test_an_answer_is_supervised_as_the_target_generates_it(
     [rendering] = render_conversation(tokenizer_of(template), chat("1?", answer))
     assert [part.strip() for part in generated_parts(rendering)] == [f"{expected}<|im_end|>"]
     assert rendering.answers_inserted == inserted
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "num_texts"),
+    [
+        (CLOSED, "<|im_end|>\n", 1),
+        (CLOSED.replace("<|im_end|>", "[eot]"), "[eot]\n", 1),
+        (CHATML.replace("<|im_end|>\n'", "<|im_end|>' + eos_token"), "<|im_end|><|endoftext|>", 1),
+        (CLOSED.replace("<|im_end|>\n", ""), "<|endoftext|>", 2),
+    ],
+)
+def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn(
+    template: str, end: str, num_texts: int
+) -> None:
+    renderings = render_conversation(tokenizer_of(template), chat("1?", "one", "2?", "two"))
+    assert len(renderings) == num_texts
+    parts = sorted(part for rendering in renderings for part in generated_parts(rendering))
+    assert parts == [f"one{end}", f"two{end}"]
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "qwen3 with blocks"])
