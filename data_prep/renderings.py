@@ -82,15 +82,9 @@ def render_conversation(
         ValueError: the tokenizer has no chat template.
         EndlessTemplate: the template takes too long.
     """
-    if all(message["role"] != "assistant" for message in messages):
-        raise ConversationRefused(NO_ANSWER)
-    untrained = {number for number, message in enumerate(messages, 1) if NOT_TRAINED in message.items()}
+    trained = _trained_answers(messages, None if is_generated else tokenizer.eos_token)
+    num_untrained = sum(NOT_TRAINED in message.items() for message in messages)
     messages = [dict(item for item in message.items() if item != NOT_TRAINED) for message in messages]
-    trained = {n: m for n, m in enumerate(messages, 1) if m["role"] == "assistant" and n not in untrained}
-    if not trained:
-        raise ConversationRefused("no assistant turn that is to be trained")
-    if not all(message["content"].strip() or "reasoning_content" in message for message in trained.values()):
-        raise ConversationRefused("an answer without text")
     template = require_chat_template(tokenizer)
     try:
         whole, turns = _render_all(tokenizer, messages)
@@ -103,14 +97,34 @@ def render_conversation(
         if not is_generated:
             _refuse_rewritten(turn, trained[turn.number])
     renderings = _cover(whole, [turn for turn in located if turn.spans])
+    if not renderings and located:
+        raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
     if not renderings:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
     inserted = 0 if is_generated else sum(_has_inserted_text(turn, trained[turn.number]) for turn in located)
-    left_out = len(trained) - len(located)
+    left_out = len(trained) - sum(rendering.answers for rendering in renderings)
     first = replace(
-        renderings[0], turn=0, answers_left_out=left_out, answers_untrained=len(untrained), answers_inserted=inserted
+        renderings[0], turn=0, answers_left_out=left_out, answers_untrained=num_untrained, answers_inserted=inserted
     )
     return [first, *renderings[1:]]
+
+
+def _trained_answers(messages: Sequence[Message], eos: Any) -> dict[int, Message]:
+    """Returns the assistant turns that are to be trained, by number from 1, if there are any and all have text.
+
+    Args:
+        messages: the conversation.
+        eos: the end-of-text token, which no answer may hold; None without this check.
+    """
+    answers = {number: message for number, message in enumerate(messages, 1) if message["role"] == "assistant"}
+    trained = {number: message for number, message in answers.items() if NOT_TRAINED not in message.items()}
+    if not trained:
+        raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
+    if not all(message["content"].strip() or "reasoning_content" in message for message in trained.values()):
+        raise ConversationRefused("an answer without text")
+    if isinstance(eos, str) and any(eos in message["content"] for message in trained.values()):
+        raise ConversationRefused(f"an answer with the end-of-text token {eos} in its text")
+    return trained
 
 
 def _refuse_rewritten(turn: _Turn, message: Message) -> None:

@@ -45,7 +45,7 @@ MEDIA_NAMES = ("image", "video", "audio")
 FINISHED = ("stop", "end_turn", "eos", "eos_token")
 """Values of `finish_reason` and `stop_reason` of an answer that was not cut off."""
 METADATA = {
-    *("id", "_id", "uid", "uuid", "idx", "index", "row", "hash", "hashed_ip", "split", "subset", "version", "license"),
+    *("id", "_id", "uid", "uuid", "idx", "index", "row", "hash", "hashed_ip", "subset", "version", "license"),
     *("source", "sources", "dataset", "dataset_name", "origin", "url", "link", "author", "annotator", "created_by"),
     *("category", "categories", "topic", "topics", "tag", "tags", "task", "task_type", "task_category", "type"),
     *("domain", "subject", "title", "intent", "difficulty", "quality", "lang", "language", "languages"),
@@ -246,7 +246,7 @@ def _check_column(name: str, value: Any) -> None:
     if name in TRAIN_FLAGS:
         if not _is_trained(name, value):
             raise ConversationRefused("a row that is not to be trained")
-    elif not is_metadata(name):
+    elif not is_metadata(name) and (name, value) != ("split", "train"):
         raise ConversationRefused(f"column {name}, which is not read (prompts.metadata=[{name}] passes it over)")
 
 

@@ -44,7 +44,7 @@ def test_sharegpt_names_become_roles() -> None:
         row(id=3, source="x", category="y", num_turns=2, quality_score=0.5, conversation_hash="z", _id="i", Model="m"),
         row(custom=None, tools="[]", functions=[], images=[], system="", system_prompt=" ", extra={}),
         row(prompt="hi", chosen=PARSED, instruction=" hi\n", response="yes"),
-        row(weight=1, train=True, loss=1.0),
+        row(weight=1, train=True, loss=1.0, split="train"),
         chat({"id": "m0", "timestamp": 12, "weight": 0}, {"weight": 1.0, "tool_calls": None, "toxic": False}),
         chat({"name": None}, {"prefix": False, "finish_reason": "stop", "audio": None, "refusal": None}),
         chat({"content": [PART]}, {"content": [{"type": "text", "text": "yes"}]}),
@@ -121,6 +121,7 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
         (chat({"content": [IMAGE, PART]}), MEDIA),
         *((chat({"content": f"{place}\nWhat is this?"}), MEDIA) for place in ("<image>", "<video>", "<|image_pad|>")),
         (row(response="no"), "column response, which is not read (prompts.metadata=[response] passes it over)"),
+        (row(split="test"), "column split, which is not read (prompts.metadata=[split] passes it over)"),
         (row(keep=False), "column keep, which is not read (prompts.metadata=[keep] passes it over)"),
         (chat({"name": "ann"}), "message key name, which is not read (prompts.metadata=[name] passes it over)"),
         *(
