@@ -1,7 +1,8 @@
 """Tokenizes rendered conversations, and makes loss masks that select the tokens that the assistant generates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -10,10 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_text, require_chat_template
 
-from .conversations import ConversationRefused, Message
 from .renderings import Rendering, render_conversation
+from .rows import ConversationRefused, Message
 
-_PROBE: list[Message] = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "Four."}]
+_QUESTION: Message = {"role": "user", "content": "What is two and two?"}
+_ANSWER: Message = {"role": "assistant", "content": "Four."}
+_PROBES: list[list[Message]] = [
+    [_QUESTION, _ANSWER],
+    [_QUESTION, _ANSWER | {"reasoning_content": "A sum."}],
+    [_QUESTION, {"role": "assistant", "content": "<think>\nA sum.\n</think>\n\nFour."}],
+]
+"""Conversations of which a template has to render one: some templates ask for reasoning."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,11 @@ class Encoding:
     answers: int = 0
     """Number of assistant turns that are supervised in this document."""
     answers_left_out: int = 0
-    """See `Rendering.answers_left_out`."""
+    """See `Rendering.answers_left_out`; also counts answers with a token across their border that cannot be split."""
+    answers_untrained: int = 0
+    """See `Rendering.answers_untrained`."""
+    answers_inserted: int = 0
+    """See `Rendering.answers_inserted`."""
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -45,27 +57,32 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"{tokenizer.name_or_path} has a slow one; convert it"
         )
     try:
-        render_text(tokenizer, _PROBE)
+        render_text(tokenizer, _PROBES[0])
     except TemplateError as error:
         raise ValueError(
             f"target.path: the chat template of {tokenizer.name_or_path} must render a question and its answer, but "
-            f"for the test conversation {_PROBE[0]['content']!r} it reports: {' '.join(str(error).split())}; correct "
+            f"for the test conversation {_QUESTION['content']!r} it reports: {' '.join(str(error).split())}; correct "
             "the template in the target's directory, or choose another target"
         ) from error
-    try:
-        [encoding] = encode_renderings(tokenizer, render_conversation(tokenizer, _PROBE))
-    except ConversationRefused as refusal:
-        raise empty_mask_error(tokenizer, str(refusal)) from refusal
-    if not encoding.loss_mask.any():
-        raise empty_mask_error(tokenizer, "its {% generation %} block contains no text of an assistant message")
+    refusals = []
+    for probe in _PROBES:
+        try:
+            [encoding] = encode_renderings(tokenizer, render_conversation(tokenizer, probe))
+        except ConversationRefused as refusal:
+            refusals.append(str(refusal))
+            continue
+        if encoding.loss_mask.any():
+            return
+        refusals.append("its {% generation %} block contains no text of an assistant message")
+    raise empty_mask_error(tokenizer, refusals[0])
 
 
 def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> ValueError:
     """Returns the error for loss masks that select no token, from which training would learn nothing."""
     return ValueError(
         f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, "
-        f"but the loss mask is empty: {reason}; correct the template ({{% generation %}} ... {{% endgeneration %}} "
-        "around a response) or the data"
+        f"but the loss mask is empty: {reason}; correct the template, so that it renders an answer after exactly the "
+        "prompt that a server sends, or the data"
     )
 
 
@@ -74,31 +91,88 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
     if not renderings:
         return []
     texts = [rendering.text for rendering in renderings]
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     special_ids = [token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special]
     encodings = []
-    for rendering, token_ids, offsets in zip(renderings, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        input_ids = np.asarray(token_ids, np.int32)  # [S]
-        is_special = np.isin(input_ids, special_ids)  # [S]
-        mask = _loss_mask(rendering, np.asarray(offsets, np.int64).reshape(-1, 2), is_special)
-        encodings.append(Encoding(input_ids, mask, rendering.turn, rendering.answers, rendering.answers_left_out))
+    for rendering, tokens in zip(renderings, _tokenize(tokenizer, texts), strict=True):
+        mask = _loss_mask(rendering, tokens, special_ids)
+        borders, left_out = _crossed_borders(rendering, tokens, mask), 0
+        if borders:
+            pieces = [rendering.text[start:end] for start, end in pairwise([0, *borders, len(rendering.text)])]
+            split = _Tokens.join(pieces, _tokenize(tokenizer, pieces))
+            if tokenizer.decode(split.ids) == tokenizer.decode(tokens.ids):
+                tokens, mask = split, _loss_mask(rendering, split, special_ids)
+            else:
+                left_out = _mask_crossed(rendering, tokens, mask)
+        counts = (rendering.answers - left_out, rendering.answers_left_out + left_out)
+        encodings.append(
+            Encoding(tokens.ids, mask, rendering.turn, *counts, rendering.answers_untrained, rendering.answers_inserted)
+        )
     return encodings
 
 
-def _loss_mask(rendering: Rendering, offsets: NDArray[np.int64], is_special: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Returns the mask [S] of tokens in the spans. `offsets` [S, 2] are the characters [start, end) of each token.
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of a text, with the characters [start, end) of each."""
 
-    A token that begins before a span and ends inside it also contains the end of the prompt, so the assistant cannot
-    have generated it.
-    """
-    mask = np.zeros(len(offsets), np.uint8)
-    ends = offsets[:, 1]
-    # Some tokenizers exclude the leading space of a token from its offsets.
-    starts = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))
+    ids: NDArray[np.int32]  # [S]
+    starts: NDArray[np.int64]  # [S]
+    ends: NDArray[np.int64]  # [S]
+
+    @staticmethod
+    def join(pieces: Sequence[str], tokens: Sequence["_Tokens"]) -> "_Tokens":
+        """Returns the tokens of a text from those of its pieces."""
+        shifts = np.cumsum([0, *map(len, pieces[:-1])])
+        return _Tokens(
+            np.concatenate([part.ids for part in tokens]),
+            np.concatenate([part.starts + shift for part, shift in zip(tokens, shifts, strict=True)]),
+            np.concatenate([part.ends + shift for part, shift in zip(tokens, shifts, strict=True)]),
+        )
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[_Tokens]:
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = []
+    for token_ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
+        # Some tokenizers exclude the leading space of a token from its offsets.
+        starts = np.minimum(starts, np.concatenate([[0], ends[:-1]]))
+        found.append(_Tokens(np.asarray(token_ids, np.int32), starts, ends))
+    return found
+
+
+def _loss_mask(rendering: Rendering, tokens: _Tokens, special_ids: Sequence[int]) -> NDArray[np.uint8]:
+    """Returns the mask [S] of tokens that begin in the spans."""
+    mask = np.zeros(len(tokens.ids), np.uint8)
+    is_special = np.isin(tokens.ids, special_ids)  # [S]
     for start, end in rendering.spans:
-        inside = np.flatnonzero((starts >= start) & (starts < end))
-        mask[inside[: _num_generated(rendering.text[:end], ends[inside], is_special[inside])]] = 1
+        inside = np.flatnonzero((tokens.starts >= start) & (tokens.starts < end))
+        mask[inside[: _num_generated(rendering.text[:end], tokens.ends[inside], is_special[inside])]] = 1
     return mask
+
+
+def _crossed_borders(rendering: Rendering, tokens: _Tokens, mask: NDArray[np.uint8]) -> list[int]:
+    """Returns the borders of spans that are inside a token, ascending.
+
+    A server's prompt ends with such a border, and so does an answer, so no server sees such a token there. The end of a
+    span does not count if it is inside a token that is not supervised.
+    """
+    borders = set()
+    for start, end in rendering.spans:
+        is_across = (tokens.starts < start) & (start < tokens.ends)
+        borders |= {start} if is_across.any() else set()
+        is_across = (tokens.starts < end) & (end < tokens.ends) & (mask == 1)
+        borders |= {end} if is_across.any() else set()
+    return sorted(borders)
+
+
+def _mask_crossed(rendering: Rendering, tokens: _Tokens, mask: NDArray[np.uint8]) -> int:
+    """Leaves answers with a token across a border out of the mask, and returns their number."""
+    left_out = 0
+    for span in rendering.spans:
+        if _crossed_borders(replace(rendering, spans=[span]), tokens, mask):
+            mask[(tokens.starts < span[1]) & (tokens.ends > span[0])] = 0
+            left_out += 1
+    return left_out
 
 
 def _num_generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:

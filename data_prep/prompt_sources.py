@@ -10,14 +10,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PromptsConfig, PromptSource
-from mtptrain.data.chat_template import EndlessTemplate, render_text
+from mtptrain.data.chat_template import EndlessTemplate
 from mtptrain.data.identity import TargetIdentity
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
-from .conversations import ConversationRefused, Conversations, Message, Row, read_conversations
+from .conversations import Conversations, read_conversations
 from .renderings import Rendering, render_conversation
 from .responses.dialogue import Ending
 from .responses.manifest import read_responses
+from .rows import NOT_TRAINED, ConversationRefused, Message, Row
 from .text_files import TextFiles, read_text_files
 
 
@@ -59,6 +60,9 @@ class TextSource:
 class ConversationSource:
     """Conversations in the target's chat template; the tokens that the assistant generates are supervised."""
 
+    is_generated = False
+    """Whether the target generated the answers."""
+
     def __init__(self, conversations: Conversations, tokenizer: PreTrainedTokenizerBase) -> None:
         self.names = conversations.names
         self.groups = conversations.groups
@@ -75,9 +79,12 @@ class ConversationSource:
         encodings = iter(encode_renderings(self._tokenizer, texts))
         return [item if isinstance(item, str) else list(islice(encodings, len(item))) for item in rendered]
 
+    def _messages(self, index: int) -> list[Message]:
+        return self._conversations.messages(index)
+
     def _render(self, index: int) -> list[Rendering] | str:
         try:
-            return render_conversation(self._tokenizer, self._conversations.messages(index))
+            return render_conversation(self._tokenizer, self._messages(index), self.is_generated)
         except ConversationRefused as refusal:
             return str(refusal)
         except EndlessTemplate as error:
@@ -90,6 +97,8 @@ class ResponsesSource(ConversationSource):
     The loss mask leaves out responses that the template does not render as generated, and the end-of-turn token that
     the template adds after a response that was cut off.
     """
+
+    is_generated = True
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
         special_ids = [token_id for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special]
@@ -106,40 +115,23 @@ class ResponsesSource(ConversationSource):
         rows, row = self._conversations.origins[index]
         return rows.rows[row]
 
+    def _messages(self, index: int) -> list[Message]:
+        """Returns the messages; answers that are rendered otherwise than generated are not to be trained."""
+        is_kept = iter(self._row(index)["texts_kept"])
+        return [
+            message if message["role"] != "assistant" or next(is_kept) else message | dict([NOT_TRAINED])
+            for message in super()._messages(index)
+        ]
+
     def _render(self, index: int) -> list[Rendering] | str:
-        renderings, is_kept = super()._render(index), self._row(index)["texts_kept"]
-        if isinstance(renderings, str) or all(is_kept):
-            return renderings
-        prompts = answer_prompts(self._tokenizer, self._conversations.messages(index))
-        kept = [as_generated(rendering, prompts, is_kept) for rendering in renderings]
-        num_left_out = sum(rendering.answers for rendering in renderings) - sum(rendering.answers for rendering in kept)
-        num_left_out += renderings[0].answers_left_out
-        kept = [rendering for rendering in kept if rendering.spans]
-        if not kept:
+        is_kept = self._row(index)["texts_kept"]
+        if is_kept and not any(is_kept):
             return "the chat template renders no answer as it was generated"
-        return [replace(kept[0], turn=0, answers_left_out=num_left_out), *kept[1:]]
-
-
-def answer_prompts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[str]:
-    """Returns the prompt of each assistant turn."""
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    return [render_text(tokenizer, messages[:turn], is_prompt=True) for turn in turns]
-
-
-def as_generated(rendering: Rendering, prompts: Sequence[str], is_kept: Sequence[bool]) -> Rendering:
-    """Returns the rendering with only the spans of the responses to keep.
-
-    A span belongs to a response if the text starts with the response's prompt and this prompt ends before the span
-    does. If several responses qualify, it belongs to the one with the longest prompt.
-    """
-    starts = [(len(prompt), turn) for turn, prompt in enumerate(prompts) if rendering.text.startswith(prompt)]
-    turns = [
-        max(((start, turn) for start, turn in starts if start < end), default=(0, None))[1]
-        for _, end in rendering.spans
-    ]
-    spans = [span for span, turn in zip(rendering.spans, turns, strict=True) if turn is not None and is_kept[turn]]
-    num_answers = len({turn for turn in turns if turn is not None and is_kept[turn]})
-    return replace(rendering, spans=spans, answers=num_answers)
+        renderings = super()._render(index)
+        if isinstance(renderings, str):
+            return renderings
+        left_out = renderings[0].answers_left_out + renderings[0].answers_untrained
+        return [replace(renderings[0], answers_left_out=left_out, answers_untrained=0), *renderings[1:]]
 
 
 def read_source(
@@ -171,5 +163,7 @@ def read_source(
         return ResponsesSource(read_responses(responses_dir, prompts, target), tokenizer)
     if prompts.source is PromptSource.conversations:
         check_chat_template(tokenizer)
-        return ConversationSource(read_conversations(prompts.paths, prompts.schema, prompts.split), tokenizer)
+        return ConversationSource(
+            read_conversations(prompts.paths, prompts.schema, prompts.split, prompts.metadata), tokenizer
+        )
     return TextSource(read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)

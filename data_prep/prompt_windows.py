@@ -40,6 +40,8 @@ class Collector:
         self.windows_unsupervised = 0
         self.answers_rewritten = 0
         self.answers_left_out = 0
+        self.answers_untrained = 0
+        self.answers_inserted = 0
         self.beyond_max_train_tokens = 0
         self.copies = 0
         """Number of files or conversations with the same tokens and loss mask as an earlier one."""
@@ -98,6 +100,8 @@ class Collector:
         self.windows_unsupervised += len(parts) - len(windows)
         self.answers_rewritten += encoding.answers if encoding.turn else 0
         self.answers_left_out += encoding.answers_left_out
+        self.answers_untrained += encoding.answers_untrained
+        self.answers_inserted += encoding.answers_inserted
         return windows
 
     def _fits(self, window: Window) -> bool:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource, load_config
+from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
 from mtptrain.run_dir import check_stage_dir, write_provenance
@@ -25,7 +26,15 @@ from mtptrain.utils.files import write_json
 from .assistant_masks import empty_mask_error
 from .prompt_sources import Source, read_source
 from .prompt_windows import Collector, collect_windows
-from .prompts_report import DuplicatesReport, PromptsReport, RewrittenReport, SplitReport, group_refusals, print_report
+from .prompts_report import (
+    DuplicatesReport,
+    PromptsReport,
+    RewrittenReport,
+    SplitReport,
+    group_refusals,
+    has_drafts,
+    print_report,
+)
 from .renderings import NO_ANSWER
 
 
@@ -58,6 +67,8 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     check_any_supervised(collector, tokenizer)
     splits = {split: collector.documents(split) for split in Split}
     check_splits(splits, collector, config.prompts)
+    is_chat = config.prompts.source is not PromptSource.text_files
+    is_dated = is_chat and "strftime_now" in require_chat_template(tokenizer)
 
     stage_dir = config.stage_dir("prompts")
     write_provenance(stage_dir, config)
@@ -65,7 +76,7 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     for split, documents in splits.items():
         documents.save(stage_dir / f"{split}.safetensors")
     DocumentEntry.write_all(stage_dir, collector.entries())
-    report = make_report(source, config.prompts.source, splits, collector)
+    report = make_report(source, config.prompts.source, splits, collector, is_dated)
     write_json(stage_dir / "report.json", asdict(report))
     make_manifest(TokenizerIdentity.of(tokenizer), vocab_size, config.prompts.max_document_tokens, splits).write(
         stage_dir
@@ -103,6 +114,12 @@ def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBas
             f"{len(collector.refused):,} has one (the first is {next(iter(collector.refused))}); choose data with "
             "answers, or let the target answer: run data_prep.responses and set prompts.source=responses"
         )
+    if not collector.windows_unsupervised and not any("chat template" in why for why in collector.refused.values()):
+        raise ValueError(
+            "prompts.paths: conversations must have an answer to learn from, but none of "
+            f"{len(collector.refused):,} has one that can be used{_reasons(collector.refused)}; correct the data, or "
+            "let the target answer: run data_prep.responses and set prompts.source=responses"
+        )
     reason = f"{collector.windows_unsupervised} windows without a supervised token{_reasons(collector.refused)}"
     raise empty_mask_error(tokenizer, reason)
 
@@ -114,6 +131,13 @@ def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompt
             raise _empty_split(
                 split, f": {collector.windows_unsupervised} windows without a supervised token{reasons}", prompts
             )
+    train = splits[Split.train]
+    if not any(has_drafts(train.mask(i)) for i in range(len(train))):
+        raise ValueError(
+            "prompts: the train split must hold a document in which two generated tokens follow another token, since a "
+            f"head drafts from the second on, but none of its {len(train):,} documents does with "
+            f"prompts.max_document_tokens={prompts.max_document_tokens}; add data with longer answers"
+        )
 
 
 def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> ValueError:
@@ -129,7 +153,11 @@ def _reasons(refused: Mapping[str, str]) -> str:
 
 
 def make_report(
-    source: Source, source_kind: PromptSource, splits: Mapping[Split, Documents], collector: Collector
+    source: Source,
+    source_kind: PromptSource,
+    splits: Mapping[Split, Documents],
+    collector: Collector,
+    is_dated: bool,
 ) -> PromptsReport:
     rewritten = collector.rewritten_documents()
     num_tokens = len(rewritten.input_ids)
@@ -147,8 +175,12 @@ def make_report(
         ),
         duplicates=DuplicatesReport.of(source.groups, collector.copies),
         answers_left_out=collector.answers_left_out,
+        answers_untrained=collector.answers_untrained,
+        answers_inserted=collector.answers_inserted,
         beyond_max_train_tokens=collector.beyond_max_train_tokens,
         refused=group_refusals(collector.refused),
+        read=len(source.names) + len(source.refused),
+        is_dated=is_dated,
     )
 
 

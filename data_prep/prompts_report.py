@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +23,8 @@ class SplitReport:
     tokens: int
     supervised_tokens: int
     """Number of tokens with loss mask 1."""
+    without_drafts: int
+    """Number of these documents whose answers are too short to draft any token."""
     lengths: dict[int, int]
     """Histogram of lengths: key n counts documents of more than n / 2 and at most n tokens."""
 
@@ -30,6 +34,7 @@ class SplitReport:
             documents=len(documents),
             tokens=len(documents.input_ids),
             supervised_tokens=int(documents.loss_mask.sum()),
+            without_drafts=sum(not has_drafts(documents.mask(i)) for i in range(len(documents))),
             lengths=length_histogram(documents.lengths.tolist()),
         )
 
@@ -98,9 +103,26 @@ class PromptsReport:
     duplicates: DuplicatesReport
     answers_left_out: int
     """Number of assistant turns that the loss leaves out, because the template does not render them as generated."""
+    answers_untrained: int
+    """Number of assistant turns that the loss leaves out, because the data say so (`weight: 0`, `train: false`)."""
+    answers_inserted: int
+    """Number of supervised assistant turns that begin with text of the template, such as an empty think block."""
     beyond_max_train_tokens: int
     """Number of files or conversations left out, in whole or in part, because of prompts.max_train_tokens."""
     refused: list[Refusals]
+    read: int
+    """Number of files or conversations of the source, including refused ones."""
+    is_dated: bool
+    """Whether the chat template can write today's date into the prompts."""
+
+
+def has_drafts(mask: NDArray[np.uint8]) -> bool:
+    """Returns whether a draft can be trained: on two generated tokens in a row, the first of them after another token.
+
+    Args:
+        mask: the loss mask [S] of a document.
+    """
+    return bool((mask[1:-1] & mask[2:]).any())
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[int, int]:
@@ -194,9 +216,24 @@ def _left_out(report: PromptsReport) -> list[str]:
             f"left out of the loss: {report.answers_left_out:,} assistant turns that the chat template does not render "
             "as generated"
         )
+    if report.answers_untrained:
+        lines.append(f"left out of the loss: {report.answers_untrained:,} assistant turns that are not to be trained")
+    if report.answers_inserted:
+        lines.append(
+            f"chat template: {report.answers_inserted:,} answers begin with text that the template inserts, which the "
+            "target then has to generate; if your server's prompt holds it (enable_thinking=false), change the template"
+        )
+    if report.is_dated:
+        lines.append("chat template: it can write the date of this run into the prompts (strftime_now)")
+    if without_drafts := sum(split.without_drafts for split in report.splits.values()):
+        lines.append(f"not drafted: {without_drafts:,} documents whose answers are too short to draft a token")
     if report.beyond_max_train_tokens:
         lines.append(f"left out: {report.beyond_max_train_tokens:,} {_items(report)} beyond prompts.max_train_tokens")
     for refusals in report.refused:
         more = ", ..." if refusals.count > len(refusals.first) else ""
         lines.append(f"refused: {refusals.count:,} ({refusals.reason}): {', '.join(refusals.first)}{more}")
+    if report.refused:
+        lines.append(
+            f"refused: {sum(refusals.count for refusals in report.refused):,} of {report.read:,} {_items(report)}"
+        )
     return lines

@@ -6,8 +6,9 @@ additional text: its prompt and the turn as generated. In this text, earlier tur
 supervised too, unless another text already supervises them. Working backwards from the last turn gives the smallest
 number of texts.
 
-A template with `{% generation %}` blocks marks what the assistant generates. With any other template, an assistant turn
-is all text that is rendered after its prompt.
+An assistant turn is what the template renders after the turn's prompt. If the template has `{% generation %}` blocks,
+only their text in it is supervised. A turn that is not rendered after its prompt is never supervised, since no server
+asks for it that way.
 """
 
 import re
@@ -21,11 +22,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template
 
-from .conversations import ConversationRefused, Message
+from .rows import NOT_TRAINED, ConversationRefused, Message
 
 Span = tuple[int, int]
 NO_ANSWER = "no assistant turn"
 """Reason for refusing a conversation without an assistant turn."""
+OPEN, CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Rendering:
     answers_left_out: int = 0
     """Number of assistant turns left out, because the template does not render them after their prompt; set only in the
     first text."""
+    answers_untrained: int = 0
+    """Number of assistant turns that are not to be trained; set only in the first text."""
+    answers_inserted: int = 0
+    """Number of assistant turns that begin with text of the template, such as an empty think block; set only in the
+    first text."""
 
 
 @dataclass(frozen=True)
@@ -53,46 +60,114 @@ class _Turn:
     text: str
     """The prompt, the response, and the text that the template adds after it."""
     spans: list[Span]
+    start: int
+    """Length of the prompt."""
 
 
-def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Rendering]:
+def render_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_generated: bool = False
+) -> list[Rendering]:
     """Render a conversation into the fewest texts in which every assistant turn is supervised once, as generated.
 
-    The first text contains the last assistant turn that can be located.
+    The first text contains the last assistant turn that can be located and is to be trained.
+
+    Args:
+        tokenizer: the target's tokenizer.
+        messages: the conversation.
+        is_generated: whether the target generated the answers, which need no check then.
 
     Raises:
-        ConversationRefused: there is no assistant turn, the template rejects the messages or fails, or no assistant
-            turn can be located in the text.
+        ConversationRefused: there is no assistant turn to train, one is empty or rendered otherwise than written, the
+            template rejects the messages or fails, or no assistant turn can be located in the text.
         ValueError: the tokenizer has no chat template.
         EndlessTemplate: the template takes too long.
     """
-    if all(message["role"] != "assistant" for message in messages):
-        raise ConversationRefused(NO_ANSWER)
+    trained = _trained_answers(messages, None if is_generated else tokenizer.eos_token)
+    num_untrained = sum(NOT_TRAINED in message.items() for message in messages)
+    messages = [dict(item for item in message.items() if item != NOT_TRAINED) for message in messages]
     template = require_chat_template(tokenizer)
     try:
-        whole, blocks, turns = _render_all(tokenizer, messages)
+        whole, turns = _render_all(tokenizer, messages)
         if "strftime_now" in template and _render(tokenizer, messages)[0] != whole:
-            # The date changed between two renderings.
-            whole, blocks, turns = _render_all(tokenizer, messages)
+            whole, turns = _render_all(tokenizer, messages)  # the date changed between two renderings
     except TemplateError as error:
-        raise ConversationRefused(f"the chat template fails: {error}") from error
-    renderings = _cover(tokenizer, whole, [turn for turn in turns if turn is not None and turn.spans])
-    if _has_blocks(template) and [rendering.text for rendering in renderings] in ([], [whole]):
-        return [Rendering(whole, blocks, len(turns))]
+        raise ConversationRefused(f"the chat template fails: {str(error) or 'it gives no reason'}") from error
+    located = [turn for turn in turns if turn is not None and turn.number in trained]
+    for turn in located:
+        if not is_generated:
+            _refuse_rewritten(turn, trained[turn.number])
+    renderings = _cover(whole, [turn for turn in located if turn.spans])
+    if not renderings and located:
+        raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
     if not renderings:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
-    return [replace(renderings[0], turn=0, answers_left_out=turns.count(None)), *renderings[1:]]
-
-
-def _render_all(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
-) -> tuple[str, list[Span], list[_Turn | None]]:
-    """Returns the rendered conversation with its generation blocks, and every assistant turn as generated."""
-    text, blocks = _render(
-        tokenizer, messages, return_assistant_tokens_mask=_has_blocks(require_chat_template(tokenizer))
+    inserted = 0 if is_generated else sum(_has_inserted_text(turn, trained[turn.number]) for turn in located)
+    left_out = len(trained) - sum(rendering.answers for rendering in renderings)
+    first = replace(
+        renderings[0], turn=0, answers_left_out=left_out, answers_untrained=num_untrained, answers_inserted=inserted
     )
+    return [first, *renderings[1:]]
+
+
+def _trained_answers(messages: Sequence[Message], eos: Any) -> dict[int, Message]:
+    """Returns the assistant turns that are to be trained, by number from 1, if there are any and all have text.
+
+    Args:
+        messages: the conversation.
+        eos: the end-of-text token, which no answer may hold; None without this check.
+    """
+    answers = {number: message for number, message in enumerate(messages, 1) if message["role"] == "assistant"}
+    trained = {number: message for number, message in answers.items() if NOT_TRAINED not in message.items()}
+    if not trained:
+        raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
+    if not all(message["content"].strip() or "reasoning_content" in message for message in trained.values()):
+        raise ConversationRefused("an answer without text")
+    if isinstance(eos, str) and any(eos in message["content"] for message in trained.values()):
+        raise ConversationRefused(f"an answer with the end-of-text token {eos} in its text")
+    return trained
+
+
+def _refuse_rewritten(turn: _Turn, message: Message) -> None:
+    """Raises ConversationRefused if a text of the message is missing in its rendering, or has other think tags there.
+
+    White space may differ.
+    """
+    prompt, generated = turn.text[: turn.start].rstrip(), turn.text[turn.start :]
+    content, reasoning = message["content"], message.get("reasoning_content", "")
+    squeezed = _squeeze(generated)
+    if _squeeze(reasoning) not in squeezed:
+        raise ConversationRefused("reasoning that the chat template does not render")
+    if not all(_squeeze(part) in squeezed for part in re.split(f"{OPEN}|{CLOSE}", content)):
+        raise ConversationRefused("an answer that the chat template does not render as it is written")
+    begins = bool(reasoning) or content.lstrip().startswith(OPEN)
+    opened = prompt.endswith((OPEN, CLOSE)) + generated.count(OPEN)
+    if begins and opened > content.count(OPEN) + bool(reasoning):
+        raise ConversationRefused("an answer with the think tags of both the message and the chat template")
+    if opened < content.count(OPEN) or generated.count(CLOSE) < content.count(CLOSE):
+        raise ConversationRefused("an answer whose think tags the chat template does not render")
+    is_open = prompt.endswith(OPEN) or OPEN in generated.partition(CLOSE)[0]
+    if CLOSE in content.partition(OPEN)[0] and not is_open:
+        raise ConversationRefused(f"an answer with {CLOSE} but no {OPEN}")
+    if (prompt.endswith(OPEN) or content.lstrip().startswith(OPEN)) and CLOSE not in generated:
+        raise ConversationRefused(f"an answer with {OPEN} but no {CLOSE}")
+
+
+def _has_inserted_text(turn: _Turn, message: Message) -> bool:
+    """Returns whether the template adds text before an answer without reasoning, beyond the prompt."""
+    if "reasoning_content" in message or CLOSE in message["content"] or not turn.spans:
+        return False
+    return not _squeeze(turn.text[turn.spans[0][0] :]).startswith(_squeeze(message["content"]))
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[_Turn | None]]:
+    """Returns the rendered conversation, and every assistant turn as generated."""
+    text, _ = _render(tokenizer, messages)
     ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    return text, blocks, [_generated_turn(tokenizer, messages[:end]) for end in ends]
+    return text, [_generated_turn(tokenizer, messages[:end]) for end in ends]
 
 
 def _has_blocks(template: str) -> bool:
@@ -111,10 +186,29 @@ def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
     if start is None or start == len(text):
         return None
     shift = len(prompt) - start
-    spans = [
-        (begin + shift, end + shift) for begin, end in (blocks if has_blocks else [(start, len(text))]) if end > start
-    ]
-    return _Turn(len(messages), prompt + text[start:], spans)
+    generated = blocks if has_blocks else [(start, len(text))]
+    last = _end_of_turn(tokenizer, messages, text)
+    bounded = [(max(begin, start), min(end, last)) for begin, end in generated]
+    spans = [(begin + shift, end + shift) for begin, end in bounded if begin < end]
+    return _Turn(len(messages), prompt + text[start:last], spans, len(prompt))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str) -> int:
+    """Returns where the last turn ends in `text`, without an end-of-text token that only the last turn gets.
+
+    Phi-3's template adds one after the token that ends a turn, which is all that the target generates.
+    """
+    eos = tokenizer.eos_token
+    if not isinstance(eos, str) or not text.endswith(eos):
+        return len(text)
+    turn = text.removesuffix(eos)
+    if turn.rstrip().endswith(messages[-1]["content"].rstrip()):  # nothing else ends the turn
+        return len(text)
+    try:
+        continued, _ = _render(tokenizer, [*messages, {"role": "user", "content": "?"}])
+    except TemplateError:
+        return len(text)
+    return len(turn) if continued.startswith(turn) and not continued.startswith(text) else len(text)
 
 
 def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt: str, text: str) -> int | None:
@@ -129,7 +223,7 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     return text.rindex(cue) + len(cue) if is_sure else None
 
 
-def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
+def _cover(whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
     """Returns texts in which every assistant turn is supervised once, as generated.
 
     The first text is the whole conversation if that contains the last turn. Each further text ends with the last turn
@@ -139,47 +233,29 @@ def _cover(tokenizer: PreTrainedTokenizerBase, whole: str, turns: Sequence[_Turn
     missing = list(turns)
     while missing:
         last = missing[-1]
-        text = whole if not renderings and _spans_in(tokenizer, whole, last) else last.text
-        contained = _contained_turns(tokenizer, text, missing)
+        text = whole if not renderings and _spans_in(whole, last) else last.text
+        contained = _contained_turns(text, missing)
         spans = [span for turn in sorted(contained) for span in contained[turn]]
         renderings.append(Rendering(text, spans, len(contained), last.number))
         missing = [turn for turn in missing if turn.number not in contained]
     return renderings
 
 
-def _contained_turns(tokenizer: PreTrainedTokenizerBase, text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]:
+def _contained_turns(text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]:
     """Returns the spans of the turns in `text`. If the spans of two turns touch, only the later turn counts."""
     contained: dict[int, list[Span]] = {}
     next_start = len(text) + 1
     for turn in reversed(turns):
-        spans = _spans_in(tokenizer, text, turn)
+        spans = _spans_in(text, turn)
         if spans and spans[-1][1] < next_start:
             contained[turn.number] = spans
             next_start = spans[0][0]
     return contained
 
 
-def _spans_in(tokenizer: PreTrainedTokenizerBase, text: str, turn: _Turn) -> list[Span]:
+def _spans_in(text: str, turn: _Turn) -> list[Span]:
     """Returns the spans of a turn in `text`, or [] if the turn or anything before it is not rendered as generated."""
-    if text.startswith(turn.text):
-        return turn.spans
-    end = _end_without_closing(tokenizer, turn.text)
-    if end is None or not text.startswith(turn.text[:end]):
-        return []
-    return [(start, min(stop, end)) for start, stop in turn.spans if start < end]
-
-
-def _end_without_closing(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """Returns where the last turn ends if the template adds an end-of-text token after it; otherwise None.
-
-    Phi-3's template does so: its turns end with another special token.
-    """
-    eos = tokenizer.eos_token
-    if not isinstance(eos, str) or not text.endswith(eos):
-        return None
-    turns = text.removesuffix(eos)
-    special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return len(turns) if turns.rstrip().endswith(special) else None
+    return turn.spans if text.startswith(turn.text) else []
 
 
 def _render(

@@ -174,8 +174,9 @@ def make_job(config: PipelineConfig) -> Job:
         server.context_tokens if server and server.context_tokens else target_config.max_position_embeddings
     )
     limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
-    conversations = read_conversations(config.prompts.paths, config.prompts.schema, config.prompts.split)
-    survey = survey_conversations(conversations, config.prompts.paths)
+    prompts = config.prompts
+    conversations = read_conversations(prompts.paths, prompts.schema, prompts.split, prompts.metadata)
+    survey = survey_conversations(conversations, prompts.paths)
     if server:  # a template that never ends would fail each conversation only after its limit
         check_template_ends(tokenizer, conversations.messages(max(survey.turns, key=lambda row: survey.turns[row])))
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_prompt, render_text
 
-from ..conversations import ConversationRefused, Message
+from ..rows import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
 _PROBE = "\ue000"  # from Unicode's private use area, so no template writes it

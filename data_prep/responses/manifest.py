@@ -138,7 +138,8 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
             flush=True,
         )
     conversations = require(directory / CONVERSATIONS, "data_prep.responses")
-    return read_conversations([str(conversations)], ConversationSchema.messages)
+    written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
+    return read_conversations([str(conversations)], ConversationSchema.messages, metadata=written)
 
 
 def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:
@@ -153,7 +154,8 @@ def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for path in prompts.paths:
         try:
-            hashes |= hash_sources(read_conversations([path], prompts.schema, prompts.split), [path])
+            conversations = read_conversations([path], prompts.schema, prompts.split, prompts.metadata)
+            hashes |= hash_sources(conversations, [path])
         except FileNotFoundError:
             print(f"{path} cannot be read any more, so the responses cannot be checked against it", flush=True)
     return hashes

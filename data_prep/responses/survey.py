@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from ..conversations import ConversationRefused, Conversations, Message
+from ..conversations import Conversations
 from ..prompts_report import group_refusals
+from ..rows import ConversationRefused, Message
 from .dialogue import questions
 
 QUIET_ROWS = 10_000

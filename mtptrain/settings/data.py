@@ -69,6 +69,9 @@ class PromptsConfig:
     schema: ConversationSchema = ConversationSchema.auto
     split: str = "train"
     """`conversations`: name of the split to read from hub datasets."""
+    metadata: list[str] = field(default_factory=list, metadata=each_named())
+    """`conversations`: names of columns and message keys to pass over, because they only describe a row. A row with a
+    column or key of an unknown name is refused otherwise."""
     max_document_tokens: int = at_least(4, default=2048)
     """Longer documents are cut into windows of at most this many tokens."""
     validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")

@@ -1,14 +1,15 @@
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data_prep.assistant_masks import Encoding, check_chat_template, encode_renderings
-from data_prep.conversations import ConversationRefused, Message
 from data_prep.renderings import render_conversation
+from data_prep.rows import ConversationRefused, Message
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PLAIN_TEMPLATE = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -74,7 +75,14 @@ def test_tokens_and_mask_are_those_of_transformers() -> None:
 
 
 _words = st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"]), max_size=12)
-_turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), _words), min_size=1, max_size=6)
+_turns = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["system", "user"]), _words),
+        st.tuples(st.just("assistant"), _words.filter(str.strip)),
+    ),
+    min_size=1,
+    max_size=6,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,29 +160,49 @@ def test_an_answer_without_a_question_is_found() -> None:
     ]
 
 
-def test_a_token_that_holds_the_end_of_the_prompt_is_not_generated() -> None:
-    template = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + ';' }}{% endfor %}"
-    template += "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
-    tokenizer = make_merging_tokenizer(template, "ĊĊ")
-    question = {"role": "user", "content": "q"}
-    assert generated_parts(tokenizer, encode(tokenizer, [question, {"role": "assistant", "content": "\nyes"}])) == [
-        "yes;"
-    ]
-    assert generated_parts(tokenizer, encode(tokenizer, [question, {"role": "assistant", "content": "yes"}])) == [
-        "yes;"
-    ]
+BORDERS = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ';' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-def test_a_leading_space_that_ends_the_prompt_is_not_generated_even_where_offsets_hide_it(trim_offsets: bool) -> None:
-    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ';' }}{% endfor %}"
-    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    tokenizer = make_merging_tokenizer(template, "Ġy", trim_offsets=trim_offsets)
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
-    assert generated_parts(tokenizer, encode(tokenizer, messages)) == ["es;"]
+@pytest.mark.parametrize(
+    ("merge", "answers"),
+    [("Ġy", ["yes", "yes"]), ("ĠĠ", [" yes", "no"]), (";u", ["yes", "no"]), ("es", ["yes", "yes"])],
+)
+def test_a_token_across_the_border_of_an_answer_is_split_as_a_server_splits_it(
+    merge: str, answers: list[str], trim_offsets: bool
+) -> None:
+    tokenizer = make_merging_tokenizer(BORDERS, merge, trim_offsets=trim_offsets)
+    messages: list[Message] = [
+        {"role": role, "content": text} for answer in answers for role, text in (("user", "q"), ("assistant", answer))
+    ]
+    encoding = encode(tokenizer, messages)
+    assert generated_parts(tokenizer, encoding) == [f"{answer};" for answer in answers]
+    prompt = str(tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False))
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert encoding.input_ids[: np.flatnonzero(encoding.loss_mask)[0]].tolist() == prompt_ids
+    assert (encoding.answers, encoding.answers_left_out) == (2, 0)
 
 
-@pytest.mark.parametrize("template", [GENERATION_TEMPLATE, PLAIN_TEMPLATE, REASONING_TEMPLATE])
+def test_an_answer_whose_border_cannot_be_split_is_left_out_and_counted() -> None:
+    """Tests a tokenizer that puts a space before every text, and so before every piece of one."""
+    tokenizer = make_merging_tokenizer(BORDERS, "Ġy")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("\u2581")
+    messages: list[Message] = [
+        {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "yes")) * 2
+    ]
+    messages[3] = {"role": "assistant", "content": "no"}
+    encoding = encode(tokenizer, messages)
+    assert generated_parts(tokenizer, encoding) == ["no;"]
+    assert (encoding.answers, encoding.answers_left_out) == (1, 1)
+
+
+THINKING_TEMPLATE = PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{{ '\n' }}{% endif %}")
+
+
+@pytest.mark.parametrize("template", [GENERATION_TEMPLATE, PLAIN_TEMPLATE, REASONING_TEMPLATE, THINKING_TEMPLATE])
 def test_templates_that_mark_or_continue_answers_pass_the_check(template: str) -> None:
     check_chat_template(make_tokenizer(template))
 
@@ -200,7 +228,7 @@ def test_a_generation_block_without_text_does_not_pass_the_check() -> None:
     tokenizer = make_tokenizer(template.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"))
     with pytest.raises(
         ValueError,
-        match=r"the chat template of .* must show .* but the loss mask is empty: its \{% generation %\} block",
+        match=r"the chat template of .* the loss mask is empty: the chat template's \{% generation %\} block contains",
     ):
         check_chat_template(tokenizer)
 
@@ -215,7 +243,7 @@ def test_a_template_that_fails_does_not_pass_the_check() -> None:
 
 
 def test_a_template_whose_prompt_is_not_what_precedes_an_answer_does_not_pass_the_check() -> None:
-    tokenizer = make_tokenizer(PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}"))
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant>>{% endif %}"))
     with pytest.raises(
         ValueError,
         match="the loss mask is empty: the chat template renders no answer as the continuation of its prompt",

@@ -6,7 +6,8 @@ import huggingface_hub.constants
 import pytest
 from datasets import Dataset
 
-from data_prep.conversations import ConversationRefused, conversation_name, parse_row, read_conversations
+from data_prep.conversations import conversation_name, read_conversations
+from data_prep.rows import parse_row
 from mtptrain.config import ConversationSchema
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
@@ -21,21 +22,6 @@ def write_jsonl(path: Path, *rows: Any) -> str:
 @pytest.mark.parametrize("row", [MESSAGES, SHAREGPT, {"conversation": MESSAGES["messages"]}])
 def test_auto_reads_both_schemas_alike(row: dict[str, Any]) -> None:
     assert parse_row(row) == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_in_its_own_key_is_kept_under_the_name_that_templates_read(key: str) -> None:
-    question, answer = MESSAGES["messages"]
-    row = {"messages": [{**question, key: None}, {**answer, key: "it is"}, question, {**answer, key: ""}]}
-    assert parse_row(row) == [question, {**answer, "reasoning_content": "it is"}, question, answer]
-    with pytest.raises(ConversationRefused, match="reasoning must be text, but is list"):
-        parse_row({"messages": [question, {**answer, key: ["it is"]}]})
-
-
-def test_sharegpt_names_become_roles() -> None:
-    turns = [{"from": name, "value": name} for name in ("system", "human", "gpt", "user", "chatgpt", "assistant")]
-    roles = [message["role"] for message in parse_row({"conversations": turns})]
-    assert roles == ["system", "user", "assistant", "user", "assistant", "assistant"]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
@@ -68,40 +54,6 @@ def test_copies_without_an_id_have_one_name_in_either_schema() -> None:
     assert conversation_name(changed, parse_row(changed)) != one
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"messages": []}, "no messages"),
-        ({"messages": [{"role": "narrator", "content": "hi"}]}, "unknown role 'narrator'"),
-        ({"conversations": [{"from": "bing", "value": "hi"}]}, "unknown role 'bing'"),
-        ({"messages": [{"role": ["user"], "content": "hi"}]}, r"unknown role \['user'\]"),
-        ({"messages": [{"role": "user", "content": "bad \ud83d"}]}, "text that is not valid Unicode"),
-        ({"messages": [{"role": "assistant", "content": "", "thinking": "\ud83d"}]}, "text that is not valid Unicode"),
-        ({"messages": [{"role": "user", "content": None}]}, "content must be text, but is NoneType"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
-            "content must be text, but is list",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "hi"}, {"from": "gpt", "value": "yes"}]},
-            "messages of different schemas",
-        ),
-        ({"messages": [{"speaker": "user"}]}, "unknown schema"),
-        (
-            {"messages": MESSAGES["messages"], "tools": [{"name": "search"}]},
-            "tools or tool calls, which are not rendered",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "tools or tool calls, which are not rendered",
-        ),
-    ],
-)
-def test_a_row_that_cannot_be_rendered_is_refused_with_the_reason(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConversationRefused, match=f"^{reason}$"):
-        parse_row(row)
-
-
 def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     odd = {"messages": [{"role": "narrator", "content": "hi"}]}
@@ -114,7 +66,7 @@ def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path
     assert found.location(1) == f"{path}:4"
     assert found.refused == {
         f"{path}:3": "unknown role 'narrator'",
-        f"{path}:5": "no messages",
+        f"{path}:5": "a row must be an object, but is a list",
         f"{path}:6": "text that is not valid Unicode",
     }
 
@@ -137,7 +89,7 @@ def test_a_line_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path) -> No
 
 def test_a_json_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
     (tmp_path / "chats.json").write_text(json.dumps(MESSAGES))
-    with pytest.raises(ValueError, match=r"chats\.json: must hold one array of conversations, but holds a dict"):
+    with pytest.raises(ValueError, match=r"chats\.json: must hold one array of conversations, but holds an object"):
         read_conversations([f"{tmp_path}/chats.json"])
 
 
@@ -186,31 +138,51 @@ def test_an_invalid_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "found"),
+    ("row", "reason"),
     [
-        ({"prompt": "hi", "answer": "yes"}, r"keys \['answer', 'prompt'\]"),
+        (
+            {"prompt": "hi", "answer": "yes"},
+            "no column messages or conversations or conversation, but answer, prompt",
+        ),
         (
             {"messages": [{"speaker": "me", "text": "hi"}]},
-            r"keys \['messages'\] and messages with \['speaker', 'text'\]",
+            "unknown schema: messages must have keys role, content or from, value, but have keys speaker, text",
         ),
-        ({"messages": ["hi"]}, r"keys \['messages'\] and messages with str"),
-        ({"messages": "hi"}, r"keys \['messages'\]"),
-        ([1, 2], "a list"),
+        (
+            {"messages": ["hi"]},
+            "unknown schema: messages must have keys role, content or from, value, but have text",
+        ),
+        ({"messages": "hi"}, "column messages: text that is not a JSON list of messages"),
+        ({"messages": {"role": "user"}}, "column messages must be a list of messages, but is an object"),
+        ({"messages": None}, "no messages"),
+        ([1, 2], "a row must be an object, but is a list"),
     ],
 )
-def test_an_unknown_schema_is_named_with_its_keys_and_row(tmp_path: Path, row: Any, found: str) -> None:
-    path = write_jsonl(tmp_path / "chats.jsonl", row)
-    with pytest.raises(
-        ValueError, match=rf"chats\.jsonl:1: a row must hold its messages in .*, but has {found}; convert the data"
-    ):
-        read_conversations([path])
+def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: Path, row: Any, reason: str) -> None:
+    odd = {"messages": [{"role": "narrator", "content": "hi"}]}
+    path, good = write_jsonl(tmp_path / "chats.jsonl", odd, row, row), write_jsonl(tmp_path / "good.jsonl", MESSAGES)
+    with pytest.raises(ValueError) as refused:
+        read_conversations([good, path])
+    assert str(refused.value) == (
+        f"prompts.paths: every file must hold at least one usable conversation, but {path} holds none: 2 refused "
+        f"({reason}), 1 refused (unknown role 'narrator'); the first row is {path}:1; convert the data, or correct "
+        "prompts.paths or prompts.schema"
+    )
+    with_good = write_jsonl(tmp_path / "mixed.jsonl", row, MESSAGES)
+    assert read_conversations([with_good]).refused == {f"{with_good}:1": reason}
+
+
+def test_a_system_prompt_in_a_column_distinguishes_questions(tmp_path: Path) -> None:
+    system = {"system_prompt": "Talk like a pirate."}
+    inside = {"conversations": [{"from": "system", "value": "Talk like a pirate."}, *SHAREGPT["conversations"]]}
+    path = write_jsonl(tmp_path / "chats.jsonl", SHAREGPT, {**SHAREGPT, **system}, inside)
+    plain, by_column, by_message = read_conversations([path]).groups
+    assert plain != by_column == by_message
 
 
 def test_a_schema_that_the_config_names_is_required(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "chats.jsonl", SHAREGPT)
-    with pytest.raises(
-        ValueError, match=r"in schema messages, but has keys \['conversations'\] and messages with \['from', 'value'\]"
-    ):
+    with pytest.raises(ValueError, match="messages must have keys role, content, but have keys from, value"):
         read_conversations([path], ConversationSchema.messages)
     assert len(read_conversations([path], ConversationSchema.sharegpt).names) == 1
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from data_prep.prompts_report import (
@@ -7,6 +8,7 @@ from data_prep.prompts_report import (
     RewrittenReport,
     SplitReport,
     group_refusals,
+    has_drafts,
     length_histogram,
     print_report,
 )
@@ -27,22 +29,36 @@ def test_refusals_are_grouped_by_reason_with_the_first_names() -> None:
 
 def test_the_split_report_counts_what_the_file_holds() -> None:
     documents = Documents.from_list([(0, [1, 2, 3], [0, 1, 1]), (1, [5, 6], [1, 0])])
-    assert SplitReport.of(documents) == SplitReport(documents=2, tokens=5, supervised_tokens=3, lengths={2: 1, 4: 1})
+    assert SplitReport.of(documents) == SplitReport(
+        documents=2, tokens=5, supervised_tokens=3, without_drafts=1, lengths={2: 1, 4: 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [([1, 1, 1], True), ([0, 1, 1], True), ([1, 1, 0], False), ([0, 1, 0, 1], False), ([1], False), ([], False)],
+)
+def test_a_draft_needs_two_generated_tokens_after_another(mask: list[int], expected: bool) -> None:
+    assert has_drafts(np.array(mask, np.uint8)) is expected
 
 
 def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(
         PromptsReport(
             source="conversations",
-            splits={Split.train: SplitReport(1200, 34_567, 8_901, {32: 1000, 64: 200})},
+            splits={Split.train: SplitReport(1200, 34_567, 8_901, 6, {32: 1000, 64: 200})},
             documents_cut=3,
             windows_cut=7,
             windows_unsupervised=2,
             rewritten=RewrittenReport(answers=9, documents=8, tokens=6913, history_tokens=3457),
             duplicates=DuplicatesReport(questions=900, largest=12, same_question=300, dropped=13),
             answers_left_out=5,
+            answers_untrained=14,
+            answers_inserted=15,
             beyond_max_train_tokens=11,
             refused=[Refusals("unknown role '[x]'", 4, ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"])],
+            read=1_250,
+            is_dated=True,
         )
     )
     printed = capsys.readouterr().out
@@ -62,5 +78,10 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
     )
     assert "left out: 11 conversations beyond prompts.max_train_tokens" in printed
     assert "refused: 4 (unknown role '[x]'): a.jsonl:1, a.jsonl:2, a.jsonl:3, ..." in printed
+    assert "left out of the loss: 14 assistant turns that are not to be trained" in printed
+    assert "chat template: 15 answers begin with text that the template inserts, which the target" in printed
+    assert "chat template: it can write the date of this run into the prompts (strftime_now)" in printed
+    assert "not drafted: 6 documents whose answers are too short to draft a token" in printed
+    assert printed.splitlines()[-1] == "refused: 4 of 1,250 conversations"
     bars = [line.count("█") for line in printed.splitlines() if "█" in line]
     assert bars == [30, 6]

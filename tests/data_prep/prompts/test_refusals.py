@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.data import chat_template
-from tests.conftest import GENERATION_TEMPLATE, make_target
-from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat
+from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
+from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output
 
 
 def test_refused_conversations_are_counted_by_reason(chat_config: Callable[..., PipelineConfig]) -> None:
@@ -64,7 +65,7 @@ def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(
 ) -> None:
     rows = [{"messages": [{"role": "narrator", "content": "once"}]}] * 2
     with pytest.raises(
-        ValueError, match=r"at least one usable conversation, but .* holds none, 2 refused \(unknown role 'narrator'\)"
+        ValueError, match=r"at least one usable conversation, but .* holds none: 2 refused \(unknown role 'narrator'\)"
     ):
         prepare_prompts(chat_config(rows))
 
@@ -148,6 +149,48 @@ def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_targ
     match = rf"chat template of {target_dir} must .* mask is empty: .*20 refused \(the chat template fails: ZeroDiv"
     with pytest.raises(ValueError, match=match):
         prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
+
+
+def test_a_file_of_empty_answers_is_refused_before_training(chat_config: Callable[..., PipelineConfig]) -> None:
+    rows = [chat(f"chat{i}", f"hello {i}?", "") for i in range(20)]
+    with pytest.raises(ValueError, match=r"none of 20 has one that can be used, 20 refused \(an answer without text\)"):
+        prepare_prompts(chat_config(rows))
+
+
+def test_a_file_without_drafts_is_refused_before_training(
+    tmp_path: Path, chat_config: Callable[..., PipelineConfig]
+) -> None:
+    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    target_dir = make_target(tmp_path / "target", chat_template=template)
+    rows = [chat(f"chat{i}", f"hello {i}?", "y") for i in range(20)]
+    match = r"the train split must hold a document in which two generated tokens .* but none of its \d+ documents does"
+    with pytest.raises(ValueError, match=match):
+        prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
+    report = prepare_prompts(chat_config([*rows, *CHATS], f"target.path={target_dir}"))
+    assert sum(split.without_drafts for split in report.splits.values()) == 20
+
+
+def test_answers_that_are_not_to_be_trained_are_counted(chat_config: Callable[..., PipelineConfig]) -> None:
+    row = chat("mixed", "a?", "SKIP", "b?", "keep")
+    row["messages"][1]["weight"] = 0
+    config = chat_config([*CHATS, row])
+    report = prepare_prompts(config)
+    [(_, ids, mask)] = read_output(config)["mixed"]
+    tokenizer = make_tokenizer()
+    assert "SKIP" in tokenizer.decode(ids)
+    assert tokenizer.decode(np.array(ids)[np.array(mask) == 1]) == "keep<|end|>"
+    assert (report.answers_untrained, report.read, report.is_dated) == (1, 21, False)
+
+
+def test_text_that_the_template_inserts_and_its_date_are_reported(
+    tmp_path: Path, chat_config: Callable[..., PipelineConfig]
+) -> None:
+    template = "{{ strftime_now('%Y') }}" + GENERATION_TEMPLATE.replace(
+        "{% generation %}", "{% generation %}<think></think>"
+    )
+    target_dir = make_target(tmp_path / "target", chat_template=template)
+    report = prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
+    assert (report.answers_inserted, report.is_dated) == (20, True)
 
 
 def test_a_conversation_that_renders_for_ever_is_named(

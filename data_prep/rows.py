@@ -1,0 +1,259 @@
+"""Reads one row of conversations through a whitelist of columns and of message keys.
+
+Everything in a row is honoured, only describes the row (`is_metadata`), or refuses the row with a reason, which the
+report counts. A user can pass over further columns and keys by naming them in `prompts.metadata`.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mtptrain.config import ConversationSchema
+from mtptrain.data.questions import SYSTEM_ROLES
+
+Message = dict[str, str]
+Row = Mapping[str, Any]
+
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+"""Columns whose text becomes the first message."""
+MESSAGE_KEYS = {ConversationSchema.messages: ("role", "content"), ConversationSchema.sharegpt: ("from", "value")}
+ROLES = {
+    ConversationSchema.messages: {role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    ConversationSchema.sharegpt: {
+        "system": "system",
+        "developer": "developer",
+        "human": "user",
+        "user": "user",
+        "gpt": "assistant",
+        "chatgpt": "assistant",
+        "assistant": "assistant",
+        "tool": "tool",
+        "observation": "tool",
+    },
+}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant message that may hold its reasoning separately from its content."""
+TRAIN_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
+"""Columns and message keys that say whether a row or an answer is to be trained: 1 or true, 0 or false."""
+NOT_TRAINED = ("weight", "0")
+"""The item of a parsed message that is not to be trained."""
+TOOL_NAMES = ("tool", "function")
+MEDIA_NAMES = ("image", "video", "audio")
+"""Beginnings of the names of columns, message keys and parts of a content."""
+FINISHED = ("stop", "end_turn", "eos", "eos_token")
+"""Values of `finish_reason` and `stop_reason` of an answer that was not cut off."""
+METADATA = {
+    *("id", "_id", "uid", "uuid", "idx", "index", "row", "hash", "hashed_ip", "subset", "version", "license"),
+    *("source", "sources", "dataset", "dataset_name", "origin", "url", "link", "author", "annotator", "created_by"),
+    *("category", "categories", "topic", "topics", "tag", "tags", "task", "task_type", "task_category", "type"),
+    *("domain", "subject", "title", "intent", "difficulty", "quality", "lang", "language", "languages"),
+    *("model", "generator", "teacher", "created", "date", "time", "timestamp", "country", "state", "header"),
+    *("turn", "turns", "turn_identifier", "length", "tokens", "usage", "views", "likes", "avatarurl"),
+    *("score", "scores", "rating", "toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation"),
+    *("metadata", "meta", "skip_prompt_formatting", "used_in_training", "rejected"),
+}
+"""Names, in lower case, of columns and message keys that only describe a row."""
+METADATA_PATTERN = re.compile(r"num_\w+|\w+_(id|ids|idx|hash|score|scores|count|name|url|at|length|quality)|__\w+__")
+MEDIA_IN_TEXT = re.compile(
+    r"<image>|^\s*<(video|audio)>|<(video|audio)>\s*$|\[IMG\]|<start_of_image>|<img_context>"
+    r"|<\|?(image|video|audio|vision)(_\w+)?\|>|<(image|video|audio)_\w+>",
+    re.IGNORECASE,
+)
+"""Places of images, audio and video in the text of a prompt."""
+TOOLS, MEDIA = "tools or tool calls, which are not rendered", "images, audio or video, which are not read"
+
+
+class ConversationRefused(ValueError):
+    """Raised for a row that must be left out. Its message is the reason shown in the report."""
+
+
+def parse_row(
+    row: Row, schema: ConversationSchema = ConversationSchema.auto, metadata: Collection[str] = ()
+) -> list[Message]:
+    """Returns the messages of a row, with `role`, `content` and, if there is reasoning, `reasoning_content`.
+
+    A message that is not to be trained also has the item `NOT_TRAINED`.
+
+    Args:
+        row: the columns of the row.
+        schema: format of the messages; `auto` recognises it by the keys of the first one.
+        metadata: names of further columns and message keys that only describe a row.
+
+    Raises:
+        ConversationRefused: the row has no messages in a known schema, or something that cannot be honoured.
+    """
+    if not isinstance(row, Mapping):
+        raise ConversationRefused(f"a row must be an object, but is {kind(row)}")
+    columns = {name: value for name, value in row.items() if name not in metadata and not _is_empty(value)}
+    lists = [_listed(name, columns.pop(name)) for name in MESSAGE_COLUMNS if name in columns]
+    if not any(lists):
+        if any(name in row for name in MESSAGE_COLUMNS):
+            raise ConversationRefused("no messages")
+        raise ConversationRefused(f"no column {' or '.join(MESSAGE_COLUMNS)}, but {', '.join(sorted(row)) or 'none'}")
+    parsed = [_parse_messages(listed, schema, metadata) for listed in lists if listed]
+    if any(messages != parsed[0] for messages in parsed):
+        raise ConversationRefused("different messages in two columns")
+    messages = parsed[0]
+    system = [text_of(name, columns.pop(name)) for name in SYSTEM_COLUMNS if name in columns]
+    contents = {message["content"].strip() for message in messages}
+    for name, value in columns.items():
+        is_copy = value in lists or (isinstance(value, str) and value.strip() in contents)
+        if not is_copy:
+            _check_column(name, value)
+    for text in system:
+        messages = _with_system(messages, text)
+    return messages
+
+
+def kind(value: Any) -> str:
+    """Returns the words for a value of JSON that should be of another type."""
+    names: dict[type, str] = {
+        type(None): "null",
+        bool: "true or false",
+        str: "text",
+        int: "a number",
+        float: "a number",
+    }
+    names |= {list: "a list", dict: "an object"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def is_metadata(name: str) -> bool:
+    """Returns whether a column or message key only describes a row."""
+    return name.lower() in METADATA or METADATA_PATTERN.fullmatch(name.lower()) is not None
+
+
+def _is_empty(value: Any) -> bool:
+    empty = ("", "[]", "{}", "null")
+    return value is None or (value.strip() in empty if isinstance(value, str) else value in ([], {}))
+
+
+def _listed(column: str, value: Any) -> list[Any]:
+    """Returns the list of messages in a column, which may be JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ConversationRefused(f"column {column}: text that is not a JSON list of messages") from None
+    if not isinstance(value, list):
+        raise ConversationRefused(f"column {column} must be a list of messages, but is {kind(value)}")
+    return value
+
+
+def _parse_messages(listed: list[Any], schema: ConversationSchema, metadata: Collection[str]) -> list[Message]:
+    row_schema = _schema_of(listed[0], schema)
+    if row_schema is None:
+        keys = ", ".join(sorted(map(str, listed[0]))) if isinstance(listed[0], Mapping) else ""
+        known = " or ".join(", ".join(keys) for name, keys in MESSAGE_KEYS.items() if schema in ("auto", name))
+        found = f"keys {keys}" if keys else kind(listed[0])
+        raise ConversationRefused(f"unknown schema: messages must have keys {known}, but have {found}")
+    return [_parse_message(message, row_schema, metadata) for message in listed]
+
+
+def _schema_of(message: Any, schema: ConversationSchema) -> ConversationSchema | None:
+    candidates = MESSAGE_KEYS if schema is ConversationSchema.auto else {schema: MESSAGE_KEYS[schema]}
+    for name, (role_key, content_key) in candidates.items():
+        if isinstance(message, Mapping) and message.get(role_key) is not None and content_key in message:
+            return name
+    return None
+
+
+def _parse_message(message: Any, schema: ConversationSchema, metadata: Collection[str]) -> Message:
+    if _schema_of(message, schema) is None:
+        raise ConversationRefused("messages of different schemas")
+    role_key, content_key = MESSAGE_KEYS[schema]
+    items = {key: value for key, value in message.items() if key not in metadata and not _is_empty(value)}
+    given_role = items.pop(role_key, None)
+    if given_role == "function_call" or any(key.startswith(TOOL_NAMES) for key in items):
+        raise ConversationRefused(TOOLS)
+    if not isinstance(given_role, str) or given_role not in ROLES[schema]:
+        raise ConversationRefused(f"unknown role {given_role!r}")
+    role = ROLES[schema][given_role]
+    is_answer = role == "assistant"
+    items.pop(content_key, None)
+    reasoning = {text_of(key, items.pop(key)) for key in REASONING_KEYS if key in items}
+    flags = {_is_trained(key, items.pop(key)) for key in TRAIN_FLAGS if key in items}
+    if True in flags and not is_answer:
+        raise ConversationRefused(f"a {role} message that is to be trained, but only answers are")
+    for key, value in items.items():
+        _check_key(key, value)
+    content = _content(message[content_key])
+    if not is_answer and MEDIA_IN_TEXT.search(content):
+        raise ConversationRefused(MEDIA)
+    parsed = {"role": role, "content": content}
+    if reasoning:
+        parsed["reasoning_content"] = _only_reasoning(reasoning, content, is_answer)
+    return parsed | (dict([NOT_TRAINED]) if False in flags and is_answer else {})
+
+
+def _content(content: Any) -> str:
+    """Returns the text of a message, which may be the only part of a list."""
+    if not isinstance(content, list):
+        return text_of("content", content)
+    parts = [part for part in content if isinstance(part, Mapping)]
+    types = {part.get("type") for part in parts}
+    if any(str(name).removeprefix("input_").startswith(MEDIA_NAMES) for name in types):
+        raise ConversationRefused(MEDIA)
+    if len(content) != 1 or types != {"text"} or set(parts[0]) != {"type", "text"}:
+        raise ConversationRefused("content in parts, of which only a single part of text is read")
+    return text_of("content", parts[0]["text"])
+
+
+def text_of(name: str, value: Any) -> str:
+    """Returns a text unchanged. Refuses lone surrogates, which JSON allows but tokenizers reject."""
+    if not isinstance(value, str):
+        raise ConversationRefused(f"{name} must be text, but is {kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConversationRefused("text that is not valid Unicode") from None
+    return value
+
+
+def _only_reasoning(texts: set[str], content: str, is_answer: bool) -> str:
+    if not is_answer:
+        raise ConversationRefused("reasoning of a message that is not an answer")
+    if len(texts) > 1:
+        raise ConversationRefused(f"different reasoning in {', '.join(REASONING_KEYS)}")
+    if "</think>" in content:
+        raise ConversationRefused("reasoning both in its own key and in the content")
+    return texts.pop()
+
+
+def _is_trained(name: str, value: Any) -> bool:
+    if not isinstance(value, int | float) or value not in (0, 1):
+        shown = value if isinstance(value, int | float) else kind(value)
+        raise ConversationRefused(f"{name} must be 0, 1, true or false, but is {shown}")
+    return bool(value)
+
+
+def _check_key(key: str, value: Any) -> None:
+    if key.startswith(MEDIA_NAMES):
+        raise ConversationRefused(MEDIA)
+    if (key == "prefix" and value is False) or (key in ("finish_reason", "stop_reason") and value in FINISHED):
+        return
+    if not is_metadata(key):
+        raise ConversationRefused(f"message key {key}, which is not read (prompts.metadata=[{key}] passes it over)")
+
+
+def _check_column(name: str, value: Any) -> None:
+    if name.startswith(TOOL_NAMES):
+        raise ConversationRefused(TOOLS)
+    if name.startswith(MEDIA_NAMES):
+        raise ConversationRefused(MEDIA)
+    if name in TRAIN_FLAGS:
+        if not _is_trained(name, value):
+            raise ConversationRefused("a row that is not to be trained")
+    elif not is_metadata(name) and (name, value) != ("split", "train"):
+        raise ConversationRefused(f"column {name}, which is not read (prompts.metadata=[{name}] passes it over)")
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    """Returns the messages after a system prompt from a column, which may repeat that of the messages."""
+    if messages[0]["role"] not in SYSTEM_ROLES:
+        return [{"role": "system", "content": text}, *messages]
+    if messages[0]["content"].strip() != text.strip():
+        raise ConversationRefused("a system prompt in a column that differs from that of the messages")
+    return messages

@@ -1,0 +1,150 @@
+"""Tests which answers are supervised, refused or left out because of how the chat template renders them."""
+
+import pytest
+
+from data_prep.renderings import render_conversation
+from data_prep.rows import NOT_TRAINED, ConversationRefused
+from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
+from tests.data_prep.test_renderings import CHATML, CLOSED, TOKENIZERS, chat, generated_parts, tokenizer_of
+
+# Like DeepSeek-R1's template, this removes reasoning from every answer, but its prompt begins one.
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[User]' + m.content }}{% else %}"
+    "{{ '[Assistant]' }}{% generation %}{{ m.content.split('</think>')[-1] + eos_token }}{% endgeneration %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '[Assistant]<think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["<think>\nodd\n</think>\n\none", "one"])
+@pytest.mark.parametrize("template", [R1, R1.replace("{% generation %}", "").replace("{% endgeneration %}", "")])
+def test_an_answer_after_a_prompt_that_no_server_sends_is_refused_with_and_without_blocks(
+    template: str, answer: str
+) -> None:
+    with pytest.raises(ConversationRefused, match="renders no answer as the continuation of its prompt"):
+        render_conversation(tokenizer_of(template), chat("1?", answer))
+
+
+def test_answers_in_blocks_are_left_out_where_the_prompt_does_not_precede_them() -> None:
+    template = GENERATION_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
+    [rendering] = render_conversation(
+        make_tokenizer(template), chat("1?", "one", "2?", "<think>even</think>two", "3?", "three")
+    )
+    assert generated_parts(rendering) == ["even</think>two<|end|>"]
+    assert (rendering.answers, rendering.answers_left_out) == (1, 2)
+
+
+def test_a_block_that_holds_the_end_of_the_prompt_supervises_the_answer_alone() -> None:
+    template = CHATML.replace("{{ '<|im_start|>' +", "{% generation %}{{ '<|im_start|>' +").replace(
+        "'<|im_end|>\n' }}", "'<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    )
+    [rendering] = render_conversation(tokenizer_of(template), chat("1?", "one"))
+    assert generated_parts(rendering) == ["one<|im_end|>"]
+
+
+DOUBLED = "an answer with the think tags of both the message and the chat template"
+CHANGED = "an answer that the chat template does not render as it is written"
+FORCED = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
+"""Its prompt begins the reasoning, which is in the content of an answer."""
+FILLED = CHATML.replace(
+    "'\n' + m.content",
+    "'\n' + ('<think>' + (m.reasoning_content or '') + '</think>' if m.role[0] == 'a' else '') + m.content",
+)
+"""It always renders reasoning, which may be empty."""
+CLOSED_BLOCK = CHATML.replace("assistant\n'", "assistant\n<think></think>'").replace(
+    "'\n' + m.content", "'\n' + ('<think></think>' if m.role[0] == 'a' else '') + m.content"
+)
+ALWAYS_OPEN = CHATML.replace("assistant\n'", "assistant\n<think>'").replace(
+    "'\n' + m.content", "'\n' + ('<think>' if m.role[0] == 'a' else '') + m.content"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "reason"),
+    [
+        (CHATML, "odd|one", "reasoning that the chat template does not render"),
+        (CHATML, "", "an answer without text"),
+        (CHATML, " \n", "an answer without text"),
+        (CHATML, "odd</think>one", "an answer with </think> but no <think>"),
+        (CHATML, "<think>odd", "an answer with <think> but no </think>"),
+        (FILLED, "<think>odd</think>one", DOUBLED),
+        (ALWAYS_OPEN, "<think>odd</think>one", DOUBLED),
+        (ALWAYS_OPEN, "one", "an answer with <think> but no </think>"),
+        (CLOSED_BLOCK, "<think>odd</think>one", DOUBLED),
+        (
+            CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
+            "<think>odd</think>one",
+            CHANGED,
+        ),
+        (
+            CHATML.replace("m.content", "m.content.replace('<think></think>', '')"),
+            "<think></think>one",
+            "an answer whose think tags the chat template does not render",
+        ),
+        (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_rendered_otherwise_than_written_is_refused(template: str, answer: str, reason: str) -> None:
+    with pytest.raises(ConversationRefused) as refused:
+        render_conversation(tokenizer_of(template), chat("1?", answer))
+    assert str(refused.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected", "inserted"),
+    [
+        (CHATML, "<think>odd</think>one", "<think>odd</think>one", 0),
+        (CHATML, "begin it with <think>, please", "begin it with <think>, please", 0),
+        (CHATML.replace("m.content", "m.content | trim"), "  one\n", "one", 0),
+        (FORCED, "<think>\nodd</think>one", "odd</think>one", 0),
+        (ALWAYS_OPEN, "odd</think>one", "odd</think>one", 0),
+        (FILLED, "odd|one", "<think>odd</think>one", 0),
+        (FILLED, "one", "<think></think>one", 1),
+        (CLOSED_BLOCK, "one", "one", 0),
+    ],
+)
+def test_an_answer_is_supervised_as_the_target_generates_it(
+    template: str, answer: str, expected: str, inserted: int
+) -> None:
+    [rendering] = render_conversation(tokenizer_of(template), chat("1?", answer))
+    assert [part.strip() for part in generated_parts(rendering)] == [f"{expected}<|im_end|>"]
+    assert rendering.answers_inserted == inserted
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "num_texts"),
+    [
+        (CLOSED, "<|im_end|>\n", 1),
+        (CLOSED.replace("<|im_end|>", "[eot]"), "[eot]\n", 1),
+        (CHATML.replace("<|im_end|>\n'", "<|im_end|>' + eos_token"), "<|im_end|><|endoftext|>", 1),
+        (CLOSED.replace("<|im_end|>\n", ""), "<|endoftext|>", 2),
+    ],
+)
+def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn(
+    template: str, end: str, num_texts: int
+) -> None:
+    renderings = render_conversation(tokenizer_of(template), chat("1?", "one", "2?", "two"))
+    assert len(renderings) == num_texts
+    parts = sorted(part for rendering in renderings for part in generated_parts(rendering))
+    assert parts == [f"one{end}", f"two{end}"]
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "qwen3 with blocks"])
+def test_an_answer_that_is_not_to_be_trained_is_history_alone(family: str) -> None:
+    messages = chat("1?", "bad", "2?", "two", "3?", "")
+    for turn in (1, 5):
+        messages[turn] |= dict([NOT_TRAINED])
+    [rendering] = render_conversation(TOKENIZERS[family], messages)
+    assert "bad" in rendering.text
+    [part] = generated_parts(rendering)
+    assert part.strip().endswith("two<|im_end|>")
+    assert (rendering.answers, rendering.answers_untrained, rendering.answers_left_out) == (1, 2, 0)
+    with pytest.raises(ConversationRefused, match="no assistant turn that is to be trained"):
+        render_conversation(TOKENIZERS[family], messages[:2])
+
+
+def test_an_answer_that_holds_the_end_of_text_token_is_refused_unless_the_target_generated_it() -> None:
+    messages = chat("1?", "one")
+    messages[1]["content"] = "one<|endoftext|>"
+    with pytest.raises(ConversationRefused, match=r"an answer with the end-of-text token <\|endoftext\|> in its text"):
+        render_conversation(TOKENIZERS["chatml"], messages)
+    assert len(render_conversation(TOKENIZERS["chatml"], messages, is_generated=True)) == 1

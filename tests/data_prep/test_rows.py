@@ -1,0 +1,161 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from data_prep.conversations import read_conversations
+from data_prep.rows import MEDIA, NOT_TRAINED, TOOLS, ConversationRefused, parse_row
+
+QUESTION, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+PARSED = [QUESTION, ANSWER]
+SYSTEM = {"role": "system", "content": "Be brief."}
+PART = {"type": "text", "text": "hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x.png"}}
+
+
+def row(**columns: Any) -> dict[str, Any]:
+    return {"messages": PARSED, **columns}
+
+
+def chat(question: dict[str, Any] | None = None, answer: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns a row with further keys in its question or answer."""
+    return {"messages": [{**QUESTION, **(question or {})}, {**ANSWER, **(answer or {})}]}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_in_its_own_key_is_kept_under_the_name_that_templates_read(key: str) -> None:
+    messages = [{**QUESTION, key: None}, {**ANSWER, key: "it is"}, QUESTION, {**ANSWER, key: ""}]
+    assert parse_row({"messages": messages}) == [QUESTION, {**ANSWER, "reasoning_content": "it is"}, QUESTION, ANSWER]
+
+
+def test_sharegpt_names_become_roles() -> None:
+    names = ("system", "human", "gpt", "tool", "user", "chatgpt", "observation", "assistant", "developer")
+    parsed = parse_row({"conversations": [{"from": name, "value": name} for name in names]})
+    assert [message["role"] for message in parsed] == [
+        *("system", "user", "assistant", "tool", "user", "assistant", "tool", "assistant", "developer")
+    ]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        row(id=3, source="x", category="y", num_turns=2, quality_score=0.5, conversation_hash="z", _id="i", Model="m"),
+        row(custom=None, tools="[]", functions=[], images=[], system="", system_prompt=" ", extra={}),
+        row(prompt="hi", chosen=PARSED, instruction=" hi\n", response="yes"),
+        row(weight=1, train=True, loss=1.0, split="train"),
+        chat({"id": "m0", "timestamp": 12, "weight": 0}, {"weight": 1.0, "tool_calls": None, "toxic": False}),
+        chat({"name": None}, {"prefix": False, "finish_reason": "stop", "audio": None, "refusal": None}),
+        chat({"content": [PART]}, {"content": [{"type": "text", "text": "yes"}]}),
+        {"conversations": json.dumps(PARSED)},
+        {"messages": None, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        {"messages": PARSED, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        {"messages": [{**message, "from": None, "value": None} for message in PARSED]},
+        chat({"content": "hi"}, {"content": "yes"}),
+    ],
+)
+def test_what_only_describes_a_row_or_is_empty_or_a_copy_changes_nothing(odd: dict[str, Any]) -> None:
+    assert parse_row(odd) == PARSED
+
+
+@pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss", "loss_weight"])
+@pytest.mark.parametrize("value", [0, 0.0, False])
+def test_an_answer_that_is_not_to_be_trained_is_marked(flag: str, value: float) -> None:
+    assert parse_row(chat({flag: value}, {flag: value})) == [QUESTION, {**ANSWER, **dict([NOT_TRAINED])}]
+    assert parse_row(chat(None, {flag: 1})) == PARSED
+    with pytest.raises(ConversationRefused, match="a row that is not to be trained"):
+        parse_row(row(**{flag: value}))
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
+def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> None:
+    assert parse_row(row(**{column: "Be brief."})) == [SYSTEM, *PARSED]
+    for role in ("system", "developer"):
+        inside = [{**SYSTEM, "role": role}, *PARSED]
+        assert parse_row({"messages": inside, column: "Be brief.\n"}) == inside
+    with pytest.raises(ConversationRefused, match="a system prompt in a column that differs from that of the messages"):
+        parse_row({"messages": [SYSTEM, *PARSED], column: "Be long."})
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"messages": []}, "no messages"),
+        ({"messages": [{"role": "narrator", "content": "hi"}]}, "unknown role 'narrator'"),
+        ({"conversations": [{"from": "bing", "value": "hi"}]}, "unknown role 'bing'"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown role ['user']"),
+        (chat({"content": "bad \ud83d"}), "text that is not valid Unicode"),
+        (chat(None, {"thinking": "\ud83d"}), "text that is not valid Unicode"),
+        (chat({"content": None}), "content must be text, but is null"),
+        (chat({"content": {"text": "hi"}}), "content must be text, but is an object"),
+        (chat({"content": 7}), "content must be text, but is a number"),
+        (chat({"content": [PART, PART]}), "content in parts, of which only a single part of text is read"),
+        (chat({"content": ["hi"]}), "content in parts, of which only a single part of text is read"),
+        (chat({"content": [{**PART, "cache": 1}]}), "content in parts, of which only a single part of text is read"),
+        ({"messages": [QUESTION, {"from": "gpt", "value": "yes"}]}, "messages of different schemas"),
+        ({"messages": PARSED, "conversation": [QUESTION]}, "different messages in two columns"),
+        (chat(None, {"reasoning": ["it is"]}), "reasoning must be text, but is a list"),
+        (
+            chat(None, {"reasoning": "a", "thinking": "b"}),
+            "different reasoning in reasoning_content, reasoning, thinking",
+        ),
+        (
+            chat(None, {"reasoning": "a", "content": "<think>a</think>yes"}),
+            "reasoning both in its own key and in the content",
+        ),
+        (chat({"reasoning": "a"}), "reasoning of a message that is not an answer"),
+        (chat(None, {"weight": 0.5}), "weight must be 0, 1, true or false, but is 0.5"),
+        (chat(None, {"train": "false"}), "train must be 0, 1, true or false, but is text"),
+        (row(loss=0.7), "loss must be 0, 1, true or false, but is 0.7"),
+        (chat({"train": True}), "a user message that is to be trained, but only answers are"),
+        (row(system=7), "system must be text, but is a number"),
+        *((row(**{name: [{"name": "search"}]}), TOOLS) for name in ("tools", "functions", "tool_choice")),
+        (row(tools=json.dumps([{"name": "search"}])), TOOLS),
+        *((chat(None, {"content": "", name: {"name": "f"}}), TOOLS) for name in ("tool_calls", "function_call")),
+        ({"messages": [QUESTION, {"role": "tool", "content": "7", "tool_call_id": "a"}, ANSWER]}, TOOLS),
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, TOOLS),
+        *((row(**{name: ["x.png"]}), MEDIA) for name in ("image", "images", "videos", "audio_url")),
+        (chat({"images": ["x.png"]}), MEDIA),
+        (chat(None, {"audio": {"id": "x"}}), MEDIA),
+        (chat({"content": [IMAGE, PART]}), MEDIA),
+        *((chat({"content": f"{place}\nWhat is this?"}), MEDIA) for place in ("<image>", "<video>", "<|image_pad|>")),
+        (row(response="no"), "column response, which is not read (prompts.metadata=[response] passes it over)"),
+        (row(split="test"), "column split, which is not read (prompts.metadata=[split] passes it over)"),
+        (row(keep=False), "column keep, which is not read (prompts.metadata=[keep] passes it over)"),
+        (chat({"name": "ann"}), "message key name, which is not read (prompts.metadata=[name] passes it over)"),
+        *(
+            (
+                chat(None, {key: value}),
+                f"message key {key}, which is not read (prompts.metadata=[{key}] passes it over)",
+            )
+            for key, value in {
+                "refusal": "No.", "prefix": True, "finish_reason": "length", "train_detail": [{"train": False}],
+            }.items()
+        ),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_honoured_is_refused_with_the_reason(odd: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConversationRefused) as refused:
+        parse_row(odd)
+    assert str(refused.value) == reason
+
+
+def test_answers_may_hold_the_names_of_media_tags() -> None:
+    about = {"content": "<image> stands for an image, <|image_pad|> too"}
+    assert parse_row(chat({"content": "How do I close a <video> tag?"}, about))[1]["content"] == about["content"]
+
+
+def test_the_user_may_pass_over_columns_and_keys(tmp_path: Path) -> None:
+    odd = {**chat({"name": "ann"}, {"weight": 0}), "response": "no"}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(odd))
+    found = read_conversations([f"{tmp_path}/chats.jsonl"], metadata=["name", "response", "weight"])
+    assert found.messages(0) == PARSED
+
+
+def test_keys_that_parquet_adds_to_every_message_are_empty(tmp_path: Path) -> None:
+    rows = [chat(None, {"weight": 0, "tool_calls": None}), {**chat({"name": "ann"}), "system": "Be brief."}, chat()]
+    Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
+    found = read_conversations([f"{tmp_path}/chats.parquet"])
+    assert [found.messages(i) for i in range(2)] == [[QUESTION, {**ANSWER, **dict([NOT_TRAINED])}], PARSED]
+    assert len(found.refused) == 1
