@@ -1,7 +1,7 @@
 """Tokenizes rendered conversations, and makes loss masks that select the tokens that the assistant generates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_text, require_chat_template
 
-from .renderings import Rendering, render_conversation
+from .renderings import Rendering, Span, render_conversation
 from .rows import ConversationRefused, Message
 
 _QUESTION: Message = {"role": "user", "content": "What is two and two?"}
@@ -95,14 +95,18 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
     encodings = []
     for rendering, tokens in zip(renderings, _tokenize(tokenizer, texts), strict=True):
         mask = _loss_mask(rendering, tokens, special_ids)
-        borders, left_out = _crossed_borders(rendering, tokens, mask), 0
+        is_text = (mask == 1) & ~np.isin(tokens.ids, special_ids)  # [S], whether a token is generated text
+        borders, left_out = _crossed_borders(rendering.spans, tokens, is_text), 0
         if borders:
             pieces = [rendering.text[start:end] for start, end in pairwise([0, *borders, len(rendering.text)])]
             split = _Tokens.join(pieces, _tokenize(tokenizer, pieces))
             if tokenizer.decode(split.ids) == tokenizer.decode(tokens.ids):
                 tokens, mask = split, _loss_mask(rendering, split, special_ids)
             else:
-                left_out = _mask_crossed(rendering, tokens, mask)
+                crossed = [span for span in rendering.spans if _crossed_borders([span], tokens, is_text)]
+                left_out = len(crossed)
+                for start, end in crossed:
+                    mask[(tokens.starts < end) & (tokens.ends > start)] = 0
         counts = (rendering.answers - left_out, rendering.answers_left_out + left_out)
         encodings.append(
             Encoding(tokens.ids, mask, rendering.turn, *counts, rendering.answers_untrained, rendering.answers_inserted)
@@ -150,29 +154,19 @@ def _loss_mask(rendering: Rendering, tokens: _Tokens, special_ids: Sequence[int]
     return mask
 
 
-def _crossed_borders(rendering: Rendering, tokens: _Tokens, mask: NDArray[np.uint8]) -> list[int]:
+def _crossed_borders(spans: Sequence[Span], tokens: _Tokens, is_text: NDArray[np.bool_]) -> list[int]:
     """Returns the borders of spans that are inside a token, ascending.
 
     A server's prompt ends with such a border, and so does an answer, so no server sees such a token there. The end of a
-    span does not count if it is inside a token that is not supervised.
+    span counts only if it is inside a token of generated text: a special token may include white space after it.
     """
     borders = set()
-    for start, end in rendering.spans:
-        is_across = (tokens.starts < start) & (start < tokens.ends)
-        borders |= {start} if is_across.any() else set()
-        is_across = (tokens.starts < end) & (end < tokens.ends) & (mask == 1)
-        borders |= {end} if is_across.any() else set()
+    for start, end in spans:
+        if ((tokens.starts < start) & (start < tokens.ends)).any():
+            borders.add(start)
+        if ((tokens.starts < end) & (end < tokens.ends) & is_text).any():
+            borders.add(end)
     return sorted(borders)
-
-
-def _mask_crossed(rendering: Rendering, tokens: _Tokens, mask: NDArray[np.uint8]) -> int:
-    """Leaves answers with a token across a border out of the mask, and returns their number."""
-    left_out = 0
-    for span in rendering.spans:
-        if _crossed_borders(replace(rendering, spans=[span]), tokens, mask):
-            mask[(tokens.starts < span[1]) & (tokens.ends > span[0])] = 0
-            left_out += 1
-    return left_out
 
 
 def _num_generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data_prep.assistant_masks import Encoding, check_chat_template, encode_renderings
@@ -183,6 +183,18 @@ def test_a_token_across_the_border_of_an_answer_is_split_as_a_server_splits_it(
     prompt = str(tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False))
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert encoding.input_ids[: np.flatnonzero(encoding.loss_mask)[0]].tolist() == prompt_ids
+    assert (encoding.answers, encoding.answers_left_out) == (2, 0)
+
+
+def test_an_end_of_turn_token_that_includes_the_white_space_after_it_stays_whole() -> None:
+    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "<|stop|>{% endgeneration %}{{ '\n' }}")
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|stop|>", rstrip=True, special=True)]})
+    encoding = encode(tokenizer, CHAT)
+    assert [part.strip() for part in generated_parts(tokenizer, encoding)] == [
+        "It is\n4 😀<|stop|>",
+        "So it is. <|stop|>",
+    ]
     assert (encoding.answers, encoding.answers_left_out) == (2, 0)
 
 
