@@ -156,6 +156,7 @@ def test_an_answer_that_vllm_would_not_give_is_refused_in_one_line(fake: FakeSer
         ),
         ({}, bytes(2_000), "answers more than 1,000 bytes"),
     ],
+    ids=["compressed", "too long"],
 )
 def test_an_answer_without_a_bound_is_refused(
     fake: FakeServer, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], answer: bytes, message: str
