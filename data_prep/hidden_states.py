@@ -78,8 +78,6 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     if ranks.is_first:
         check_stage_dir(config.stage_dir("hidden_states"))
     extraction = prepare_extraction(config)
-    if ranks.is_first:
-        warn_of_limits(config.export.engine, config.head, extraction.target_config)
     if config.hidden_states.backend is Backend.transformers:
         check_placement(extraction.target_dir, getattr(torch, config.hidden_states.dtype.value), ranks.device)
     if config.target.verify and ranks.is_first:
@@ -92,6 +90,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         return
     missing = missing_shards(extraction.store_dir, extraction.own, ranks)
     if ranks.is_first:
+        warn_of_limits(config.export.engine, config.head, extraction.target_config)
         announce(extraction, missing, ranks)
         announce_precision("hidden_states.dtype", config.hidden_states.dtype)
         if config.hidden_states.part == 0:

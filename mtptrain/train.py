@@ -138,8 +138,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
     # 4. Choose the validation prompts and pack the documents into steps.
-    num_prompts = config.train.validation_prompts
-    validation = Validation(config, num_prompts, target_dir, ranks) if num_prompts else None
+    validation = Validation(config, n, target_dir, ranks) if (n := config.train.validation_prompts) else None
     schedule = BatchSchedule(
         store,
         config.head.ttt_steps,

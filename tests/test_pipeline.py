@@ -121,25 +121,25 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = (
         f"acceptance.prompts_file={tmp_path}/prompts.jsonl",
-        f"acceptance.output_dir={tmp_path}",
+        f"acceptance.output_dir={tmp_path}/measured",
         "acceptance.tree_nodes=12",
     )
     result = run_program("eval.acceptance", *finished[1], baselines, f"acceptance.draft_model={target_dir}", *settings)
     assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "measured/report.json").read_text())
     assert list(report["baselines"]) == ["none", "prompt_lookup", "model", "tree", "hybrid"]
     assert report["baselines"]["model"]["acceptance_length"] == 4.0, "the target accepts its own 3 drafts"
     assert report["baselines"]["none"]["tokens_per_step"] == 1.0 and report["baselines"]["none"]["drafted"] == 0
     assert report["baselines"]["tree"]["acceptance_length"] >= report["acceptance_length"]
     assert report["baselines"]["tree"]["drafted"] == 12 * report["baselines"]["tree"]["rounds"]
     answers = [
-        [json.loads(line)["tokens"] for line in (tmp_path / name).read_text().splitlines()]
+        [json.loads(line)["tokens"] for line in (tmp_path / "measured" / name).read_text().splitlines()]
         for name in ("generations.jsonl", *(f"generations_{name}.jsonl" for name in report["baselines"]))
     ]
     assert all(each == answers[0] for each in answers) and len(answers) == 6
     assert report["by_category"]["a"]["prompts"] == report["by_category"]["b"]["prompts"] == 3
     assert all(figures["seconds"]["verify"] > 0 for figures in report["speed"].values())
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "measured/report.html").read_text()
     assert page.count("<svg") == 6 and "</span>prompt lookup</td>" in page
 
 
@@ -248,12 +248,15 @@ def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: R
     assert served["prompts_sha256"] == learned["prompts_sha256"] and served["head_sha256"] != learned["head_sha256"]
 
 
-def test_exporting_again_replaces_the_directory_whole(finished: Run) -> None:
+def test_exporting_again_replaces_the_directory_whole_unless_somebody_added_a_file(finished: Run) -> None:
     stray = finished[0] / "export/vllm/stray"
-    stray.write_text("left behind")
+    stray.write_text("mine")
+    refused = run_program("mtptrain.export", *finished[1], "export.dtype=float32")
+    assert refused.returncode == 1 and "but stray is none of them" in refused.stderr
+    stray.unlink()
     result = run_program("mtptrain.export", *finished[1], "export.dtype=float32")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert not stray.exists() and sorted(path.name for path in (finished[0] / "export").iterdir()) == ["vllm"]
+    assert sorted(path.name for path in (finished[0] / "export").iterdir()) == ["vllm"]
     assert load_file(finished[0] / "export/vllm/model.safetensors")["fc.weight"].dtype is torch.float32
 
 
@@ -334,5 +337,5 @@ def test_an_export_does_not_replace_a_directory_that_is_not_one(finished: Run, t
     (tmp_path / "papers/thesis.txt").write_text("mine")
     result = run_program("mtptrain.export", *finished[1], f"export.output_dir={tmp_path}/papers")
     assert result.returncode != 0
-    assert "export.output_dir: must be new, empty or an earlier export, and so must" in result.stderr
+    assert "papers must be new, empty or written by mtptrain" in result.stderr
     assert (tmp_path / "papers/thesis.txt").read_text() == "mine"

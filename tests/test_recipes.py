@@ -59,6 +59,7 @@ OUT_OF_RANGE = {
     "bench.decode_prompts": {"0": "at least 1, but is 0"},
     "bench.longest_tokens": {"512": "at least 1024, but is 512"},
     "prompts.paths": {"['']": "a list of paths or names, none of them empty, but is"},
+    "prompts.metadata": {"['']": "a list of paths or names, none of them empty, but is"},
     "prompts.max_document_tokens": {"3": "at least 4, but is 3"},
     "prompts.max_train_tokens": {"-1": "at least 0, but is -1"},
     "prompts.validation_fraction": {"0": "above 0 and below 1, but is 0.0", "1": "above 0 and below 1, but is 1.0"},

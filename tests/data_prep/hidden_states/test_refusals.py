@@ -117,7 +117,7 @@ def test_no_documents_are_refused(prepared: ConfigFor) -> None:
 def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "check_placement", interrupt)  # follows the checks of the inputs
+    monkeypatch.setattr(hidden_states, "announce", interrupt)  # comes before anything is computed
     with (
         pytest.warns(UserWarning, match=r"not exported: head\.zero_first_embedding: must be true for a mimo target"),
         pytest.raises(KeyboardInterrupt),
