@@ -12,7 +12,7 @@ asks for it that way.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,12 +77,13 @@ def render_conversation(
         is_generated: whether the target generated the answers, which need no check then.
 
     Raises:
-        ConversationRefused: there is no assistant turn to train, one is empty or rendered otherwise than written, the
-            template rejects the messages or fails, or no assistant turn can be located in the text.
+        ConversationRefused: there is no assistant turn to train, one is empty, holds a special token or is rendered
+            otherwise than written, the template drops a prompt, rejects the messages or fails, or no assistant turn can
+            be located in the text.
         ValueError: the tokenizer has no chat template.
         EndlessTemplate: the template takes too long.
     """
-    trained = _trained_answers(messages, None if is_generated else tokenizer.eos_token)
+    trained = _trained_answers(messages, set() if is_generated else _special_tokens(tokenizer))
     num_untrained = sum(NOT_TRAINED in message.items() for message in messages)
     messages = [dict(item for item in message.items() if item != NOT_TRAINED) for message in messages]
     template = require_chat_template(tokenizer)
@@ -92,6 +93,7 @@ def render_conversation(
             whole, turns = _render_all(tokenizer, messages)  # the date changed between two renderings
     except TemplateError as error:
         raise ConversationRefused(f"the chat template fails: {str(error) or 'it gives no reason'}") from error
+    _refuse_dropped_prompts(whole, messages)
     located = [turn for turn in turns if turn is not None and turn.number in trained]
     for turn in located:
         if not is_generated:
@@ -109,12 +111,24 @@ def render_conversation(
     return [first, *renderings[1:]]
 
 
-def _trained_answers(messages: Sequence[Message], eos: Any) -> dict[int, Message]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+
+
+def _refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
+    """Raises ConversationRefused if the template leaves out a text that is not an answer. White space may differ."""
+    squeezed = _squeeze(whole)
+    for message in messages:
+        if message["role"] != "assistant" and _squeeze(message["content"]) not in squeezed:
+            raise ConversationRefused(f"a {message['role']} message that the chat template does not render")
+
+
+def _trained_answers(messages: Sequence[Message], special_tokens: Collection[str]) -> dict[int, Message]:
     """Returns the assistant turns that are to be trained, by number from 1, if there are any and all have text.
 
     Args:
         messages: the conversation.
-        eos: the end-of-text token, which no answer may hold; None without this check.
+        special_tokens: which no answer may hold, because the target does not generate them within one.
     """
     answers = {number: message for number, message in enumerate(messages, 1) if message["role"] == "assistant"}
     trained = {number: message for number, message in answers.items() if NOT_TRAINED not in message.items()}
@@ -122,8 +136,9 @@ def _trained_answers(messages: Sequence[Message], eos: Any) -> dict[int, Message
         raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
     if not all(message["content"].strip() or "reasoning_content" in message for message in trained.values()):
         raise ConversationRefused("an answer without text")
-    if isinstance(eos, str) and any(eos in message["content"] for message in trained.values()):
-        raise ConversationRefused(f"an answer with the end-of-text token {eos} in its text")
+    for token in sorted(special_tokens):
+        if any(token in message["content"] for message in trained.values()):
+            raise ConversationRefused(f"an answer with the special token {token} in its text")
     return trained
 
 

@@ -58,7 +58,8 @@ METADATA = {
 METADATA_PATTERN = re.compile(r"num_\w+|\w+_(id|ids|idx|hash|score|scores|count|name|url|at|length|quality)|__\w+__")
 MEDIA_IN_TEXT = re.compile(
     r"<image>|^\s*<(video|audio)>|<(video|audio)>\s*$|\[IMG\]|<start_of_image>|<img_context>"
-    r"|<\|?(image|video|audio|vision)(_\w+)?\|>|<(image|video|audio)_\w+>",
+    r"|<\|?(image|video|audio|vision)(_\w+)?\|>|<(image|video|audio)_\w+>|<img>[^<]*</img>|<ImageHere>|<image \d+>"
+    r"|^\s*<speech>|data:(image|video|audio)/",
     re.IGNORECASE,
 )
 """Places of images, audio and video in the text of a prompt."""
@@ -97,6 +98,8 @@ def parse_row(
         raise ConversationRefused("different messages in two columns")
     messages = parsed[0]
     system = [text_of(name, columns.pop(name)) for name in SYSTEM_COLUMNS if name in columns]
+    if any(MEDIA_IN_TEXT.search(text) for text in system):
+        raise ConversationRefused(MEDIA)
     contents = {message["content"].strip() for message in messages}
     for name, value in columns.items():
         is_copy = value in lists or (isinstance(value, str) and value.strip() in contents)

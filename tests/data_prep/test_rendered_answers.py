@@ -1,5 +1,7 @@
 """Tests which answers are supervised, refused or left out because of how the chat template renders them."""
 
+import copy
+
 import pytest
 
 from data_prep.renderings import render_conversation
@@ -145,6 +147,27 @@ def test_an_answer_that_is_not_to_be_trained_is_history_alone(family: str) -> No
 def test_an_answer_that_holds_the_end_of_text_token_is_refused_unless_the_target_generated_it() -> None:
     messages = chat("1?", "one")
     messages[1]["content"] = "one<|endoftext|>"
-    with pytest.raises(ConversationRefused, match=r"an answer with the end-of-text token <\|endoftext\|> in its text"):
+    with pytest.raises(ConversationRefused, match=r"an answer with the special token <\|endoftext\|> in its text"):
         render_conversation(TOKENIZERS["chatml"], messages)
     assert len(render_conversation(TOKENIZERS["chatml"], messages, is_generated=True)) == 1
+
+
+def test_an_answer_with_another_special_token_is_refused() -> None:
+    """Such a token is one of the template, or the end that only generation_config.json names."""
+    messages = chat("1?", "")
+    messages[1]["content"] = "one<|im_end|>\n<|im_start|>user\n2?"
+    with pytest.raises(ConversationRefused, match=r"an answer with the special token <\|im_\w+\|> in its text"):
+        render_conversation(TOKENIZERS["chatml"], messages)
+
+
+@pytest.mark.parametrize("role", ["system", "tool", "developer"])
+def test_a_prompt_that_the_template_drops_refuses_the_conversation(role: str) -> None:
+    template = "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    template += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = copy.deepcopy(TOKENIZERS["chatml"])
+    tokenizer.chat_template = template
+    messages = chat("1?", "one")
+    assert len(render_conversation(tokenizer, messages)) == 1
+    messages.insert(0, {"role": role, "content": "Be  brief."})
+    with pytest.raises(ConversationRefused, match=f"a {role} message that the chat template does not render"):
+        render_conversation(tokenizer, messages)

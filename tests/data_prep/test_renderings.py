@@ -290,7 +290,7 @@ def test_a_conversation_of_nothing_but_an_answer_without_a_prompt_is_refused() -
 def test_an_answer_that_quotes_the_prompt_is_left_out_where_its_beginning_cannot_be_told() -> None:
     messages = chat("1?", "odd|one", "2?", "two")
     messages[3]["content"] = "<|im_start|>assistant\ntwo"
-    [rendering] = render_conversation(TOKENIZERS["last answer"], messages)
+    [rendering] = render_conversation(TOKENIZERS["last answer"], messages, is_generated=True)
     assert generated_parts(rendering) == ["<think>odd</think>one<|im_end|>\n"]
     assert (rendering.answers, rendering.answers_left_out) == (1, 1)
 

@@ -120,6 +120,8 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
         (chat(None, {"audio": {"id": "x"}}), MEDIA),
         (chat({"content": [IMAGE, PART]}), MEDIA),
         *((chat({"content": f"{place}\nWhat is this?"}), MEDIA) for place in ("<image>", "<video>", "<|image_pad|>")),
+        *((chat({"content": f"See {place}"}), MEDIA) for place in ("<img>a.jpg</img>", "<image 1>", "data:image/png")),
+        (row(system="<image>\nDescribe it."), MEDIA),
         (row(response="no"), "column response, which is not read (prompts.metadata=[response] passes it over)"),
         (row(split="test"), "column split, which is not read (prompts.metadata=[split] passes it over)"),
         (row(keep=False), "column keep, which is not read (prompts.metadata=[keep] passes it over)"),

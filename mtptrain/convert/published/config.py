@@ -177,7 +177,8 @@ LAYER = {
 """Keys of heads with decoder layers."""
 NATIVE = {
     **LAYER,
-    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), anything),
+    "num_hidden_layers": of_target("num_hidden_layers"),
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), only(1)),
     "model_type": only(
         *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mimo"),
         because="a family whose MTP layer feeds back the state after its norm",

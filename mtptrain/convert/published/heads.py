@@ -39,6 +39,7 @@ from mtptrain.convert.published.settings import (
     mask_token_id,
 )
 from mtptrain.convert.sglang import SglangEagle, SglangMtp
+from mtptrain.convert.target_files import INDEX
 from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
@@ -202,12 +203,17 @@ def resolve_init(path: str) -> Path:
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """Returns the safetensors files of a directory.
+    """Returns the safetensors files of a directory: those that its index names, or all of them without an index.
 
     Raises:
-        ValueError: the directory has none.
+        ValueError: the directory has none, or not all that the index names.
     """
-    files = sorted(directory.glob("*.safetensors"))
+    files, index = sorted(directory.glob("*.safetensors")), directory / INDEX
+    if index.is_file():
+        named = sorted(set(read_json(index, "copy or download it again", ["weight_map"])["weight_map"].values()))
+        if absent := [name for name in named if directory / name not in files]:
+            raise ValueError(f"{index}: must name files beside it, but {absent[0]} is missing; download the head again")
+        return [directory / name for name in named]
     if not files:
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in directory.glob(pattern))
         pickled = "(it is a pickle, which can execute code, and is therefore not read)"
@@ -227,9 +233,14 @@ def tensor_names(files: list[Path]) -> set[str]:
 def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
     """Returns the tensors whose names start with a prefix."""
     tensors: Tensors = {}
+    read: set[str] = set()
     for path in files:
+        names = tensor_names([path])
+        if twice := sorted(names & read):
+            raise ValueError(f"{path}: {twice[0]} must be in one file only, but another has it too; remove one of them")
+        read |= names
         with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in tensor_names([path]) if name.startswith(prefix)}
+            tensors |= {name: file.get_tensor(name) for name in names if name.startswith(prefix)}
     return tensors
 
 

@@ -105,7 +105,7 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     else:
         as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
         serving = directory / SERVING
-        engine = read_json(serving)["engine"] if serving.is_file() else None
+        engine = read_json(serving).get("engine") if serving.is_file() else None
         choices = [as_engine[engine]] if engine in as_engine else list(as_engine.values())
     return _capturable(directory, "eagle_aux_hidden_state_layer_ids", choices, target_config)
 

@@ -1,5 +1,6 @@
 """Tests that the MTP layer of a checkpoint is read without the rest, and refused if head `mtp` differs from it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,19 @@ def test_an_mtp_layer_that_reads_the_hidden_state_first_is_refused(tmp_path: Pat
         match=r"mtp_hidden_states_first must be false, because eh_proj of head mtp reads the embedding first",
     ):
         load_init(str(tmp_path / "target"), MTP, tiny_target)
+
+
+def test_a_tensor_in_two_files_is_refused_unless_the_index_names_one(tmp_path: Path, tiny_target: Path) -> None:
+    directory, index = tmp_path / "target", tmp_path / "target/model.safetensors.index.json"
+    state = native_checkpoint(directory, tiny_target)
+    name = "model.layers.2.eh_proj.weight"
+    save_file({name: torch.zeros(64, 128)}, directory / "zz.safetensors")
+    with pytest.raises(
+        ValueError, match=r"zz\.safetensors: model\.layers\.2\.eh_proj\.weight must be in one file only"
+    ):
+        load_init(str(directory), MTP, tiny_target)
+    index.write_text(json.dumps({"weight_map": {name: "model.safetensors"}}))
+    assert_equal(load_init(str(directory), MTP, tiny_target), state)
+    index.write_text(json.dumps({"weight_map": {name: "absent.safetensors"}}))
+    with pytest.raises(ValueError, match=r"must name files beside it, but absent\.safetensors is missing"):
+        load_init(str(directory), MTP, tiny_target)

@@ -331,3 +331,10 @@ def test_a_setting_of_our_own_head_that_this_version_does_not_have_is_refused(
         ValueError, match=r"head\.json: must hold only settings of head .*, but has sliding_window=64; "
     ):
         load_init(str(tmp_path / "best"), config, tiny_target)
+
+
+@pytest.mark.parametrize(("name", "count"), [("num_hidden_layers", 99), ("num_nextn_predict_layers", 2)])
+def test_a_checkpoint_with_another_number_of_layers_is_refused(
+    heads: dict[str, tuple[Path, Path, HeadConfig]], name: str, count: int
+) -> None:
+    Published(*heads["native"]).refuses({name: count}, rf"config\.json: {name} must be ")
