@@ -103,9 +103,7 @@ def test_a_tensor_in_two_files_is_refused_unless_the_index_names_one(tmp_path: P
     state = native_checkpoint(directory, tiny_target)
     name = "model.layers.2.eh_proj.weight"
     save_file({name: torch.zeros(64, 128)}, directory / "zz.safetensors")
-    with pytest.raises(
-        ValueError, match=r"zz\.safetensors: model\.layers\.2\.\w+\.weight must be in one file only"
-    ):
+    with pytest.raises(ValueError, match=r"zz\.safetensors: model\.layers\.2\.\w+\.weight must be in one file only"):
         load_init(str(directory), MTP, tiny_target)
     index.write_text(json.dumps({"weight_map": {name: "model.safetensors"}}))
     assert_equal(load_init(str(directory), MTP, tiny_target), state)
