@@ -48,7 +48,7 @@ class VllmServer:
         headers = {"Accept-Encoding": "identity"}
         self._client = httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, follow_redirects=True)
         self.version = self._read("/version", _version)
-        warn_of_untested_vllm(self.version, f"serving.url={self.url}")
+        warn_of_untested_vllm(self.version, f"serving.url={self.shown_url}")
         self.model, self.root, self.max_model_len = self._read("/v1/models", _model)
 
     def generate(

@@ -173,6 +173,12 @@ def test_a_password_in_the_address_is_not_shown(fake: FakeServer) -> None:
         VllmServer(f"http://me:sesame@127.0.0.1:{fake.server_port}")
 
 
+def test_a_password_is_not_shown_in_the_warning_of_another_version(fake: FakeServer) -> None:
+    fake.answers["/version"] = b'{"version": "0.99.0"}'
+    with pytest.warns(UserWarning, match=r"^serving\.url=http://\*\*\*@127\.0\.0\.1:\d+: vLLM should be"):
+        VllmServer(f"http://me:sesame@127.0.0.1:{fake.server_port}")
+
+
 def test_redirects_without_end_are_refused(fake: FakeServer) -> None:
     fake.headers = {"Location": "/version"}
     with pytest.raises(ValueError, match=r"^serving\.url: must be a vLLM server, but \S+/version does not answer prop"):
