@@ -9,7 +9,7 @@ from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import render_text, require_chat_template
+from mtptrain.data.chat_template import render_text, require_chat_template, special_tokens
 
 from .renderings import Rendering, Span, render_conversation
 from .rows import ConversationRefused, Message
@@ -91,7 +91,7 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
     if not renderings:
         return []
     texts = [rendering.text for rendering in renderings]
-    special_ids = [token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special]
+    special_ids = list(special_tokens(tokenizer))
     encodings = []
     for rendering, tokens in zip(renderings, _tokenize(tokenizer, texts), strict=True):
         mask = _loss_mask(rendering, tokens, special_ids)

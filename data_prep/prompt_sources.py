@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PromptsConfig, PromptSource
-from mtptrain.data.chat_template import EndlessTemplate
+from mtptrain.data.chat_template import EndlessTemplate, special_tokens
 from mtptrain.data.identity import TargetIdentity
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
@@ -101,7 +101,7 @@ class ResponsesSource(ConversationSource):
     is_generated = True
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
-        special_ids = [token_id for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special]
+        special_ids = list(special_tokens(self._tokenizer))
         documents = super().encode(indices)
         for index, encodings in zip(indices, documents, strict=True):
             row = self._row(index)

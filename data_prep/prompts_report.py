@@ -11,6 +11,7 @@ from rich.table import Table
 
 from mtptrain.config import PromptSource
 from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.training.batches import draft_spans
 
 _NAMES_SHOWN = 3
 _BAR_WIDTH = 30
@@ -122,7 +123,7 @@ def has_drafts(mask: NDArray[np.uint8]) -> bool:
     Args:
         mask: the loss mask [S] of a document.
     """
-    return bool((mask[1:-1] & mask[2:]).any())
+    return len(draft_spans(mask)[0]) > 0
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[int, int]:

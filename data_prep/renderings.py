@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template
+from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template, special_tokens
 
 from .rows import NOT_TRAINED, ConversationRefused, Message
 
@@ -83,7 +83,7 @@ def render_conversation(
         ValueError: the tokenizer has no chat template.
         EndlessTemplate: the template takes too long.
     """
-    trained = _trained_answers(messages, set() if is_generated else _special_tokens(tokenizer))
+    trained = _trained_answers(messages, () if is_generated else special_tokens(tokenizer).values())
     num_untrained = sum(NOT_TRAINED in message.items() for message in messages)
     messages = [dict(item for item in message.items() if item != NOT_TRAINED) for message in messages]
     template = require_chat_template(tokenizer)
@@ -111,10 +111,6 @@ def render_conversation(
     return [first, *renderings[1:]]
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-
-
 def _refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
     """Raises ConversationRefused if the template leaves out a text that is not an answer. White space may differ."""
     squeezed = _squeeze(whole)
@@ -123,12 +119,12 @@ def _refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
             raise ConversationRefused(f"a {message['role']} message that the chat template does not render")
 
 
-def _trained_answers(messages: Sequence[Message], special_tokens: Collection[str]) -> dict[int, Message]:
+def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) -> dict[int, Message]:
     """Returns the assistant turns that are to be trained, by number from 1, if there are any and all have text.
 
     Args:
         messages: the conversation.
-        special_tokens: which no answer may hold, because the target does not generate them within one.
+        forbidden: special tokens, which no answer may hold, because the target does not generate them within one.
     """
     answers = {number: message for number, message in enumerate(messages, 1) if message["role"] == "assistant"}
     trained = {number: message for number, message in answers.items() if NOT_TRAINED not in message.items()}
@@ -136,7 +132,7 @@ def _trained_answers(messages: Sequence[Message], special_tokens: Collection[str
         raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
     if not all(message["content"].strip() or "reasoning_content" in message for message in trained.values()):
         raise ConversationRefused("an answer without text")
-    for token in sorted(special_tokens):
+    for token in sorted(set(forbidden)):
         if any(token in message["content"] for message in trained.values()):
             raise ConversationRefused(f"an answer with the special token {token} in its text")
     return trained

@@ -41,7 +41,7 @@ from mtptrain.decoding.drafters import (
 from mtptrain.decoding.prompts import Prompts, check_head_context, read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
@@ -66,9 +66,7 @@ def main(cfg: DictConfig) -> None:
             "acceptance.rebuild_cache: must be true for the report of a run, because engines rebuild the cache, but is "
             "false; set acceptance.output_dir to write another report"
         )
-    output_dir = Path(settings.output_dir or config.stage_dir("acceptance"))
-    if ranks.is_first:
-        check_stage_dir(output_dir, "run_dir" if settings.output_dir is None else "acceptance.output_dir")
+    output_dir = output_dir_of(settings.output_dir, "acceptance.output_dir", config.stage_dir("acceptance"))
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)

@@ -29,7 +29,7 @@ from mtptrain.config import PipelineConfig, load_config
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.prompts import read_prompts
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
@@ -53,8 +53,8 @@ def main(cfg: DictConfig) -> None:
     if config.serving_bench.break_even:
         measure_break_even(config)
         return
-    output_dir = Path(config.serving_bench.output_dir or config.stage_dir("serving_bench"))
-    check_stage_dir(output_dir, "run_dir" if config.serving_bench.output_dir is None else "serving_bench.output_dir")
+    given, default = config.serving_bench.output_dir, config.stage_dir("serving_bench")
+    output_dir = output_dir_of(given, "serving_bench.output_dir", default)
     bench = prepare(config, output_dir)
     write_provenance(output_dir, config)
     with LoadGenerator(bench.python, output_dir / "load.log") as generator:

@@ -30,7 +30,7 @@ from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import Prompts, read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, VllmProcess, find_python
@@ -59,8 +59,8 @@ def main(cfg: DictConfig) -> None:
             "acceptance.temperature: must be 0 for this check, because at a higher temperature drafts are accepted at "
             f"random, but is {settings.temperature:g}; leave it out"
         )
-    output_dir = Path(config.serving.output_dir or config.stage_dir("serving_check"))
-    check_stage_dir(output_dir, "run_dir" if config.serving.output_dir is None else "serving.output_dir")
+    given, default = config.serving.output_dir, config.stage_dir("serving_check")
+    output_dir = output_dir_of(given, "serving.output_dir", default)
     target_dir = resolve_target(config.target.path, config.target.revision)
     # The check uses only the first turn of a conversation.
     prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids

@@ -49,6 +49,17 @@ def check_stage_dir(directory: Path, setting: str = "run_dir") -> None:
         )
 
 
+def output_dir_of(given: str | None, setting: str, default: Path) -> Path:
+    """Returns the folder of a program's output: that of its own setting, or else the default in `run_dir`.
+
+    Raises:
+        ValueError: `check_stage_dir` refuses the folder.
+    """
+    directory = default if given is None else Path(given)
+    check_stage_dir(directory, "run_dir" if given is None else setting)
+    return directory
+
+
 def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
     """Write `provenance.json` (argv, git revision, versions) and `config.yaml` (resolved) into a stage's folder.
 

@@ -34,7 +34,7 @@ class Transport:
         """
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
         self._secrets = secrets_of(self._url, api_key)
-        self.url = self._hide(hide_passwords(self._url))
+        self.url = self._shown_url(self._url)
         """The address as messages show it, without a password."""
         self._redirects: set[str] = set()
         # A compressed body can be a thousand times as long as what arrives, so ask for one that is not compressed.
@@ -56,7 +56,7 @@ class Transport:
         """
         url = (self._url.removesuffix("/v1") if is_beside else self._url) + path
         try:
-            return parse_json(asyncio.run(self._fetch_body(url, request)), self._hide(hide_passwords(url)))
+            return parse_json(asyncio.run(self._fetch_body(url, request)), self._shown_url(url))
         except ExceptionGroup as group:  # a port out of range, in `url` or in the target of a redirect
             raise httpx.ConnectError(str(group.exceptions[0])) from group
 
@@ -100,10 +100,13 @@ class Transport:
 
     def _announce_redirect(self, url: str, response: httpx.Response) -> None:
         """Print once where a redirect leads, because the prompts go there."""
-        shown = self._hide(hide_passwords(str(response.url)))
+        shown = self._shown_url(str(response.url))
         if response.history and shown not in self._redirects:
             self._redirects.add(shown)
-            tqdm.write(f"responses.url: {self._hide(hide_passwords(url))} is redirected to {shown}")
+            tqdm.write(f"responses.url: {self._shown_url(url)} is redirected to {shown}")
+
+    def _shown_url(self, url: str) -> str:
+        return self._hide(hide_passwords(url))
 
     def _hide(self, text: str) -> str:
         return hide_secrets(text, self._secrets)

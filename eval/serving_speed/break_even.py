@@ -30,7 +30,7 @@ from mtptrain.decoding.round_costs import Spent, decode, drafters_of, fastest_in
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_trainable_head, save_head
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import (
     OWN_LOOP,
@@ -63,8 +63,8 @@ def measure_break_even(config: PipelineConfig) -> None:
     """Measure, print and write the costs of rounds in our loop, then in the engine."""
     # 1. Check everything before any long work.
     config = with_fixed_settings(config)
-    output_dir = Path(config.serving_bench.output_dir or break_even_dir(config))
-    check_stage_dir(output_dir, "run_dir" if config.serving_bench.output_dir is None else "serving_bench.output_dir")
+    given = config.serving_bench.output_dir
+    output_dir = output_dir_of(given, "serving_bench.output_dir", break_even_dir(config))
     target_dir = resolve_target(config.target.path, config.target.revision)
     head = random_head(config, target_dir)
     prompts = random_prompts(config, target_dir, head)

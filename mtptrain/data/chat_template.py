@@ -28,6 +28,11 @@ class EndlessTemplate(RuntimeError):
     """Raised when a chat template has not rendered a conversation within `LIMIT_S`."""
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Returns the special tokens of a tokenizer by id, those of the template and the ends of a text among them."""
+    return {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the chat template of a tokenizer.
 

@@ -18,6 +18,8 @@ from mtptrain.utils.files import read_json, remove_files, save_tensors, tensor_s
 
 TARGET_WEIGHTS = "target_weights_sha256"
 RESTORE = "copy it again, or train again"
+STEP_NAME = r"step_(\d{8}|[1-9]\d{8,})"
+"""Names of the folders of kept heads and of checkpoints."""
 """The advice of errors about a damaged head."""
 CHOICE = "choice.json"
 """File in `run_dir/train` with the measurements of `eval.choose_head`."""
@@ -61,7 +63,7 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
     return {
         int(directory.name.removeprefix("step_")): directory
         for directory in directories
-        if re.fullmatch(r"step_(\d{8}|[1-9]\d{8,})", directory.name)
+        if re.fullmatch(STEP_NAME, directory.name)
     }
 
 

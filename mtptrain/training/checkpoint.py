@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mtptrain.heads.files import with_defaults
+from mtptrain.heads.files import STEP_NAME, with_defaults
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.files import file_sha256, read_json, remove_files, save_tensors, sync, write_json
@@ -49,7 +49,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 def _folders(directory: Path, prefix: str = "") -> list[Path]:
     """Returns the folders that a run names as it names checkpoints, which others may also have put files into."""
     found = directory.glob(f"{prefix}step_*/")
-    return sorted(folder for folder in found if re.fullmatch(rf"{prefix}step_(\d{{8}}|[1-9]\d{{8,}})", folder.name))
+    return sorted(folder for folder in found if re.fullmatch(prefix + STEP_NAME, folder.name))
 
 
 def _remove(folder: Path) -> None:
