@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -15,7 +16,7 @@ from deepspeed.utils import (
 )
 
 from mtptrain.heads.base import Head
-from mtptrain.utils.distributed import Ranks, prepare_single_process
+from mtptrain.utils.distributed import Ranks, close_at_exit, prepare_single_process
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -132,6 +133,7 @@ def build_engine(
         zero = {"reduce_bucket_size": max(sum(sizes) // 8, *sizes), **zero, "compute_grad_norm": False}
     # DeepSpeed would silently skip steps with an overflow. `Trainer.check_finite` stops the run instead.
     bf16 = {"bf16": {**config["bf16"], "check_grad_overflow": False}} if "bf16" in config else {}
+    is_first_engine = not dist.is_initialized()
     engine, *_ = deepspeed.initialize(
         model=head,
         optimizer=optimizer,
@@ -149,6 +151,8 @@ def build_engine(
             "zero_allow_untested_optimizer": True,
         },
     )
+    if is_first_engine:  # DeepSpeed made a group of this process alone
+        close_at_exit()
     return engine
 
 

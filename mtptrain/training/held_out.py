@@ -83,5 +83,6 @@ def read_by_target(head: Head, target: Target, prompt: list[int], answer: list[i
     assert streams is not None
     loss_mask = torch.zeros(ids.shape[1], dtype=torch.uint8)
     loss_mask[len(prompt) :] = 1
-    captured = streams[0, :, :-1].contiguous() if head.capture_layers else None
-    return StoredDocument(0, ids[0].int().cpu(), loss_mask, streams[0, :, -1].contiguous(), captured)
+    streams = streams[0].cpu()
+    captured = streams[:, :-1].contiguous() if head.capture_layers else None
+    return StoredDocument(0, ids[0].int().cpu(), loss_mask, streams[:, -1].contiguous(), captured)

@@ -118,9 +118,9 @@ def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
             dist.init_process_group("nccl", timeout=timeout)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-            _close_at_exit(None)
+            close_at_exit()
         _waiting_group = dist.new_group(backend="gloo", timeout=timeout)
-        _close_at_exit(_waiting_group)
+        close_at_exit(_waiting_group)
     return ranks
 
 
@@ -186,11 +186,11 @@ def _set_default_timeout(timeout: timedelta) -> None:
         setattr(distributed_c10d, name, timeout)
 
 
-def _close_at_exit(group: dist.ProcessGroup | None) -> None:
-    """Destroy a gloo group, or the default group if None, before the interpreter ends.
+def close_at_exit(group: dist.ProcessGroup | None = None) -> None:
+    """Destroy a group, or the default group if None, before the interpreter ends.
 
-    Otherwise its threads may abort the process at exit: right after a collective, 3 of 8 runs with two ranks ended in
-    SIGABRT.
+    Otherwise gloo's threads may abort the process at exit (right after a collective, 3 of 8 runs with two ranks ended
+    in SIGABRT), and NCCL ends every program with a warning.
     """
     atexit.register(dist.destroy_process_group, group)
 

@@ -3,14 +3,17 @@ their layouts."""
 
 import math
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from mtptrain.heads.attention import training as attention
 from mtptrain.heads.packing import Packing
+from mtptrain.hidden_states.extraction.transformers_streams import PackedDocuments, _varlen
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
@@ -149,10 +152,24 @@ def test_private_operators_take_what_we_give_them_in_this_order(name: str) -> No
 
 
 def test_varlen_attention_takes_what_extraction_gives_it() -> None:
-    from inspect import signature
-
-    from torch.nn.attention.varlen import varlen_attn
-
     parameters = signature(varlen_attn).parameters
     assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert {"scale", "window_size", "enable_gqa", "num_splits"} <= set(parameters)
+
+
+def test_extraction_gives_an_older_torch_only_the_arguments_that_it_knows() -> None:
+    """torch 2.11 has neither `enable_gqa` nor `num_splits`."""
+    given: list[dict[str, object]] = []
+
+    def older(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+        max_q: int, max_k: int, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:  # fmt: skip
+        given.append({"scale": scale, "window_size": window_size})
+        return query
+
+    documents = PackedDocuments.of([3, 2], torch.device("cpu"))
+    query, key = torch.zeros(1, 4, 5, 8), torch.zeros(1, 2, 5, 8)
+    with patch("torch.nn.attention.varlen.varlen_attn", older):
+        _varlen(query, key, key, 0.5, documents, 4)
+    assert given == [{"scale": 0.5, "window_size": (3, 0)}]

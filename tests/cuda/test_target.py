@@ -18,6 +18,7 @@ from mtptrain.hidden_states.extraction.transformers_streams import PACKED, Trans
 from mtptrain.target.families import SUPPORTED_MODEL_TYPES
 from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
+from mtptrain.training.held_out import read_by_target
 from tests.conftest import FAMILIES
 from tests.cuda.fake_cuda import Meter, fake_cuda, place
 from tests.published_targets import PUBLISHED_TARGETS
@@ -94,6 +95,20 @@ def test_published_sizes_are_extracted(name: str) -> None:
         layer = 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
         weights = config.num_hidden_layers * (layer + 3 * config.hidden_size * config.intermediate_size)
         assert meter.matmul_flops == pytest.approx(2 * sum(LENGTHS) * weights, rel=0.01)
+
+
+@pytest.mark.parametrize(("head_name", "settings"), [("mtp", {}), ("eagle3", {"capture_layers": [0, 1, 2]})])
+def test_validation_reads_answers_into_documents_on_the_cpu(head_name: str, settings: dict[str, Any]) -> None:
+    """Documents of the store are on the CPU too, and `make_batch` packs them there."""
+    config = family_config("llama")
+    with fake_cuda(), patch("mtptrain.training.held_out.PositionCache", OpenCache), torch.no_grad():
+        target = placed_target(config)
+        head = place(build_head(HEADS[head_name].Config(**settings), config), DEVICE).eval()
+        document = read_by_target(head, target, [1, 2, 3], [4, 5])
+        found = [x for x in vars(document).values() if isinstance(x, torch.Tensor)]
+        assert target.device.type == "cuda"
+        assert len(found) == 4 if settings else 3
+        assert {x.device.type for x in found} == {"cpu"}
 
 
 class OpenCache(PositionCache):

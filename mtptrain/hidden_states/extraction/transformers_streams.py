@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import groupby
 
 import numpy as np
@@ -173,10 +174,13 @@ def _varlen(
 ) -> torch.Tensor:
     """Computes attention in one flash kernel.
 
-    `num_splits=1` keeps the order of summation within a document independent of the other documents.
+    `num_splits=1` keeps the order of summation within a document independent of the other documents. torch 2.11
+    has neither this argument nor `enable_gqa`: there, the kernel shares key heads without being told.
     """
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
 
+    settings = {"enable_gqa": key.shape[1] != query.shape[1], "num_splits": 1}
+    known = signature(varlen_attn).parameters
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, head_dim]
     offsets = documents.offsets.to(query.device)
     out = varlen_attn(
@@ -189,8 +193,7 @@ def _varlen(
         documents.longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
-        num_splits=1,
+        **{name: value for name, value in settings.items() if name in known},
     )
     assert isinstance(out, torch.Tensor)
     return out[None]
