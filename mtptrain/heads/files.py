@@ -162,6 +162,11 @@ def check_values(path: Path, expected: dict[str, torch.Tensor], state: dict[str,
             continue
         if not tensor.is_floating_point():
             raise ValueError(f"{path}: {name} must hold floating-point numbers, but has {tensor.dtype}; {advice}")
+        if tensor.dtype.itemsize == 1:
+            raise ValueError(
+                f"{path}: {name} must hold numbers of 16 bits or more, because the scales of quantised weights are not "
+                f"read, but has {tensor.dtype}; {advice}"
+            )
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: {name} must hold finite numbers, but has NaN or infinity; {advice}")
 

@@ -113,6 +113,8 @@ def alone(other: str) -> Rule:
 def num_captured(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
     """Accepts the number of captured layers, which is 3 if no ids are given."""
     ids = captured_ids(config)
+    if not isinstance(ids, list | None):
+        return None  # `layer_ids` refuses it by its own name
     count = 3 if ids is None else len(ids)
     return None if value == count else f"{count}, the number of captured layers"
 
@@ -186,6 +188,15 @@ NATIVE = {
     "mtp_hidden_states_first": only(False, because="because eh_proj of head mtp reads the embedding first"),
 }
 """Keys of checkpoints that hold an MTP layer behind the layers of a whole model."""
+MODEL_OPT_EAGLE3 = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+"""Keys that ModelOpt writes, with the values of an EAGLE-3 head, which are its defaults."""
 RULES: dict[str, dict[str, Rule]] = {
     "native": NATIVE,
     "mtp": {
@@ -207,8 +218,12 @@ RULES: dict[str, dict[str, Rule]] = {
         LAYER_IDS: layer_ids,
         "eagle_config": anything,
         f"eagle_config.{LAYER_IDS}": alone(LAYER_IDS),
-        "eagle_config.use_aux_hidden_state": only(True, because="because head eagle3 reads captured layers"),
         "eagle_config.norm_before_fc": BOOLEAN,
+        **{
+            f"{section}{name}": only(value)
+            for section in ("", "eagle_config.")
+            for name, value in MODEL_OPT_EAGLE3.items()
+        },
         **dict.fromkeys(("eagle_config.eh_proj_before_attn", "eagle_config.eh_proj_bias"), only(False)),
     },
     "dflash": {
@@ -236,8 +251,10 @@ RULES: dict[str, dict[str, Rule]] = {
         **dict.fromkeys(("vocab_size", "truncated_vocab_size"), of_target("vocab_size")),
         "hidden_size": of_target("hidden_size"),
         "logit_scale": only(1.0),
-        # The tensors tell these, or they shape trees, which vLLM does not draft.
-        **dict.fromkeys(("num_heads", "num_hidden_layers", "medusa_num_heads", "medusa_num_layers"), anything),
+        **dict.fromkeys(("num_heads", "num_hidden_layers"), between(1, MAX_DEPTHS)),  # compared with the tensors
+        # The tensors tell these (FasterDecoding's published heads have more tensors than their config says), or they
+        # shape trees, which vLLM does not draft.
+        **dict.fromkeys(("medusa_num_heads", "medusa_num_layers"), anything),
         **dict.fromkeys(
             ("medusa_fc_bias", "original_lm_head", "max_paths", "topk", "max_seq_len", "version"), anything
         ),
@@ -262,13 +279,14 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
     for key in ("dflash_config.block_size", f"eagle_config.{LAYER_IDS}"):
         if key in config:  # the same as a key at the top level, whose rule it must also keep
             config.setdefault(key.partition(".")[2], config[key])
+    if unknown := [key for key in config if key not in RULES[kind]]:
+        found = ", ".join(f"{key}={shown(config[key])}" for key in unknown)
+        raise ValueError(
+            f"{path}: must hold only settings that mtptrain understands, because others may change what the head "
+            f"drafts, but has {found}; choose another head, or remove {', '.join(unknown)} from a copy of the file if "
+            "you know that nothing changes"
+        )
     for key, value in config.items():
-        if key not in RULES[kind]:
-            raise ValueError(
-                f"{path}: must hold only settings that mtptrain understands, because others may change what the head "
-                f"drafts, but has {key}={shown(value)}; choose another head, or remove {key} from a copy of the file "
-                "if you know that it changes nothing"
-            )
         wanted = RULES[kind][key](value, config, target_config)
         if wanted is not None:
             raise ValueError(f"{path}: {key} must be {wanted}, but is {shown(value)}; choose another head")

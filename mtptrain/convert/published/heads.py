@@ -117,10 +117,10 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     if any(NATIVE_MTP.match(name) for name in names):
         return _native_mtp(directory, names, target_config)
     if is_medusa(config, names):
-        read_config(directory, "medusa", target_config)
+        config = read_config(directory, "medusa", target_config)
         medusa = medusa_tensors(read_tensors(files))
         check_lm_heads(directory, medusa, target_config)
-        return PublishedHead(directory, "medusa", medusa_settings(medusa), medusa, None, None)
+        return PublishedHead(directory, "medusa", medusa_settings(directory, config, medusa), medusa, None, None)
     architecture = _architecture(config)
     if any(UNKNOWN_MTP.match(name) for name in names):
         raise ValueError(
@@ -143,7 +143,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         return PublishedHead(directory, name, settings, tensors, form, config)
     tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(files).items()}
     if form is VllmEagle3:
-        tensors = _eagle3_tensors(tensors, config)
+        tensors = _eagle3_tensors(directory, tensors, config)
         settings |= eagle3_settings(directory, config, tensors, target_config)
         if "mask_hidden" in tensors:
             name, form = "peagle", VllmPeagle
@@ -299,9 +299,15 @@ def refuse_several(prefixes: Collection[str], directory: Path) -> None:
         )
 
 
-def _eagle3_tensors(tensors: Tensors, config: Config) -> Tensors:
+def _eagle3_tensors(directory: Path, tensors: Tensors, config: Config) -> Tensors:
     """Returns the tensors under our export's names, without `d2t` if it maps the whole vocabulary to itself."""
-    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+    renamed = {re.sub(r"^layers\.0\.", "midlayer.", name): name for name in tensors}
+    if len(renamed) < len(tensors):
+        raise ValueError(
+            f"{directory}: the layer must be named midlayer or layers.0, but both have tensors; remove those that the "
+            "engine does not read"
+        )
+    tensors = {name: tensors[old] for name, old in renamed.items()}
     if "d2t" in tensors and len(tensors["d2t"]) == config.get("vocab_size") and not tensors["d2t"].any():
         tensors.pop("d2t")
     return tensors

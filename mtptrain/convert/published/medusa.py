@@ -35,12 +35,23 @@ def medusa_tensors(tensors: Tensors) -> Tensors:
     return renamed
 
 
-def medusa_settings(tensors: Tensors) -> dict[str, list[object]]:
-    """Returns the head's settings, inferred from its tensor names."""
+def medusa_settings(directory: Path, config: dict[str, Any], tensors: Tensors) -> dict[str, list[object]]:
+    """Returns the head's settings, inferred from its tensor names.
+
+    Raises:
+        ValueError: the config counts other depths or layers, by vLLM's keys, than the tensors have.
+    """
     layers = {tuple(map(int, name.split(".")[1:4:2])) for name in tensors if name.startswith("blocks.")}
+    counts = [len({each[part] for each in layers}) for part in (0, 1)]
+    for key, count in zip(("num_heads", "num_hidden_layers"), counts, strict=True):
+        if config.get(key, count) != count:
+            raise ValueError(
+                f"{directory / 'config.json'}: {key} must be {count}, as many as have tensors, but is {config[key]}; "
+                "download the head again"
+            )
     return {
-        "ttt_steps": [len({depth for depth, _ in layers})],
-        "num_layers": [len({layer for _, layer in layers})],
+        "ttt_steps": [counts[0]],
+        "num_layers": [counts[1]],
         "fc_bias": [any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)],
     }
 

@@ -96,9 +96,9 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
 
     Engines number layers differently (see their formats). The `serving.json` of our own exports names the engine.
     """
-    num_layers = target_config.num_hidden_layers
+    num_layers, note = target_config.num_hidden_layers, ""
     if ids is None:
-        choices = [[2, num_layers // 2, num_layers - 3]]
+        choices, note = [[2, num_layers // 2, num_layers - 3]], " (2, n // 2 and n - 3, because they are left out)"
     elif target_config.model_type == "deepseek_v2" and ids[0] != 1:
         # SGLang's DeepSeek class uses vLLM's ids unless the first is 1 (see SglangEagle3.layer_ids).
         choices = [ids]
@@ -107,13 +107,13 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
         serving = directory / SERVING
         engine = read_json(serving).get("engine") if serving.is_file() else None
         choices = [as_engine[engine]] if engine in as_engine else list(as_engine.values())
-    return _capturable(directory, "eagle_aux_hidden_state_layer_ids", choices, target_config)
+    return _capturable(directory, "eagle_aux_hidden_state_layer_ids", choices, target_config, note)
 
 
 def _capturable(
-    directory: Path, key: str, choices: list[list[int]], target_config: PreTrainedConfig
+    directory: Path, key: str, choices: list[list[int]], target_config: PreTrainedConfig, note: str = ""
 ) -> list[list[int]]:
-    """Returns the choices of layers that a head can capture from the target.
+    """Returns the choices of layers that a head can capture from the target. An error ends with the note.
 
     Raises:
         ValueError: there are none.
@@ -123,7 +123,7 @@ def _capturable(
     if not fitting:
         raise ValueError(
             f"{directory / 'config.json'}: {key} must name different layers of the target's {num_layers} in rising "
-            f"order, but mean the streams after {' or '.join(map(str, choices))} layers (2, n // 2 and n - 3 if they "
-            "are left out); the head belongs to another target"
+            f"order, but mean the streams after {' or '.join(map(str, choices))} layers{note}; the head belongs to "
+            "another target"
         )
     return fitting

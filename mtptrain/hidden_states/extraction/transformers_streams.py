@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -179,7 +180,7 @@ def _varlen(
     """
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
 
-    settings = {"enable_gqa": key.shape[1] != query.shape[1], "num_splits": 1}
+    settings: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1], "num_splits": 1}
     known = signature(varlen_attn).parameters
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, head_dim]
     offsets = documents.offsets.to(query.device)

@@ -76,6 +76,8 @@ def test_other_settings_than_the_heads_are_refused(
         ),
         ({"vocab_size": 261}, r"config\.json: vocab_size must be 260 for this target, but is 261; choose another head"),
         ({"truncated_vocab_size": 100}, r"config\.json: truncated_vocab_size must be 260 .*, but is 100"),
+        ({"num_heads": 5}, r"config\.json: num_heads must be 3, as many as have tensors, but is 5; download"),
+        ({"num_hidden_layers": 1}, r"config\.json: num_hidden_layers must be 2, as many as have tensors, but is 1"),
         ({"hidden_size": 128}, r"config\.json: hidden_size must be 64 for this target, but is 128"),
         ({"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
     ],

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from mtptrain.convert.base import Tensors
+from mtptrain.convert.published.config import MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
@@ -98,10 +96,10 @@ def no_warnings() -> Iterator[None]:
 def test_a_key_that_is_not_in_the_whitelist_is_refused_by_name_with_its_value_and_file(published: Published) -> None:
     message = (
         re.escape(str(published.directory / "config.json"))
-        + r": must hold only settings that mtptrain understands, .* but has attention_sink=\[4, 8\]; choose another "
-        r"head, or remove attention_sink from a copy"
+        + r": must hold only settings that mtptrain understands, .* but has attention_sink=\[4, 8\], sink_bias=true; "
+        r"choose another head, or remove attention_sink, sink_bias from a copy"
     )
-    published.refuses({"attention_sink": [4, 8]}, message)
+    published.refuses({"attention_sink": [4, 8], "sink_bias": True}, message)
 
 
 @pytest.mark.parametrize("published", KINDS, indirect=True)
@@ -258,6 +256,9 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"norm_output": "yes"}, r"norm_output must be true or false, a flag, but is yes"),
     ({"target_hidden_size": 128}, r"target_hidden_size must be 64 for this target, but is 128"),
     ({"eagle_config": {"eh_proj_before_attn": True}}, r"eagle_config\.eh_proj_before_attn must be false"),
+    ({"use_last_layernorm": False}, r"use_last_layernorm must be true, as in our heads, but is false"),
+    ({"eagle_config": {"use_mtp_layernorm": True}}, r"eagle_config\.use_mtp_layernorm must be false, as in our heads"),
+    ({"eagle_aux_hidden_state_layer_ids": "[1,2]", "eagle_config": None}, r"must be a list of layer ids, but is \[1,2"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, r"must be the same as eagle_aux_hidden_state_l"),
     ({"eagle_aux_hidden_state_layer_ids": [1, "2"], "eagle_config": None}, r"must be a list of layer ids, but is"),
     (
@@ -280,6 +281,11 @@ def test_a_setting_of_eagle3_that_cannot_be_honoured_is_refused_by_the_key(
     published.refuses(change, message)
 
 
+@pytest.mark.parametrize("published", ["eagle3"], indirect=True)
+def test_the_keys_of_model_opt_with_their_defaults_are_read(published: Published) -> None:
+    published.load(MODEL_OPT_EAGLE3 | {"eagle_config": MODEL_OPT_EAGLE3})
+
+
 def test_default_layers_that_no_head_can_capture_are_not_proposed(tmp_path: Path) -> None:
     """For a target of 6 layers the engines' default is 2, 3 and 3, which `head.capture_layers` does not accept."""
     target = make_target(tmp_path / "target", num_hidden_layers=6)
@@ -288,35 +294,6 @@ def test_default_layers_that_no_head_can_capture_are_not_proposed(tmp_path: Path
     message = r"eagle_aux_hidden_state_layer_ids must name different layers .* after \[2, 3, 3\] layers \(2, n // 2 and"
     with pytest.raises(ValueError, match=message):
         load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[1, 3, 5]), target)
-
-
-@pytest.mark.parametrize(
-    ("change", "marked"),
-    [
-        (lambda t2d: t2d.roll(1), "marks 48 among 260"),
-        (lambda t2d: t2d & (torch.arange(260) < 50), "marks 25 among 260"),
-        (lambda t2d: t2d[:100], "among 100"),
-    ],
-    ids=["other tokens", "fewer", "shorter"],
-)
-@pytest.mark.parametrize("head", ["eagle3", "dflash"])
-def test_t2d_that_contradicts_d2t_is_refused(
-    tmp_path: Path, tiny_target: Path, head: str, change: Any, marked: str
-) -> None:
-    config = EAGLE3 if head == "eagle3" else replace(DFLASH, draft_vocab_size=48)
-    write(tmp_path / "head", "vllm", config, tiny_target)
-    path = tmp_path / "head/model.safetensors"
-    t2d = torch.zeros(260, dtype=torch.bool)
-    t2d[torch.arange(48) * 2 + 1] = True
-
-    def store(mask: torch.Tensor) -> Tensors:
-        return {**load_file(path), "t2d": mask.contiguous()}
-
-    save_file(store(t2d), path)
-    load_init(str(tmp_path / "head"), config, tiny_target)
-    save_file(store(change(t2d)), path)
-    with pytest.raises(ValueError, match=rf"t2d of .* the 48 that the head drafts according to d2t, but .*{marked}"):
-        load_init(str(tmp_path / "head"), config, tiny_target)
 
 
 @pytest.mark.parametrize("config", [MTP, DraftModelHead.Config()], ids=["mtp", "draft_model"])

@@ -105,7 +105,7 @@ def test_other_settings_are_refused_with_those_to_set(
         (
             unchanged,
             {"eagle_config": {"use_aux_hidden_state": False}},
-            r"eagle_config\.use_aux_hidden_state must be true, because head eagle3 reads captured layers, but is false",
+            r"eagle_config\.use_aux_hidden_state must be true, as in our heads, but is false",
         ),
         (
             unchanged,

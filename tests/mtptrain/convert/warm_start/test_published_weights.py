@@ -1,0 +1,66 @@
+"""Tests that tensors of published heads which contradict each other, or which mtptrain cannot read, are refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtptrain.convert.base import Tensors
+from mtptrain.convert.warm_start import load_init
+from mtptrain.heads.dflash import DflashHead
+from tests.mtptrain.convert.warm_start.written_heads import EAGLE3, write
+
+DFLASH = DflashHead.Config(capture_layers=[1, 2], mask_token_id=7, num_layers=2, ttt_steps=3)
+
+
+def write_eagle3(directory: Path, target: Path) -> tuple[Path, Tensors]:
+    """Writes an EAGLE-3 head, and returns the file of its weights and the weights."""
+    write(directory, "vllm", EAGLE3, target)
+    return directory / "model.safetensors", load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "marked"),
+    [
+        (lambda t2d: t2d.roll(1), "marks 48 among 260"),
+        (lambda t2d: t2d & (torch.arange(260) < 50), "marks 25 among 260"),
+        (lambda t2d: t2d[:100], "among 100"),
+    ],
+    ids=["other tokens", "fewer", "shorter"],
+)
+@pytest.mark.parametrize("head", ["eagle3", "dflash"])
+def test_t2d_that_contradicts_d2t_is_refused(
+    tmp_path: Path, tiny_target: Path, head: str, change: Any, marked: str
+) -> None:
+    config = EAGLE3 if head == "eagle3" else replace(DFLASH, draft_vocab_size=48)
+    write(tmp_path / "head", "vllm", config, tiny_target)
+    path = tmp_path / "head/model.safetensors"
+    t2d = torch.zeros(260, dtype=torch.bool)
+    t2d[torch.arange(48) * 2 + 1] = True
+
+    def store(mask: torch.Tensor) -> Tensors:
+        return {**load_file(path), "t2d": mask.contiguous()}
+
+    save_file(store(t2d), path)
+    load_init(str(tmp_path / "head"), config, tiny_target)
+    save_file(store(change(t2d)), path)
+    with pytest.raises(ValueError, match=rf"t2d of .* the 48 that the head drafts according to d2t, but .*{marked}"):
+        load_init(str(tmp_path / "head"), config, tiny_target)
+
+
+def test_a_layer_under_two_names_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    path, tensors = write_eagle3(tmp_path / "head", tiny_target)
+    name = next(name for name in tensors if name.startswith("midlayer."))
+    save_file(tensors | {name.replace("midlayer", "layers.0"): torch.zeros_like(tensors[name])}, path)
+    with pytest.raises(ValueError, match=r"the layer must be named midlayer or layers\.0, but both have tensors"):
+        load_init(str(tmp_path / "head"), EAGLE3, tiny_target)
+
+
+def test_weights_in_eight_bits_are_refused_by_name(tmp_path: Path, tiny_target: Path) -> None:
+    path, tensors = write_eagle3(tmp_path / "head", tiny_target)
+    save_file({name: x.to(torch.float8_e4m3fn) if x.ndim == 2 else x for name, x in tensors.items()}, path)
+    with pytest.raises(ValueError, match=r"must hold numbers of 16 bits or more, .* but has torch\.float8_e4m3fn"):
+        load_init(str(tmp_path / "head"), EAGLE3, tiny_target)
