@@ -56,10 +56,11 @@ METADATA = {
 }
 """Names, in lower case, of columns and message keys that only describe a row."""
 METADATA_PATTERN = re.compile(r"num_\w+|\w+_(id|ids|idx|hash|score|scores|count|name|url|at|length|quality)|__\w+__")
+_MEDIA = "image|img|video|audio|vision|speech|sound|bbox|frame"
 MEDIA_IN_TEXT = re.compile(
-    r"<image>|^\s*<(video|audio)>|<(video|audio)>\s*$|\[IMG\]|<start_of_image>|<img_context>"
-    r"|<\|?(image|video|audio|vision)(_\w+)?\|>|<(image|video|audio)_\w+>|<img>[^<]*</img>|<ImageHere>|<image \d+>"
-    r"|^\s*<speech>|data:(image|video|audio)/",
+    rf"<image>|<bbox>|^\s*<({_MEDIA})>|<({_MEDIA})>\s*$|\[IMG\]|<start_of_image>|<img_context>|<ImageHere>|<image \d+>"
+    rf"|<\|?({_MEDIA}|box|quad|object_ref|point)(_\w+)?\|>|<({_MEDIA})_\w+>|<img>[^<]*</img>"
+    r"|data:(image|video|audio)/",
     re.IGNORECASE,
 )
 """Places of images, audio and video in the text of a prompt."""
@@ -101,10 +102,12 @@ def parse_row(
     if any(MEDIA_IN_TEXT.search(text) for text in system):
         raise ConversationRefused(MEDIA)
     contents = {message["content"].strip() for message in messages}
-    for name, value in columns.items():
-        is_copy = value in lists or (isinstance(value, str) and value.strip() in contents)
-        if not is_copy:
-            _check_column(name, value)
+    described = {
+        name: value
+        for name, value in columns.items()
+        if value not in lists and not (isinstance(value, str) and value.strip() in contents)
+    }
+    _refuse_unread("column", [name for name, value in described.items() if not _is_read_column(name, value)])
     for text in system:
         messages = _with_system(messages, text)
     return messages
@@ -180,8 +183,7 @@ def _parse_message(message: Any, schema: ConversationSchema, metadata: Collectio
     flags = {_is_trained(key, items.pop(key)) for key in TRAIN_FLAGS if key in items}
     if True in flags and not is_answer:
         raise ConversationRefused(f"a {role} message that is to be trained, but only answers are")
-    for key, value in items.items():
-        _check_key(key, value)
+    _refuse_unread("message key", [key for key, value in items.items() if not _is_read_key(key, value)])
     content = _content(message[content_key])
     if not is_answer and MEDIA_IN_TEXT.search(content):
         raise ConversationRefused(MEDIA)
@@ -232,16 +234,18 @@ def _is_trained(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _check_key(key: str, value: Any) -> None:
+def _is_read_key(key: str, value: Any) -> bool:
+    """Returns whether a message key is honoured or only describes its message."""
     if key.startswith(MEDIA_NAMES):
         raise ConversationRefused(MEDIA)
     if (key == "prefix" and value is False) or (key in ("finish_reason", "stop_reason") and value in FINISHED):
-        return
-    if not is_metadata(key):
-        raise ConversationRefused(f"message key {key}, which is not read (prompts.metadata=[{key}] passes it over)")
+        return True
+    _refuse_flags_inside(f"message key {key}", value)
+    return is_metadata(key)
 
 
-def _check_column(name: str, value: Any) -> None:
+def _is_read_column(name: str, value: Any) -> bool:
+    """Returns whether a column is honoured or only describes its row."""
     if name.startswith(TOOL_NAMES):
         raise ConversationRefused(TOOLS)
     if name.startswith(MEDIA_NAMES):
@@ -249,8 +253,26 @@ def _check_column(name: str, value: Any) -> None:
     if name in TRAIN_FLAGS:
         if not _is_trained(name, value):
             raise ConversationRefused("a row that is not to be trained")
-    elif not is_metadata(name) and (name, value) != ("split", "train"):
-        raise ConversationRefused(f"column {name}, which is not read (prompts.metadata=[{name}] passes it over)")
+        return True
+    _refuse_flags_inside(f"column {name}", value)
+    return is_metadata(name) or (name, value) == ("split", "train")
+
+
+def _refuse_unread(what: str, names: list[str]) -> None:
+    """Raises ConversationRefused if there are columns or keys that are neither honoured nor metadata."""
+    if names:
+        noun, verb, pronoun = (f"{what}s", "are", "them") if len(names) > 1 else (what, "is", "it")
+        raise ConversationRefused(
+            f"{noun} {', '.join(names)}, which {verb} not read (prompts.metadata=[{','.join(names)}] passes {pronoun} "
+            "over)"
+        )
+
+
+def _refuse_flags_inside(name: str, value: Any) -> None:
+    """Raises ConversationRefused if an object that describes a row or a message also says whether to train it."""
+    for flag in TRAIN_FLAGS:
+        if isinstance(value, Mapping) and flag in value:
+            raise ConversationRefused(f"{flag} inside {name}, which is not read")
 
 
 def _with_system(messages: list[Message], text: str) -> list[Message]:
