@@ -81,7 +81,12 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
 
 
 def _read_config(target_dir: Path) -> PreTrainedConfig:
-    path = target_dir / "config.json"
+    path, adapter = target_dir / "config.json", target_dir / "adapter_config.json"
+    if adapter.is_file():
+        raise ValueError(
+            f"{adapter}: must not exist, because transformers may add its adapter to the weights, and an engine may "
+            "not, but does; merge the adapter into the weights, or move this file away"
+        )
     settings = read_json(path, DOWNLOAD_AGAIN)
     if not isinstance(model_type := settings.get("model_type"), str):
         raise ValueError(

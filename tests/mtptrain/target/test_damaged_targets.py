@@ -81,6 +81,12 @@ def test_a_size_that_cannot_be_is_refused_by_name(target: Path, setting: str, va
         read_target_config(target)
 
 
+def test_an_adapter_beside_the_weights_is_refused(target: Path) -> None:
+    (target / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"/adapter_config\.json: must not exist, .*; merge the adapter"):
+        read_target_config(target)
+
+
 @pytest.mark.parametrize("value", [{"a": 1}, [None], "abc", 99999999, 1.5, [3, -1]])
 def test_a_generation_config_with_other_than_tokens_is_named(target: Path, value: object) -> None:
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
