@@ -1,5 +1,7 @@
 """Computes causal attention without an [S, S] mask, and registers the attention function that `Target` uses."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -11,6 +13,19 @@ CAUSAL_OR_MASKED = "mtptrain_causal_or_masked"
 No mask function is registered under this name, so transformers passes the mask of `PositionCache`, or
 None, through unchanged."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
+UNUSED_KEYWORDS = ("dropout", "position_ids", "use_cache", "cache_position", "output_attentions")
+"""Arguments of an attention function that change nothing here: dropout is off, and rotary positions are applied."""
+
+
+def refuse_keywords(module: torch.nn.Module, keywords: Mapping[str, object]) -> None:
+    """Raises ValueError for an argument that an attention function of ours would ignore, such as `s_aux` (sinks) or
+    `softcap`: the target's states and logits would silently be others."""
+    for name, value in keywords.items():
+        if value is not None and name not in UNUSED_KEYWORDS:
+            raise ValueError(
+                f"target.path: attention must need no more than queries, keys, values, a scale and a window, but "
+                f"{type(module).__name__} passes {name}; choose another target"
+            )
 
 
 def causal_attention(
@@ -78,11 +93,12 @@ def causal_or_masked_attention(
             applied.
         scaling: scale of the scores.
         sliding_window: the layer's window; used only without a mask.
-        kwargs: other arguments that transformers passes; ignored.
+        kwargs: other arguments that transformers passes, which must be among `UNUSED_KEYWORDS`.
 
     Returns:
         The attention output [B, S, heads, value head_dim], and None in place of attention weights.
     """
+    refuse_keywords(module, kwargs)
     if attention_mask is not None:
         masked: torch.Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)[0]
         return masked, None

@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.packing import Packing, Segments
-from mtptrain.target.causal_attention import causal_or_masked_attention
+from mtptrain.target.causal_attention import causal_or_masked_attention, refuse_keywords
 
 DOCUMENTS_OR_CACHE = "mtptrain_documents_or_cache"
 """The name under which `documents_or_cache_attention` is registered with transformers."""
@@ -58,13 +58,14 @@ def documents_or_cache_attention(
         documents: the packed documents in training; None in decoding.
         scaling: scale of the scores; with `documents` it must be 1 / sqrt(head_dim).
         sliding_window: the layer's window; used only without a mask and without `documents`.
-        kwargs: other arguments that transformers passes.
+        kwargs: other arguments that transformers passes, which must be among `UNUSED_KEYWORDS`.
 
     Returns:
         The attention output [B, S, heads, value head_dim], and None in place of attention weights.
     """
     if documents is None:
-        return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, sliding_window)
+        return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, sliding_window, **kwargs)
+    refuse_keywords(module, kwargs)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, (kv) heads, head_dim]
     return depth_attention(query, key, value, [], [], documents)[None], None
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mtptrain.target.causal_attention import causal_attention
+from mtptrain.target.causal_attention import causal_attention, refuse_keywords
 from mtptrain.target.model import Target
 
 PACKED = "mtptrain_packed"
@@ -139,7 +139,7 @@ def packed_attention(
     """Returns causal attention inside each document, with the signature that transformers expects.
 
     Args:
-        module: the layer's attention; unused.
+        module: the layer's attention.
         query: [1, heads, N, head_dim].
         key: [1, kv heads, N, head_dim].
         value: [1, kv heads, N, value head_dim].
@@ -147,11 +147,12 @@ def packed_attention(
         scaling: scale of the scores.
         packed_documents: the boundaries of the documents.
         sliding_window: number of tokens that each token sees, itself included; None for all.
-        kwargs: other arguments that transformers passes; ignored.
+        kwargs: other arguments that transformers passes, which must be among `UNUSED_KEYWORDS`.
 
     Returns:
         The attention output [1, N, heads, value head_dim], and None in place of attention weights.
     """
+    refuse_keywords(module, kwargs)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
         return _varlen(query, key, value, scaling, packed_documents, sliding_window), None
     outs = []
