@@ -63,7 +63,7 @@ LIMITS = {
     "data_wait": "reading the store (with train.stream, also extraction): a faster disk or "
     "hidden_states.store_dtype=fp8 speeds up reading",
     "forward": "the forward pass of the head's layers",
-    "loss": "the lm_head matmuls: a draft vocabulary (heads eagle3, peagle and dflash) makes them smaller",
+    "loss": "the lm_head matmuls: head.draft_vocab_size (heads eagle3, peagle and dflash) makes them smaller",
     "backward": "the backward pass of the head's layers",
     "optimizer": "the optimizer: raise train.batch_tokens or train.micro_batches_per_step",
 }
