@@ -36,8 +36,6 @@ else
 CPU_VLLM_VENV := .venv-vllm-cpu
 endif
 CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
-# A rank for each GPU that torchrun sees, so that CUDA_VISIBLE_DEVICES counts; on a CPU the program starts its own ranks.
-ON_ALL_GPUS := $(if $(filter cpu,$(DS_ACCELERATOR)),,-m torch.distributed.run --standalone --nproc-per-node gpu)
 
 .PHONY: setup demo test test-all test-serving served-table recipe-plans gpu-check docs check clean
 
@@ -78,11 +76,7 @@ $(PEER_VENV)/.installed:
 	touch $@
 
 demo: setup
-	$(RUN) -m data_prep.prompts recipe=$(RECIPE) $(ARGS)
-	$(RUN) $(ON_ALL_GPUS) -m data_prep.hidden_states recipe=$(RECIPE) $(ARGS)
-	$(RUN) -m mtptrain.train recipe=$(RECIPE) $(ARGS)
-	$(RUN) -m eval.acceptance recipe=$(RECIPE) $(ARGS)
-	$(RUN) -m mtptrain.export recipe=$(RECIPE) $(ARGS)
+	$(RUN) -m mtptrain run recipe=$(RECIPE) $(ARGS)
 
 gpu-check: setup
 	$(RUN) -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check $(ARGS)

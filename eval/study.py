@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from mtptrain.command_line.program import command, program, python_module, quoted
+from mtptrain.command_line.stages import STAGES
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
 from mtptrain.heads import HEADS
@@ -40,12 +41,8 @@ from .study_figures import RunResult, draw, print_tables, result_of
 
 STUDY_SETTINGS = ("study", "run_dir", "seed", "plan")
 """Top-level settings whose overrides are not passed on to the variants."""
-STAGES = {
-    "prompts": "data_prep.prompts",
-    "hidden_states": "data_prep.hidden_states",
-    "draft_vocab": "data_prep.draft_vocab",
-}
-"""Stages before training, and their programs."""
+BEFORE_TRAINING = {name.replace("-", "_"): STAGES[name].program for name in ("prompts", "hidden-states", "draft-vocab")}
+"""Stages before training, by the folders of their output, and their programs."""
 OWN_ACCEPTANCE = ("num_speculative_tokens", "rebuild_cache", "baselines", "temperatures")
 """Settings of `acceptance` that may differ between variants."""
 HEAD_ONLY = ("acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null")
@@ -155,7 +152,7 @@ class Study:
         self._run(
             directory,
             longest,
-            [STAGES["prompts"]],
+            [BEFORE_TRAINING["prompts"]],
             {"prompts": {**asdict(self.config.prompts), "windows": max(lengths)}},
         )
         chooses = any(variant.train.validation_prompts for variant in self.variants.values())
@@ -193,7 +190,7 @@ class Study:
         config, data = self.variants[variant], self._data(variant)
         directory = self.directory / self._trained_as(variant) / f"seed_{seed}"
         directory.mkdir(parents=True, exist_ok=True)
-        for stage in STAGES:
+        for stage in BEFORE_TRAINING:
             if (directory / stage).is_symlink():
                 (directory / stage).unlink()
             if (data / stage).exists():
@@ -223,9 +220,9 @@ class Study:
         """Run the stages before training, and return their folder. Variants that need the same data share it."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
-        directory, programs = self.directory / "data" / first, list(STAGES.values())
+        directory, programs = self.directory / "data" / first, list(BEFORE_TRAINING.values())
         if needs[variant]["draft_vocab_size"] is None:
-            programs.remove(STAGES["draft_vocab"])
+            programs.remove(BEFORE_TRAINING["draft_vocab"])
         self._run(directory, [*self.common, *self.settings.variants[first]], programs, needs[variant])
         return directory
 

@@ -75,9 +75,18 @@ def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
         "packages": _versions(),
     }
     write_json(stage_dir / PROVENANCE, provenance, _temporary(stage_dir / PROVENANCE))
+    write_text(stage_dir / CONFIG, _as_yaml(config), _temporary(stage_dir / CONFIG))
+
+
+def _as_yaml(config: PipelineConfig) -> str:
     settings = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    text = OmegaConf.to_yaml(OmegaConf.create(hide_passwords(settings)))
-    write_text(stage_dir / CONFIG, text, _temporary(stage_dir / CONFIG))
+    return OmegaConf.to_yaml(OmegaConf.create(hide_passwords(settings)))
+
+
+def was_made_with(directory: Path, config: PipelineConfig) -> bool:
+    """Returns whether a stage's folder was written with exactly these settings."""
+    path = directory / CONFIG
+    return path.is_file() and path.read_text() == _as_yaml(config)
 
 
 def claim_stage_dir(stage_dir: Path, config: PipelineConfig) -> None:

@@ -11,24 +11,9 @@ import os
 from omegaconf import DictConfig
 
 from mtptrain.command_line.program import program
-from mtptrain.config import PipelineConfig, PromptSource, load_config
+from mtptrain.command_line.stages import stages_of
+from mtptrain.config import PipelineConfig, load_config
 from mtptrain.training.trainer import check_batch_ranks
-
-
-def stages(config: PipelineConfig) -> list[tuple[str, str, str]]:
-    found = [("prompts", "data_prep.prompts", "process")]
-    if config.prompts.source is PromptSource.responses:
-        found.insert(0, ("responses", "data_prep.responses", "server" if config.responses.url else "ranks"))
-    if getattr(config.head, "draft_vocab_size", None) is not None and config.head.init_from is None:
-        found.append(("draft_vocab", "data_prep.draft_vocab", "process"))
-    found += [("hidden_states", "data_prep.hidden_states", "ranks"), ("train", "mtptrain.train", "ranks")]
-    if config.train.validation_prompts == 0 and config.train.validate_every > 0:
-        found.append(("choose_head", "eval.choose_head", "ranks"))
-    return [
-        *found,
-        ("acceptance", "eval.acceptance", "ranks"),
-        ("export", "mtptrain.export", "process"),
-    ]
 
 
 def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -> None:
@@ -58,7 +43,8 @@ def main(cfg: DictConfig) -> None:
         variables = dict(os.environ)
         ranks = variables.get("NPROC_train") or variables.get("NPROC") or "8"
         check_train_ranks(settings, variables["NODES"], int(ranks) if ranks.isdigit() else 8)
-    print(settings.run_dir, *(" ".join(stage) for stage in stages(settings)), sep="\n")
+    lines = [f"{name.replace('-', '_')} {stage.program} {runner}" for name, stage, runner in stages_of(settings)]
+    print(settings.run_dir, *lines, sep="\n")
 
 
 if __name__ == "__main__":

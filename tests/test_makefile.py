@@ -27,20 +27,9 @@ def commands(target: str, tools: Path, *, has_gpus: bool, **variables: str) -> s
 
 
 @pytest.mark.parametrize(
-    ("has_gpus", "accelerator", "is_by_torchrun"),
-    [(False, {}, False), (True, {}, True), (True, {"DS_ACCELERATOR": "cpu"}, False)],
-)
-def test_the_demo_starts_a_rank_for_each_gpu_and_lets_the_program_start_its_ranks_on_a_cpu(
-    tmp_path: Path, has_gpus: bool, accelerator: dict[str, str], is_by_torchrun: bool
-) -> None:
-    found = commands("demo", tmp_path, has_gpus=has_gpus, **accelerator)
-    assert ("--nproc-per-node gpu -m data_prep.hidden_states" in found) == is_by_torchrun
-    assert "-m data_prep.hidden_states recipe=quickstart" in found
-
-
-@pytest.mark.parametrize(
     ("target", "programs"),
     [
+        ("demo", ["-m mtptrain run recipe=quickstart"]),
         ("gpu-check", ["eval.gpu_check recipe=quickstart"]),
         ("docs", ["mkdocs build"]),
         ("check", ["ruff check", "ruff format --check", "mypy", "tests/test_layout.py"]),

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain import imports_are_done
 from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, unknown_name
+from mtptrain.command_line.stages import FINISHED_STAGES, STAGES
 from mtptrain.config import RECIPES, PipelineConfig
 from mtptrain.utils.errors import (
     EXIT_INTERRUPTED,
@@ -37,18 +38,6 @@ RENAMED = {
 """Current names of renamed settings, by old name."""
 
 
-KEPT = {
-    "data_prep.hidden_states": "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
-    "data_prep.responses": "finished responses are kept in {run_dir}/responses; the same command adds the rest",
-    "eval.study": "finished stages are kept in {run_dir}/study; the same command runs the rest",
-}
-"""Messages that say what a program keeps when Ctrl-C stops it; `KEPT_BY_OTHERS` is the message of all others.
-
-mtptrain.train looks for checkpoints instead, with the argument `kept` of `program`.
-"""
-KEPT_BY_OTHERS = "finished stages are kept in {run_dir}; the same command starts this one again"
-
-
 def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | None = None) -> Callable[[], None]:
     """Turn a function of the composed config into a program's entry point, which reads the command line.
 
@@ -57,7 +46,7 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
 
     Args:
         main: the program.
-        kept: returns what the line after Ctrl-C says, given the run's directory; by default, what `KEPT` says.
+        kept: returns what the line after Ctrl-C says, given the run's directory; by default, what `STAGES` says.
     """
 
     @functools.wraps(main)
@@ -75,7 +64,8 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
     def after_ctrl_c(run_dir: str | None) -> str:
         if kept is not None and run_dir is not None:
             return kept(Path(run_dir))
-        return KEPT.get(program_name(), KEPT_BY_OTHERS).format(run_dir=run_dir)
+        messages = {stage.program: stage.kept for stage in STAGES.values()}
+        return messages.get(program_name(), FINISHED_STAGES).format(run_dir=run_dir)
 
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 

@@ -12,7 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from torch.distributed.run import get_args_parser
 
-from mtptrain.__main__ import STAGES
+from mtptrain.command_line.stages import STAGES
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads import HEADS
 from tests.conftest import TINY_SETTINGS, write_text_files
@@ -76,7 +76,7 @@ def check_call(call: list[str]) -> None:
     if name == "make":
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=True)
     elif name == "mtptrain":
-        check_program(STAGES[arguments[0]][0], arguments[1:])
+        check_program(STAGES[arguments[0]].program, arguments[1:])
     elif name == "torchrun":
         parsed = get_args_parser().parse_args(arguments)
         assert parsed.module
@@ -94,7 +94,7 @@ def check_call(call: list[str]) -> None:
 
 def check_module(module: str, arguments: list[str]) -> None:
     if module == "mtptrain":
-        module, arguments = STAGES[arguments[0]][0], arguments[1:]
+        module, arguments = STAGES[arguments[0]].program, arguments[1:]
     check_program(module, arguments)
 
 

@@ -1,0 +1,118 @@
+"""The table of stages: what `mtptrain STAGE` runs, which stages a whole run has, and what Ctrl-C keeps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mtptrain.config import PipelineConfig, PromptSource
+
+Runner = Literal["process", "ranks", "server"]
+"""What runs a stage: one process, as many ranks as the machine has GPUs, or one process that queries a server."""
+FINISHED_STAGES = "finished stages are kept in {run_dir}; the same command starts this one again"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A program of `mtptrain`."""
+
+    program: str
+    """Its module, named as in a checkout: `python_module` adds the package of a wheel."""
+    does: str
+    """Its description in `mtptrain --help`."""
+    runner: Runner = "process"
+    is_needed: Callable[[PipelineConfig], bool] | None = None
+    """Returns whether a whole run with these settings has this stage; None if no whole run has it."""
+    output: str = ""
+    """The file in `run_dir` that a finished stage of a whole run leaves, with `{engine}` for `export.engine`."""
+    kept: str = FINISHED_STAGES
+    """The line after Ctrl-C. mtptrain.train looks for checkpoints instead (argument `kept` of `program`)."""
+
+
+def _always(config: PipelineConfig) -> bool:
+    return True
+
+
+def _has_responses(config: PipelineConfig) -> bool:
+    return config.prompts.source is PromptSource.responses
+
+
+def _has_draft_vocab(config: PipelineConfig) -> bool:
+    return getattr(config.head, "draft_vocab_size", None) is not None and config.head.init_from is None
+
+
+def _keeps_unmeasured_heads(config: PipelineConfig) -> bool:
+    return config.train.validation_prompts == 0 and config.train.validate_every > 0
+
+
+STAGES = {
+    "run": Stage("mtptrain.run", "run all stages that a recipe needs, up to the export, on this machine"),
+    "responses": Stage(
+        "data_prep.responses",
+        "optional: let the target regenerate the responses in conversations",
+        "ranks",
+        _has_responses,
+        "responses/manifest.json",
+        "finished responses are kept in {run_dir}/responses; the same command adds the rest",
+    ),
+    "prompts": Stage(
+        "data_prep.prompts",
+        "1. turn documents or conversations into token ids",
+        "process",
+        _always,
+        "prompts/manifest.json",
+    ),
+    "draft-vocab": Stage(
+        "data_prep.draft_vocab",
+        "optional: choose the tokens that the head can draft",
+        "process",
+        _has_draft_vocab,
+        "draft_vocab/manifest.json",
+    ),
+    "hidden-states": Stage(
+        "data_prep.hidden_states",
+        "2. run the target over the prompts and store its hidden states",
+        "ranks",
+        _always,
+        "hidden_states/manifest.json",
+        "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
+    ),
+    "train": Stage("mtptrain.train", "3. train the head", "ranks", _always, "train/best/head.json"),
+    "choose-head": Stage(
+        "eval.choose_head",
+        "optional: choose among the heads that training kept",
+        "ranks",
+        _keeps_unmeasured_heads,
+        "train/best/head.json",
+    ),
+    "acceptance": Stage(
+        "eval.acceptance", "4. measure the acceptance of the head", "ranks", _always, "acceptance/report.json"
+    ),
+    "export": Stage(
+        "mtptrain.export",
+        "5. write the head for a serving engine",
+        "process",
+        _always,
+        "export/{engine}/provenance.json",
+    ),
+    "compare": Stage(
+        "eval.compare", "compare measurements on one page; takes paths of report.json instead of settings"
+    ),
+    "study": Stage(
+        "eval.study",
+        "train and measure variants of a recipe",
+        kept="finished stages are kept in {run_dir}/study; the same command runs the rest",
+    ),
+    "serving-check": Stage("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),
+    "serving-bench": Stage("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
+    "gpu-check": Stage("eval.gpu_check", "run the checks that need a machine with GPUs"),
+}
+"""All stages by the name that users type. Those of a whole run are in the order in which it runs them."""
+
+
+def stages_of(config: PipelineConfig) -> list[tuple[str, Stage, Runner]]:
+    """Returns the stages of a whole run with these settings, in order: name, stage, and what runs it."""
+    return [
+        (name, stage, "server" if name == "responses" and config.responses.url else stage.runner)
+        for name, stage in STAGES.items()
+        if stage.is_needed is not None and stage.is_needed(config)
+    ]

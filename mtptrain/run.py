@@ -1,0 +1,121 @@
+"""Runs all stages that a recipe needs on this machine, from the prompts to the export: `mtptrain run`.
+
+    mtptrain run recipe=quickstart
+    mtptrain run recipe=qwen3_8b_eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl]
+
+With GPUs, a stage runs on as many ranks as there are; on a CPU, it starts as many as are worth it. A stage is passed
+over if its output is whole, was made with the same settings, and is newer than that of the stages before it; one that
+was interrupted goes on where it stopped. A stage that fails ends the run with its exit code.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from mtptrain.command_line.program import program, python_module
+from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
+from mtptrain.config import PipelineConfig, load_config
+from mtptrain.run_dir import was_made_with
+from mtptrain.training.trainer import check_batch_ranks
+from mtptrain.utils.errors import EXIT_INTERRUPTED
+
+
+@program
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    check(config)
+    durations: list[tuple[str, str]] = []
+    done_at = 0.0
+    for name, stage, runner in stages_of(config):
+        output = output_of(name, stage, config)
+        if name != "train" and is_finished(output, done_at, config):  # training knows its last step itself
+            durations.append((name, "done before"))
+        else:
+            print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)
+            started = time.monotonic()
+            run_stage(command_of(stage, runner, HydraConfig.get().overrides.task))
+            durations.append((name, f"{time.monotonic() - started:,.0f} s"))
+        done_at = max(done_at, output.stat().st_mtime) if output.is_file() else time.time()
+    print_summary(config, durations)
+
+
+def check(config: PipelineConfig) -> None:
+    """Refuse settings with which a later stage could not run."""
+    for name in ("plan", "verify"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}: must be false for a whole run, but is true; run `mtptrain hidden-states` with it instead"
+            )
+    if num_gpus := torch.cuda.device_count():
+        check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
+
+
+def output_of(name: str, stage: Stage, config: PipelineConfig) -> Path:
+    """Returns the file that a stage leaves when it is finished."""
+    output = Path(config.run_dir) / stage.output.format(engine=config.export.engine)
+    chosen = {"acceptance": config.acceptance.output_dir, "export": config.export.output_dir}.get(name)
+    return output if chosen is None else Path(chosen) / output.name
+
+
+def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
+    """Returns whether a stage need not run again.
+
+    Args:
+        output: the file that the finished stage leaves.
+        done_at: when the last of the stages before it was finished, in seconds since the epoch.
+        config: the settings of this run.
+    """
+    return output.is_file() and output.stat().st_mtime >= done_at and was_made_with(output.parent, config)
+
+
+def command_of(stage: Stage, runner: Runner, overrides: Sequence[str]) -> list[str]:
+    """Returns the command that runs a stage on this machine."""
+    num_gpus = torch.cuda.device_count()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
+    return [
+        sys.executable,
+        *(launcher if runner == "ranks" and num_gpus > 1 else []),
+        *("-m", python_module(stage.program)),
+        *overrides,
+    ]
+
+
+def run_stage(command: Sequence[str]) -> None:
+    """Run a stage; if it fails or is stopped, end this process with its exit code. It gets Ctrl-C itself."""
+    with subprocess.Popen(command) as process:
+        earlier = {
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.terminate()),
+        }
+        code = process.wait()
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
+    if code:
+        sys.exit(EXIT_INTERRUPTED if code == -signal.SIGINT else code if code > 0 else 128 - code)
+
+
+def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) -> None:
+    """Print how long each stage took, how well the head drafts, and where its files are."""
+    report_path, export = (output_of(name, STAGES[name], config) for name in ("acceptance", "export"))
+    report = json.loads(report_path.read_text())
+    table = Table("", "", title=f"Head {config.head.name}", show_header=False)
+    for name, shown in durations:
+        table.add_row(name, shown)
+    table.add_row("tokens per step", f"{report['tokens_per_step']:.2f}, where plain decoding has 1")
+    table.add_row("acceptance length", f"{report['acceptance_length']:.3f}")
+    Console().print(table)
+    print(f"{report_path.with_name('report.html')} shows it; {export.parent} has the head and says how to serve it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Tests `mtptrain run`: which stages it runs, on how many ranks, what it passes over, and how it ends."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from mtptrain import run
+from mtptrain.command_line.stages import STAGES, stages_of
+from mtptrain.run_dir import write_provenance
+from tests.conftest import make_config, run_program
+
+Run = tuple[Path, tuple[str, ...]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ([], "prompts hidden-states train acceptance export"),
+        (
+            ["prompts.source=responses", "prompts.paths=[a.jsonl]", "head=eagle3", "head.draft_vocab_size=64"],
+            "responses prompts draft-vocab hidden-states train acceptance export",
+        ),
+        (["train.validation_prompts=0"], "prompts hidden-states train choose-head acceptance export"),
+    ],
+)
+def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str], names: str) -> None:
+    assert " ".join(name for name, _, _ in stages_of(make_config(*overrides))) == names
+
+
+@pytest.mark.parametrize(("num_gpus", "ranks"), [(0, None), (1, None), (8, "8")])
+def test_a_stage_gets_a_rank_for_each_gpu(num_gpus: int, ranks: str | None) -> None:
+    with patch("torch.cuda.device_count", lambda: num_gpus):
+        command = run.command_of(STAGES["train"], "ranks", ["recipe=quickstart"])
+        assert run.command_of(STAGES["prompts"], "process", []) == [sys.executable, "-m", "data_prep.prompts"]
+    assert command[-3:] == ["-m", "mtptrain.train", "recipe=quickstart"]
+    assert (command[command.index("--nproc-per-node") + 1] if "--nproc-per-node" in command else None) == ranks
+
+
+def test_a_stage_is_passed_over_only_if_it_is_newer_and_was_made_with_the_same_settings(tmp_path: Path) -> None:
+    config = make_config(f"run_dir={tmp_path}")
+    output = run.output_of("prompts", STAGES["prompts"], config)
+    assert output == tmp_path / "prompts/manifest.json" and not run.is_finished(output, 0.0, config)
+    write_provenance(output.parent, config)
+    assert not run.is_finished(output, 0.0, config)
+    output.write_text("{}")
+    assert run.is_finished(output, 0.0, config)
+    assert not run.is_finished(output, time.time() + 60, config)
+    assert not run.is_finished(output, 0.0, make_config(f"run_dir={tmp_path}", "prompts.max_train_tokens=7"))
+
+
+def test_outputs_that_settings_move_elsewhere_are_found(tmp_path: Path) -> None:
+    config = make_config(f"acceptance.output_dir={tmp_path}/a", f"export.output_dir={tmp_path}/b")
+    found = [run.output_of(name, STAGES[name], config) for name in ("acceptance", "export")]
+    assert found == [tmp_path / "a/report.json", tmp_path / "b/provenance.json"]
+
+
+@pytest.mark.parametrize(("code", "ended"), [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_run_ends_with_the_exit_code_of_the_stage_that_fails(code: str, ended: int) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run.run_stage([sys.executable, "-c", "pass"])
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(SystemExit) as failure:
+        run.run_stage([sys.executable, "-c", f"import os, sys; {code}"])
+    assert failure.value.code == ended
+
+
+def test_ctrl_c_is_left_to_the_stage(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the run and to its stage; the stage says what it keeps."""
+    stage = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: (print('kept'), sys.exit(130)))\n"
+        f"open({str(tmp_path / 'began')!r}, 'w').close()\n"
+        "time.sleep(60)"
+    )
+    program = f"import sys; from mtptrain.run import run_stage; run_stage([sys.executable, '-c', {stage!r}])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (tmp_path / "began").exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "kept\n" and process.returncode == 130
+
+
+@pytest.mark.parametrize("setting", ["plan=true", "verify=true"])
+def test_settings_of_one_stage_are_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=r"must be false for a whole run, .* run `mtptrain hidden-states` with it"):
+        run.check(make_config(setting))
+
+
+def test_gpus_that_cannot_share_a_step_are_refused_before_anything_runs() -> None:
+    with patch("torch.cuda.device_count", lambda: 3), pytest.raises(ValueError, match="micro_batches_per_step"):
+        run.check(make_config("train.micro_batches_per_step=8"))
+
+
+def test_a_whole_run_ends_with_a_table_and_is_not_repeated(tiny_run: Run, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run[0], tmp_path / "run")
+    overrides = ("recipe=quickstart", f"run_dir={tmp_path}/run", *tiny_run[1])
+    first = run_program("mtptrain.run", *overrides)
+    assert first.returncode == 0, first.stderr[-3000:]
+    headings = [line for line in first.stdout.splitlines() if line.startswith("== mtptrain ")]
+    assert [heading.split()[2] for heading in headings] == [
+        f"{name}:" for name in ("prompts", "hidden-states", "train", "acceptance", "export")
+    ]
+    assert "tokens per step" in first.stdout and f"{tmp_path}/run/export/vllm has the head" in first.stdout
+    report = (tmp_path / "run/acceptance/report.json").read_bytes()
+    second = run_program("mtptrain.run", *overrides)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert second.stdout.count("done before") >= 3
+    assert (tmp_path / "run/acceptance/report.json").read_bytes() == report
