@@ -107,7 +107,7 @@ class PromptsReport:
     answers_untrained: int
     """Number of assistant turns that the loss leaves out, because the data say so (`weight: 0`, `train: false`)."""
     answers_inserted: int
-    """Number of supervised assistant turns that begin with text of the template, such as an empty think block."""
+    """Number of supervised assistant turns that begin or end with text of the template (an empty think block)."""
     beyond_max_train_tokens: int
     """Number of files or conversations left out, in whole or in part, because of prompts.max_train_tokens."""
     refused: list[Refusals]

@@ -47,8 +47,8 @@ class Rendering:
     answers_untrained: int = 0
     """Number of assistant turns that are not to be trained; set only in the first text."""
     answers_inserted: int = 0
-    """Number of assistant turns that begin with text of the template, such as an empty think block; set only in the
-    first text."""
+    """Number of assistant turns that begin or end with text of the template, such as an empty think block; set only in
+    the first text."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def render_conversation(
         ValueError: the tokenizer has no chat template.
         EndlessTemplate: the template takes too long.
     """
-    trained = _trained_answers(messages, () if is_generated else special_tokens(tokenizer).values())
+    special = set(special_tokens(tokenizer).values())
+    trained = _trained_answers(messages, () if is_generated else special)
     num_untrained = sum(NOT_TRAINED in message.items() for message in messages)
     messages = [dict(item for item in message.items() if item != NOT_TRAINED) for message in messages]
     template = require_chat_template(tokenizer)
@@ -103,7 +104,7 @@ def render_conversation(
         raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
     if not renderings:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
-    inserted = 0 if is_generated else sum(_has_inserted_text(turn, trained[turn.number]) for turn in located)
+    inserted = 0 if is_generated else sum(_has_inserted_text(turn, trained[turn.number], special) for turn in located)
     left_out = len(trained) - sum(rendering.answers for rendering in renderings)
     first = replace(
         renderings[0], turn=0, answers_left_out=left_out, answers_untrained=num_untrained, answers_inserted=inserted
@@ -112,10 +113,17 @@ def render_conversation(
 
 
 def _refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
-    """Raises ConversationRefused if the template leaves out a text that is not an answer. White space may differ."""
-    squeezed = _squeeze(whole)
-    for message in messages:
-        if message["role"] != "assistant" and _squeeze(message["content"]) not in squeezed:
+    """Raises ConversationRefused if the template leaves out a text that is not an answer. White space may differ.
+
+    Each message needs a place of its own: a short text may also occur within another one.
+    """
+    rest = _squeeze(whole)
+    with_text = [message for message in messages if message["content"].strip()]
+    for message in sorted(with_text, key=lambda message: len(message["content"]), reverse=True):
+        before, found, after = rest.partition(_squeeze(message["content"]))
+        if found:
+            rest = f"{before}\0{after}"
+        elif message["role"] != "assistant":
             raise ConversationRefused(f"a {message['role']} message that the chat template does not render")
 
 
@@ -132,24 +140,30 @@ def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) ->
         raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
     if not all(message["content"].strip() or "reasoning_content" in message for message in trained.values()):
         raise ConversationRefused("an answer without text")
+    reasoning = [message.get("reasoning_content", "") for message in trained.values()]
     for token in sorted(set(forbidden)):
-        if any(token in message["content"] for message in trained.values()):
+        if any(token in text for text in (*reasoning, *(message["content"] for message in trained.values()))):
             raise ConversationRefused(f"an answer with the special token {token} in its text")
+    if any(tag in text for text in reasoning for tag in (OPEN, CLOSE)):
+        raise ConversationRefused(f"reasoning with {OPEN} or {CLOSE} in its text")
     return trained
 
 
 def _refuse_rewritten(turn: _Turn, message: Message) -> None:
     """Raises ConversationRefused if a text of the message is missing in its rendering, or has other think tags there.
 
-    White space may differ.
+    White space may differ at the beginning and end of a text.
     """
     prompt, generated = turn.text[: turn.start].rstrip(), turn.text[turn.start :]
     content, reasoning = message["content"], message.get("reasoning_content", "")
-    squeezed = _squeeze(generated)
-    if _squeeze(reasoning) not in squeezed:
-        raise ConversationRefused("reasoning that the chat template does not render")
-    if not all(_squeeze(part) in squeezed for part in re.split(f"{OPEN}|{CLOSE}", content)):
-        raise ConversationRefused("an answer that the chat template does not render as it is written")
+    texts = _texts_of(message)
+    if _place_of(texts, generated) is None:
+        is_content_there = _place_of(texts[1:], generated) is not None
+        raise ConversationRefused(
+            "reasoning that the chat template does not render"
+            if is_content_there
+            else "an answer that the chat template does not render as it is written"
+        )
     begins = bool(reasoning) or content.lstrip().startswith(OPEN)
     opened = prompt.endswith((OPEN, CLOSE)) + generated.count(OPEN)
     if begins and opened > content.count(OPEN) + bool(reasoning):
@@ -163,11 +177,40 @@ def _refuse_rewritten(turn: _Turn, message: Message) -> None:
         raise ConversationRefused(f"an answer with {OPEN} but no {CLOSE}")
 
 
-def _has_inserted_text(turn: _Turn, message: Message) -> bool:
-    """Returns whether the template adds text before an answer without reasoning, beyond the prompt."""
-    if "reasoning_content" in message or CLOSE in message["content"] or not turn.spans:
+def _texts_of(message: Message) -> list[str]:
+    """Returns the reasoning of an answer and the parts of its content between think tags."""
+    return [message.get("reasoning_content", ""), *re.split(f"{OPEN}|{CLOSE}", message["content"])]
+
+
+def _place_of(texts: Sequence[str], generated: str) -> Span | None:
+    """Returns where the first of these texts begins and the last one ends, or None if one is missing after another."""
+    starts, end = [], 0
+    for text in filter(None, map(str.strip, texts)):
+        start = generated.find(text, end)
+        if start < 0:
+            return None
+        starts.append(start)
+        end = start + len(text)
+    return (starts[0], end) if starts else (0, 0)
+
+
+def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) -> bool:
+    """Returns whether the template adds text to an answer beyond the prompt: after it, or before one without reasoning.
+
+    Special tokens, such as that which ends a turn, and white space do not count.
+    """
+    if not turn.spans:
         return False
-    return not _squeeze(turn.text[turn.spans[0][0] :]).startswith(_squeeze(message["content"]))
+    first, last = turn.spans[0][0], turn.spans[-1][1]
+    generated = turn.text[first:last]
+    place = _place_of(_texts_of(message), generated)
+    if place is None:  # a part of it is outside the template's {% generation %} block
+        return True
+    before, after = generated[: place[0]], generated[place[1] :]
+    is_answer_alone = "reasoning_content" not in message and CLOSE not in message["content"]
+    for token in special:
+        after = after.replace(token, "")
+    return bool(after.strip() or (is_answer_alone and before.strip()))
 
 
 def _squeeze(text: str) -> str:

@@ -7,6 +7,7 @@ report counts. A user can pass over further columns and keys by naming them in `
 import json
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mtptrain.config import ConversationSchema
@@ -40,22 +41,26 @@ TRAIN_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_weight"
 NOT_TRAINED = ("weight", "0")
 """The item of a parsed message that is not to be trained."""
 TOOL_NAMES = ("tool", "function")
-MEDIA_NAMES = ("image", "video", "audio")
-"""Beginnings of the names of columns, message keys and parts of a content."""
+MEDIA_NAMES = ("image", "video", "audio", "img", "picture", "photo", "pixel", "attachment")
+"""Beginnings of words in the names of columns, message keys and parts of a content."""
+FINISH_KEYS = ("finish_reason", "stop_reason")
 FINISHED = ("stop", "end_turn", "eos", "eos_token")
 """Values of `finish_reason` and `stop_reason` of an answer that was not cut off."""
 METADATA = {
     *("id", "_id", "uid", "uuid", "idx", "index", "row", "hash", "hashed_ip", "subset", "version", "license"),
     *("source", "sources", "dataset", "dataset_name", "origin", "url", "link", "author", "annotator", "created_by"),
     *("category", "categories", "topic", "topics", "tag", "tags", "task", "task_type", "task_category", "type"),
+    *("source_url", "page_url", "model_name", "file_name", "task_name", "source_name", "user_name"),
     *("domain", "subject", "title", "intent", "difficulty", "quality", "lang", "language", "languages"),
     *("model", "generator", "teacher", "created", "date", "time", "timestamp", "country", "state", "header"),
     *("turn", "turns", "turn_identifier", "length", "tokens", "usage", "views", "likes", "avatarurl"),
     *("score", "scores", "rating", "toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation"),
-    *("metadata", "meta", "skip_prompt_formatting", "used_in_training", "rejected"),
+    *("metadata", "meta", "skip_prompt_formatting"),
 }
 """Names, in lower case, of columns and message keys that only describe a row."""
-METADATA_PATTERN = re.compile(r"num_\w+|\w+_(id|ids|idx|hash|score|scores|count|name|url|at|length|quality)|__\w+__")
+METADATA_PATTERN = re.compile(
+    r"(num|score)_\w+|(?!(input|label|token)_ids)\w+_(id|ids|idx|hash|score|scores|count|at|length|quality)|__\w+__"
+)
 _MEDIA = "image|img|video|audio|vision|speech|sound|bbox|frame"
 MEDIA_IN_TEXT = re.compile(
     rf"<image>|<bbox>|^\s*<({_MEDIA})>|<({_MEDIA})>\s*$|\[IMG\]|<start_of_image>|<img_context>|<ImageHere>|<image \d+>"
@@ -172,7 +177,7 @@ def _parse_message(message: Any, schema: ConversationSchema, metadata: Collectio
     role_key, content_key = MESSAGE_KEYS[schema]
     items = {key: value for key, value in message.items() if key not in metadata and not _is_empty(value)}
     given_role = items.pop(role_key, None)
-    if given_role == "function_call" or any(key.startswith(TOOL_NAMES) for key in items):
+    if given_role == "function_call" or any(_has_word(key, TOOL_NAMES) for key in items):
         raise ConversationRefused(TOOLS)
     if not isinstance(given_role, str) or given_role not in ROLES[schema]:
         raise ConversationRefused(f"unknown role {given_role!r}")
@@ -197,9 +202,14 @@ def _content(content: Any) -> str:
     """Returns the text of a message, which may be the only part of a list."""
     if not isinstance(content, list):
         return text_of("content", content)
-    parts = [part for part in content if isinstance(part, Mapping)]
+    # Parquet fills in null for keys that only other parts have; `cache_control` speaks to a server.
+    parts = [
+        {key: value for key, value in part.items() if value is not None and key != "cache_control"}
+        for part in content
+        if isinstance(part, Mapping)
+    ]
     types = {part.get("type") for part in parts}
-    if any(str(name).removeprefix("input_").startswith(MEDIA_NAMES) for name in types):
+    if any(_has_word(str(name), MEDIA_NAMES) for name in types):
         raise ConversationRefused(MEDIA)
     if len(content) != 1 or types != {"text"} or set(parts[0]) != {"type", "text"}:
         raise ConversationRefused("content in parts, of which only a single part of text is read")
@@ -236,26 +246,55 @@ def _is_trained(name: str, value: Any) -> bool:
 
 def _is_read_key(key: str, value: Any) -> bool:
     """Returns whether a message key is honoured or only describes its message."""
-    if key.startswith(MEDIA_NAMES):
-        raise ConversationRefused(MEDIA)
-    if (key == "prefix" and value is False) or (key in ("finish_reason", "stop_reason") and value in FINISHED):
+    if (key == "prefix" and value is False) or (key in FINISH_KEYS and value in FINISHED):
         return True
-    _refuse_flags_inside(f"message key {key}", value)
-    return is_metadata(key)
+    _refuse_hidden(f"message key {key}", key, key, value)
+    return is_metadata(key) and (key != "type" or value in ("text", "message"))
 
 
 def _is_read_column(name: str, value: Any) -> bool:
     """Returns whether a column is honoured or only describes its row."""
-    if name.startswith(TOOL_NAMES):
-        raise ConversationRefused(TOOLS)
-    if name.startswith(MEDIA_NAMES):
-        raise ConversationRefused(MEDIA)
     if name in TRAIN_FLAGS:
         if not _is_trained(name, value):
             raise ConversationRefused("a row that is not to be trained")
         return True
-    _refuse_flags_inside(f"column {name}", value)
+    _refuse_hidden(f"column {name}", name, name, value)
     return is_metadata(name) or (name, value) == ("split", "train")
+
+
+def _refuse_hidden(where: str, top: str, name: str, value: Any) -> None:
+    """Raises ConversationRefused for tools, media, train flags and system prompts in what describes a row or message.
+
+    Args:
+        where: the column or message key, for the reason.
+        top: its name.
+        name: the name of the value: `top`, or a key of an object inside, at any depth, JSON text included.
+        value: the value.
+    """
+    if _is_empty(value):
+        return
+    is_text, is_number = isinstance(value, str), isinstance(value, int | float)
+    if not is_number and (_has_word(name, TOOL_NAMES) or (name == "type" and is_text and _has_word(value, TOOL_NAMES))):
+        raise ConversationRefused(TOOLS)
+    if not is_number and _has_word(name, MEDIA_NAMES):
+        raise ConversationRefused(MEDIA)
+    is_cut_off = name in FINISH_KEYS and value not in FINISHED
+    if name is not top and (name in (*TRAIN_FLAGS, *SYSTEM_COLUMNS) or is_cut_off):
+        raise ConversationRefused(f"{name} inside {where}, which is not read (prompts.metadata=[{top}] passes it over)")
+    if is_text and value.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        _refuse_hidden(where, top, str(key), inner)
+    for inner in value if isinstance(value, list) else ():
+        if isinstance(inner, Mapping):
+            _refuse_hidden(where, top, top, inner)
+
+
+def _has_word(name: str, beginnings: tuple[str, ...]) -> bool:
+    """Returns whether a word of a name, such as `userImage_url`, begins with one of these."""
+    words = re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return any(word.startswith(beginnings) for word in words)
 
 
 def _refuse_unread(what: str, names: list[str]) -> None:
@@ -266,13 +305,6 @@ def _refuse_unread(what: str, names: list[str]) -> None:
             f"{noun} {', '.join(names)}, which {verb} not read (prompts.metadata=[{','.join(names)}] passes {pronoun} "
             "over)"
         )
-
-
-def _refuse_flags_inside(name: str, value: Any) -> None:
-    """Raises ConversationRefused if an object that describes a row or a message also says whether to train it."""
-    for flag in TRAIN_FLAGS:
-        if isinstance(value, Mapping) and flag in value:
-            raise ConversationRefused(f"{flag} inside {name}, which is not read")
 
 
 def _with_system(messages: list[Message], text: str) -> list[Message]:

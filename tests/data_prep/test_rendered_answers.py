@@ -83,6 +83,11 @@ ALWAYS_OPEN = CHATML.replace("assistant\n'", "assistant\n<think>'").replace(
             "an answer whose think tags the chat template does not render",
         ),
         (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
+        (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
+        (CHATML.replace("m.content", "m.content.replace(' ', '')"), "def f", CHANGED),
+        (CHATML, "one|so one it is", "reasoning that the chat template does not render"),
+        (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
+        (FILLED, "odd</think>|one", "reasoning with <think> or </think> in its text"),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_rendered_otherwise_than_written_is_refused(template: str, answer: str, reason: str) -> None:
@@ -101,6 +106,8 @@ def test_an_answer_that_is_rendered_otherwise_than_written_is_refused(template: 
         (ALWAYS_OPEN, "odd</think>one", "odd</think>one", 0),
         (FILLED, "odd|one", "<think>odd</think>one", 0),
         (FILLED, "one", "<think></think>one", 1),
+        (CHATML.replace("m.content", "m.content + (' (end)' if m.role[0] == 'a' else '')"), "one", "one (end)", 1),
+        (CHATML.replace("m.content", "m.content + (m.content if m.role[0] == 'a' else '')"), "one", "oneone", 1),
         (CLOSED_BLOCK, "one", "one", 0),
     ],
 )
@@ -171,3 +178,20 @@ def test_a_prompt_that_the_template_drops_refuses_the_conversation(role: str) ->
     messages.insert(0, {"role": role, "content": "Be  brief."})
     with pytest.raises(ConversationRefused, match=f"a {role} message that the chat template does not render"):
         render_conversation(tokenizer, messages)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "messages"),
+    [
+        ("system", [("system", "Be nice."), ("user", "Be nice. hi"), ("assistant", "hello")]),
+        ("tool", [("user", "1?"), ("assistant", "one"), ("tool", "4"), ("user", "is 4 even? 4"), ("assistant", "yes")]),
+    ],
+)
+def test_a_dropped_prompt_is_noticed_although_its_text_occurs_elsewhere(
+    dropped: str, messages: list[tuple[str, str]]
+) -> None:
+    template = CHATML.replace("{% for m in messages %}", f"{{% for m in messages if m.role != '{dropped}' %}}")
+    rows = [{"role": role, "content": content} for role, content in messages]
+    assert template != CHATML
+    with pytest.raises(ConversationRefused, match=f"a {dropped} message that the chat template does not render"):
+        render_conversation(tokenizer_of(template), rows)

@@ -19,6 +19,9 @@ def row(**columns: Any) -> dict[str, Any]:
     return {"messages": PARSED, **columns}
 
 
+PASS_METADATA = "(prompts.metadata=[metadata] passes it over)"
+
+
 def chat(question: dict[str, Any] | None = None, answer: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns a row with further keys in its question or answer."""
     return {"messages": [{**QUESTION, **(question or {})}, {**ANSWER, **(answer or {})}]}
@@ -125,8 +128,28 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
         (row(system="<image>\nDescribe it."), MEDIA),
         (row(response="no"), "column response, which is not read (prompts.metadata=[response] passes it over)"),
         (row(a=1, id=2, b=3), "columns a, b, which are not read (prompts.metadata=[a,b] passes them over)"),
-        (row(metadata={"train": False}), "train inside column metadata, which is not read"),
-        (chat(None, {"meta": {"weight": 0}}), "weight inside message key meta, which is not read"),
+        *((row(metadata=it), f"{name} inside column metadata, which is not read {PASS_METADATA}") for name, it in (
+            ("train", {"train": False}), ("train", '{"train": false}'), ("train", {"sft": {"train": False}}),
+            ("weight", [{"weight": 0}]), ("system_prompt", {"system_prompt": "Talk like a pirate."}),
+            ("finish_reason", {"finish_reason": "length"}),
+        )),
+        (
+            chat(None, {"meta": {"weight": 0}}),
+            "weight inside message key meta, which is not read (prompts.metadata=[meta] passes it over)",
+        ),
+        *((row(metadata=hidden), TOOLS) for hidden in ({"tools": ["x"]}, '{"tools": [{"name": "f"}]}')),
+        *((row(**{name: ["x"]}), TOOLS) for name in ("Tool_ids", "available_functions")),
+        *((row(**{name: "x"}), MEDIA) for name in ("img_url", "user_image_url", "Image_URL", "attachment_name")),
+        (row(type="function_calling"), TOOLS),
+        (chat(None, {"type": "function_call"}), TOOLS),
+        *(
+            (row(**{name: value}), f"column {name}, which is not read (prompts.metadata=[{name}] passes it over)")
+            for name, value in {"used_in_training": False, "input_ids": [1], "label_ids": [2], "page_name": "a"}.items()
+        ),
+        (
+            chat(None, {"type": "thinking"}),
+            "message key type, which is not read (prompts.metadata=[type] passes it over)",
+        ),
         (row(split="test"), "column split, which is not read (prompts.metadata=[split] passes it over)"),
         (row(keep=False), "column keep, which is not read (prompts.metadata=[keep] passes it over)"),
         (chat({"name": "ann"}), "message key name, which is not read (prompts.metadata=[name] passes it over)"),
@@ -136,7 +159,7 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
                 f"message key {key}, which is not read (prompts.metadata=[{key}] passes it over)",
             )
             for key, value in {
-                "refusal": "No.", "prefix": True, "finish_reason": "length", "train_detail": [{"train": False}],
+                "refusal": "No.", "prefix": True, "finish_reason": "length", "train_detail": "x",
             }.items()
         ),
     ],
@@ -145,6 +168,13 @@ def test_a_row_that_cannot_be_honoured_is_refused_with_the_reason(odd: dict[str,
     with pytest.raises(ConversationRefused) as refused:
         parse_row(odd)
     assert str(refused.value) == reason
+
+
+def test_what_only_describes_a_row_is_passed_over() -> None:
+    part = [{"type": "text", "text": "Is 7 odd?", "image_url": None, "cache_control": {"type": "ephemeral"}}]
+    described = {"score_chosen": 7.0, "num_tools": 0, "type": "math", "metadata": {"source": "x", "image": None}}
+    messages = parse_row({**chat({"content": part}, {"type": "text", "usage": {"tokens": 3}}), **described})
+    assert [message["content"] for message in messages] == ["Is 7 odd?", ANSWER["content"]]
 
 
 def test_answers_may_hold_the_names_of_media_tags() -> None:

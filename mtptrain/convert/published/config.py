@@ -127,7 +127,7 @@ HARMLESS = dict.fromkeys(
         *("initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp", "return_dict", "problem_type"),
         *("is_encoder_decoder", "is_decoder", "output_attentions", "output_hidden_states", "id2label", "label2id"),
         *("chunk_size_feed_forward", "_attn_implementation", "attn_implementation", "base_model_name_or_path"),
-        "gradient_checkpointing",
+        *("gradient_checkpointing", "_attn_implementation_autoset", "unsloth_version"),
         "max_position_embeddings",  # the head uses the target's positions
         "max_window_layers",  # counts only where a window is used, which is refused
     ),
@@ -175,6 +175,7 @@ LAYER = {
     "layer_types": full_attention,
     "use_sliding_window": only(False, because="because our heads have no window"),
     "sliding_window": unused_window,
+    "use_mrope": only(False, because="because our heads rotate by one position"),
 }
 """Keys of heads with decoder layers."""
 NATIVE = {
