@@ -1,7 +1,8 @@
 """Checks what CPU tests cannot show: that every stage runs on GPUs, that its results are correct within bf16
 rounding, and how fast extraction and training are. It downloads nothing.
 
-It runs the programs of the pipeline as users do, on a small amount of text, in `run_dir/gpu_check/`. It compares
+It runs the programs of the pipeline as users do, on a small amount of text, in a new folder in `run_dir/gpu_check/`,
+which it removes if nothing failed. It compares
 attention and loss with their definitions, and decoding with the training forward, and kills and resumes a training
 run. Then it runs the benchmarks with random weights, at the hidden size and vocabulary of an 8B target or, with
 `check.size=tiny`, at tiny sizes. It prints a table and writes `run_dir/gpu_check/report.json`; the exit code is 1 if a
@@ -13,7 +14,9 @@ row says why.
     python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check check.size=tiny      # on a CPU
 """
 
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +30,7 @@ from rich.console import Console
 
 from mtptrain.command_line.program import command, program, quoted
 from mtptrain.config import CheckSize, PipelineConfig, load_config
-from mtptrain.run_dir import remove_run_dir, write_provenance
+from mtptrain.run_dir import write_provenance
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.files import write_json
@@ -76,9 +79,15 @@ def main(cfg: DictConfig) -> None:
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
     directory = config.stage_dir("gpu_check")
     write_provenance(directory, config)
-    inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(directory / 'run')}"]))
+    work_dir = Path(tempfile.mkdtemp(prefix="check_", dir=directory))  # an older one may hold files of somebody
+    inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(work_dir / 'run')}"]))
     rows = run_all(inner, overrides, config.check.size, device, run_in_process)
-    sys.exit(report(rows, directory, device))
+    code = report(rows, directory, device)
+    if code:
+        print(f"the programs' output and logs are in {work_dir}")
+    else:
+        shutil.rmtree(work_dir)
+    sys.exit(code)
 
 
 def forwarded(given: Sequence[str]) -> list[str]:
@@ -90,9 +99,7 @@ def run_all(
     config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device, run: RunProgram
 ) -> list[Row]:
     """Runs every check in order, prints each result as it comes, and returns all rows."""
-    directory = Path(config.run_dir)
-    remove_run_dir(directory)
-    directory.mkdir(parents=True)
+    Path(config.run_dir).mkdir(parents=True)
     set_compilation(size is CheckSize.full)
     rows = []
     for name, check in checks_of(Stages(config, overrides, device, run), size, device).items():

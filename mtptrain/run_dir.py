@@ -25,8 +25,7 @@ CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 _FACTS = ("argv", "git_revision", "python", "packages")
 """Entries of every `provenance.json`."""
 FILES = "files"
-"""Entry of the `provenance.json` of a replaceable folder: the size of each file, and the sha256 of each text."""
-_TEXTS = (".json", ".md", ".yaml", ".jinja", ".txt")
+"""Entry of the `provenance.json` of a replaceable folder: the size and the sha256 of each file."""
 _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safetensors", "tokenizers", "datasets")
 
 
@@ -40,12 +39,17 @@ def check_stage_dir(directory: Path, setting: str = "run_dir") -> None:
     Raises:
         ValueError: the folder is not empty and has no `provenance.json` of ours, or the path is a file.
     """
-    found = directory if directory.exists() and not directory.is_dir() else _others_file(directory)
-    if found is not None:
+    if directory.is_symlink() and not directory.exists():
+        problem: str | None = "is a link to nothing"
+    elif directory.exists() and not directory.is_dir():
+        problem = "is a file"
+    else:
+        others = _others_file(directory)
+        problem = None if others is None else f"holds {others.relative_to(directory)} of somebody else"
+    if problem is not None:
         raise ValueError(
             f"{setting}: {directory} must be new, empty or written by mtptrain, which leaves {PROVENANCE} there, but "
-            f"{'is a file' if found == directory else f'holds {found.relative_to(directory)} of somebody else'}; move "
-            f"that away, or set another {setting}"
+            f"{problem}; move that away, or set another {setting}"
         )
 
 
@@ -95,17 +99,6 @@ def claim_stage_dir(stage_dir: Path, config: PipelineConfig) -> None:
         write_provenance(stage_dir, config)
 
 
-def remove_run_dir(directory: Path) -> None:
-    """Remove a run's folder with all its stages.
-
-    Raises:
-        ValueError: it holds files of somebody else.
-    """
-    if directory.exists():
-        check_stage_dir(directory)
-        shutil.rmtree(directory)
-
-
 def check_replaceable(directory: Path, known: Collection[str], setting: str) -> None:
     """Refuse to replace a folder unless every file in it is as `replaced` wrote it, and none was added.
 
@@ -117,14 +110,21 @@ def check_replaceable(directory: Path, known: Collection[str], setting: str) -> 
     Raises:
         ValueError: the folder, or one of those beside it that `replaced` uses, holds files of somebody else.
     """
+    if directory.resolve() == Path.cwd():
+        raise ValueError(
+            f"{setting}: {directory} must not be the directory in which the command runs, because it is replaced as a "
+            "whole, but is; set a directory inside it"
+        )
     for beside in _beside(directory):
         check_stage_dir(beside, setting)
+        if beside.is_symlink():
+            raise ValueError(f"{setting}: {beside} must not be a link, but is; move it away, or set another {setting}")
     check_stage_dir(directory, setting)
     if not directory.is_dir() or not any(directory.iterdir()):
         return
     files: Mapping[str, Any] = _provenance(directory).get(FILES, dict.fromkeys(known))
     for path in sorted(directory.iterdir()):
-        is_known = path.name in files or path.name == PROVENANCE
+        is_known = path.is_file() and (path.name in files or path.name == PROVENANCE)
         if not is_known or (files.get(path.name) is not None and files[path.name] != _describe(path)):
             raise ValueError(
                 f"{setting}: {directory} must hold only the files of an earlier export to be replaced, but {path.name} "
@@ -234,9 +234,8 @@ def _remove_ours(directory: Path) -> None:
 
 
 def _describe(path: Path) -> dict[str, object]:
-    """Returns the size of a file, and its hash if it is a text."""
-    sha256 = {"sha256": file_sha256(path)} if path.suffix in _TEXTS else {}
-    return {"num_bytes": path.stat().st_size, **sha256}
+    """Returns the size and the hash of a file."""
+    return {"num_bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _git_revision() -> str | None:

@@ -19,7 +19,6 @@ from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.hidden_states.store import HiddenStore
-from mtptrain.run_dir import remove_run_dir
 from mtptrain.serving.divergence import first_answer_divergence
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.families import eos_token_ids
@@ -244,7 +243,6 @@ class Stages:
     def _sibling(self, name: str, *stages: str) -> Path:
         """Returns a new run folder next to this one, with copies of the outputs of `stages`."""
         run_dir = self.directory.with_name(name)
-        remove_run_dir(run_dir)
         for stage in stages:
             shutil.copytree(self.directory / stage, run_dir / stage)
         return run_dir

@@ -1,6 +1,7 @@
 """The base class of export formats: names and layout of tensors, `config.json`, and the launch command."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -106,5 +107,26 @@ class Format(ABC):
 
 
 def rename(tensors: Tensors, names: dict[str, str]) -> Tensors:
-    """Returns the tensors under their new names. Tensors that `names` does not list keep their names."""
-    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+    """Returns the tensors under their new names. Tensors that `names` does not list keep their names.
+
+    Raises:
+        ValueError: two tensors get one name.
+    """
+    return renamed(tensors, lambda name: names.get(name, name))
+
+
+def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
+    """Returns the tensors under the names that a function gives them.
+
+    Raises:
+        ValueError: two tensors get one name.
+    """
+    old_names: dict[str, str] = {}
+    for name in tensors:
+        other = old_names.setdefault(new_name(name), name)
+        if other != name:
+            raise ValueError(
+                f"head.init_from: a tensor must have one name, but {other} and {name} are both {new_name(name)}; "
+                "remove the one that the engine does not read"
+            )
+    return {new: tensors[old] for new, old in old_names.items()}

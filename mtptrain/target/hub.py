@@ -135,7 +135,7 @@ def weight_files(target_dir: Path) -> list[Path]:
     """
     index = target_dir / "model.safetensors.index.json"
     if index.is_file():
-        files = [target_dir / name for name in _indexed_files(index)]
+        files = [target_dir / name for name in indexed_files(index)]
         single = target_dir / "model.safetensors"
         if single.is_file() and single not in files:
             raise ValueError(
@@ -154,7 +154,12 @@ def weight_files(target_dir: Path) -> list[Path]:
     return files
 
 
-def _indexed_files(index: Path) -> list[str]:
+def indexed_files(index: Path) -> list[str]:
+    """Returns the names of the files in an index of tensors, each once.
+
+    Raises:
+        ValueError: the index names no files, or some outside its directory.
+    """
     weight_map: Any = read_json(index, DOWNLOAD_AGAIN).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index}: must name the file of each tensor in weight_map, but does not; {DOWNLOAD_AGAIN}")

@@ -45,11 +45,12 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def written_whole(path: Path, temporary: Path) -> Iterator[None]:
-    """Publish the temporary file that the `with` block has written.
+    """Publish the temporary file that the `with` block writes anew: a link in its place is not followed.
 
     If writing or publishing raises an OSError, remove the temporary file, and name `path` if the error names no file.
     """
     try:
+        temporary.unlink(missing_ok=True)
         yield
         publish(temporary, path)
     except OSError as error:

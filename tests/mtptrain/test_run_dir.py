@@ -11,7 +11,8 @@ from hydra import compose, initialize_config_dir
 
 from mtptrain import run_dir
 from mtptrain.config import RECIPES
-from mtptrain.run_dir import PROVENANCE, check_stage_dir, claim_stage_dir, remove_run_dir, replaced, write_provenance
+from mtptrain.run_dir import PROVENANCE, check_stage_dir, claim_stage_dir, replaced, write_provenance
+from mtptrain.utils.files import write_json
 from tests.conftest import PLAIN, make_config
 
 SOMEBODYS = {
@@ -109,14 +110,17 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
         check_stage_dir(tmp_path / "train")
 
 
-def test_a_run_dir_with_somebodys_files_is_not_removed(tmp_path: Path) -> None:
-    write_provenance(tmp_path / "run/prompts", make_config())
-    (tmp_path / "run/thesis.tex").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds thesis\.tex of somebody else"):
-        remove_run_dir(tmp_path / "run")
-    (tmp_path / "run/thesis.tex").unlink()
-    remove_run_dir(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").symlink_to(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"^run_dir: \S+/train must be new, .* but is a link to nothing; move"):
+        check_stage_dir(tmp_path / "train")
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("mine")
+    (tmp_path / "report.json.tmp").symlink_to(tmp_path / "thesis")
+    write_json(tmp_path / "report.json", {})
+    assert (tmp_path / "thesis").read_text() == "mine" and not (tmp_path / "report.json").is_symlink()
 
 
 def replace(directory: Path, text: str) -> None:
@@ -128,6 +132,7 @@ ADDED: dict[str, tuple[Callable[[Path], object], str]] = {
     "thesis": (lambda path: (path / "thesis.tex").write_text("mine"), r"but thesis\.tex is none of them; move it"),
     "git": (lambda path: (path / ".git").mkdir(), r"but \.git is none of them; move it away"),
     "edited": (lambda path: (path / "head.txt").write_text("new text"), r"but head\.txt was changed since; move it"),
+    "weights": (lambda path: (path / "head.txt").write_text("OLD"), r"but head\.txt was changed since; move it"),
 }
 
 
@@ -140,6 +145,33 @@ def test_a_folder_to_which_somebody_added_files_is_not_replaced(tmp_path: Path, 
     with pytest.raises(ValueError, match=rf"^export\.output_dir: \S+/vllm must hold only the files of .*{message}"):
         replace(tmp_path / "vllm", "new")
     assert files_of(tmp_path) == before and (case != "git" or (tmp_path / "vllm/.git").is_dir())
+
+
+def test_a_folder_in_place_of_an_old_exports_file_is_kept(tmp_path: Path) -> None:
+    write_provenance(tmp_path / "vllm", make_config())
+    (tmp_path / "vllm/README.md").mkdir()
+    known = ("README.md", "config.yaml")
+    with (
+        pytest.raises(ValueError, match=r"but README\.md is none of them"),
+        replaced(tmp_path / "vllm", make_config(), known, "export.output_dir"),
+    ):
+        pass
+
+
+def test_a_link_beside_an_export_is_not_followed(tmp_path: Path) -> None:
+    replace(tmp_path / "other", "mine")
+    (tmp_path / "vllm.mtptrain_new").symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"vllm\.mtptrain_new must not be a link, but is; move it away"):
+        replace(tmp_path / "vllm", "new")
+    assert (tmp_path / "other/head.txt").read_text() == "mine"
+
+
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^export\.output_dir: \. must not be the directory in which the command runs"
+    ):
+        replace(Path("."), "new")
 
 
 def test_a_file_that_is_added_during_the_export_is_kept(tmp_path: Path) -> None:

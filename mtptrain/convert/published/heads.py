@@ -27,7 +27,7 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mtptrain.convert.base import Format, Tensors, rename
+from mtptrain.convert.base import Format, Tensors, rename, renamed
 from mtptrain.convert.mimo import MIMO_LAYER, mimo_settings
 from mtptrain.convert.published.config import Config, read_config
 from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, medusa_tensors
@@ -46,6 +46,7 @@ from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.files import stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
+from mtptrain.target.hub import indexed_files
 from mtptrain.utils.files import read_json, tensor_shapes
 
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
@@ -141,9 +142,9 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         tensors = read_tensors(files, MIMO_LAYER)
         settings |= mimo_settings(is_checkpoint, tensors)
         return PublishedHead(directory, name, settings, tensors, form, config)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(files).items()}
+    tensors = renamed(read_tensors(files), lambda name: name.removeprefix("model."))
     if form is VllmEagle3:
-        tensors = _eagle3_tensors(directory, tensors, config)
+        tensors = _eagle3_tensors(tensors, config)
         settings |= eagle3_settings(directory, config, tensors, target_config)
         if "mask_hidden" in tensors:
             name, form = "peagle", VllmPeagle
@@ -210,7 +211,7 @@ def tensor_files(directory: Path) -> list[Path]:
     """
     files, index = sorted(directory.glob("*.safetensors")), directory / INDEX
     if index.is_file():
-        named = sorted(set(read_json(index, "copy or download it again", ["weight_map"])["weight_map"].values()))
+        named = indexed_files(index)
         if absent := [name for name in named if directory / name not in files]:
             raise ValueError(f"{index}: must name files beside it, but {absent[0]} is missing; download the head again")
         return [directory / name for name in named]
@@ -271,6 +272,12 @@ def _native_mtp(directory: Path, names: set[str], target_config: PreTrainedConfi
     """Returns the MTP layer of a checkpoint."""
     prefixes = sorted({match[1] for name in names if (match := NATIVE_MTP.match(name))})
     refuse_several(prefixes, directory)
+    behind = f"model.layers.{target_config.num_hidden_layers}."
+    if prefixes[0] != behind:
+        raise ValueError(
+            f"head.init_from: the MTP layer of {directory} must be {behind.rstrip('.')}, behind the layers of this "
+            f"target, but is {prefixes[0].rstrip('.')}; choose the checkpoint of this target"
+        )
     foreign = [
         what
         for part, what in FOREIGN_PARTS.items()
@@ -299,15 +306,9 @@ def refuse_several(prefixes: Collection[str], directory: Path) -> None:
         )
 
 
-def _eagle3_tensors(directory: Path, tensors: Tensors, config: Config) -> Tensors:
+def _eagle3_tensors(tensors: Tensors, config: Config) -> Tensors:
     """Returns the tensors under our export's names, without `d2t` if it maps the whole vocabulary to itself."""
-    renamed = {re.sub(r"^layers\.0\.", "midlayer.", name): name for name in tensors}
-    if len(renamed) < len(tensors):
-        raise ValueError(
-            f"{directory}: the layer must be named midlayer or layers.0, but both have tensors; remove those that the "
-            "engine does not read"
-        )
-    tensors = {name: tensors[old] for name, old in renamed.items()}
+    tensors = renamed(tensors, lambda name: re.sub(r"^layers\.0\.", "midlayer.", name))
     if "d2t" in tensors and len(tensors["d2t"]) == config.get("vocab_size") and not tensors["d2t"].any():
         tensors.pop("d2t")
     return tensors

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mtptrain.convert.base import Tensors
+from mtptrain.convert.base import Tensors, renamed
 
 FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
 """Layer j of depth i is `i.j.linear`. The lm_head of depth i is `i.j`, where j is the number of layers."""
@@ -25,14 +25,15 @@ def is_medusa(config: dict[str, Any], names: set[str]) -> bool:
 
 def medusa_tensors(tensors: Tensors) -> Tensors:
     """Returns the tensors under the names that vLLM and our own heads use."""
-    renamed: Tensors = {}
-    for name, tensor in tensors.items():
-        match = FASTER_DECODING.match(name)
-        if match is not None:
-            depth, layer, is_layer, kind = match.groups()
-            name = f"blocks.{depth}.layers.{layer}.{kind}" if is_layer else f"lm_heads.{depth}.{kind}"
-        renamed[name.removeprefix("medusa_heads.")] = tensor
-    return renamed
+    return renamed(tensors, _own_name)
+
+
+def _own_name(name: str) -> str:
+    match = FASTER_DECODING.match(name)
+    if match is not None:
+        depth, layer, is_layer, kind = match.groups()
+        name = f"blocks.{depth}.layers.{layer}.{kind}" if is_layer else f"lm_heads.{depth}.{kind}"
+    return name.removeprefix("medusa_heads.")
 
 
 def medusa_settings(directory: Path, config: dict[str, Any], tensors: Tensors) -> dict[str, list[object]]:

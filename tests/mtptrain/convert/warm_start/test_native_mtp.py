@@ -73,6 +73,29 @@ def test_an_mtp_layer_with_parts_that_our_head_does_not_have_is_refused(
         load_init(str(tmp_path / "target"), MTP, tiny_target)
 
 
+@pytest.mark.parametrize("layer", [1, 9])
+def test_an_mtp_layer_that_is_not_behind_the_targets_layers_is_refused(
+    tmp_path: Path, tiny_target: Path, layer: int
+) -> None:
+    native_checkpoint(tmp_path / "target", tiny_target)
+    rewrite(
+        tmp_path / "target",
+        lambda tensors: {name.replace("layers.2.", f"layers.{layer}."): x for name, x in tensors.items()},
+    )
+    with pytest.raises(
+        ValueError, match=rf"must be model\.layers\.2, behind .*, but is model\.layers\.{layer}; choose"
+    ):
+        load_init(str(tmp_path / "target"), MTP, tiny_target)
+
+
+def test_a_norm_under_two_names_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    native_checkpoint(tmp_path / "target", tiny_target)
+    change = {f"model.layers.2.{name}": torch.ones(64) for name in ("norm.weight", "shared_head.norm.weight")}
+    rewrite(tmp_path / "target", lambda tensors: {**tensors, **change})
+    with pytest.raises(ValueError, match=r"a tensor must have one name, but .* are both norm\.weight"):
+        load_init(str(tmp_path / "target"), MTP, tiny_target)
+
+
 def test_an_mtp_layer_in_the_layout_of_qwen3_next_is_refused_by_name(tmp_path: Path, tiny_target: Path) -> None:
     make_target(tmp_path / "target")
     rewrite(

@@ -1,5 +1,6 @@
 """Tests that tensors of published heads which contradict each other, or which mtptrain cannot read, are refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,20 @@ def test_t2d_that_contradicts_d2t_is_refused(
         load_init(str(tmp_path / "head"), config, tiny_target)
 
 
-def test_a_layer_under_two_names_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+@pytest.mark.parametrize(("old", "new"), [("midlayer.", "layers.0."), ("fc.", "model.fc.")])
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path, tiny_target: Path, old: str, new: str) -> None:
     path, tensors = write_eagle3(tmp_path / "head", tiny_target)
-    name = next(name for name in tensors if name.startswith("midlayer."))
-    save_file(tensors | {name.replace("midlayer", "layers.0"): torch.zeros_like(tensors[name])}, path)
-    with pytest.raises(ValueError, match=r"the layer must be named midlayer or layers\.0, but both have tensors"):
+    name = next(name for name in tensors if name.startswith(old))
+    save_file(tensors | {name.replace(old, new): torch.zeros_like(tensors[name])}, path)
+    with pytest.raises(ValueError, match=r"a tensor must have one name, but \S+ and \S+ are both \S+; remove the one"):
+        load_init(str(tmp_path / "head"), EAGLE3, tiny_target)
+
+
+@pytest.mark.parametrize("weight_map", [[], {"fc.weight": 1}, {"fc.weight": {}}])
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, tiny_target: Path, weight_map: object) -> None:
+    write_eagle3(tmp_path / "head", tiny_target)
+    (tmp_path / "head/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json: must name the file of each tensor in weight_map, but does not"):
         load_init(str(tmp_path / "head"), EAGLE3, tiny_target)
 
 
