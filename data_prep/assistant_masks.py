@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_text, require_chat_template, special_tokens
+from mtptrain.data.rows import ConversationRefused, Message
 
 from .renderings import Rendering, Span, render_conversation
-from .rows import ConversationRefused, Message
 
 _QUESTION: Message = {"role": "user", "content": "What is two and two?"}
 _ANSWER: Message = {"role": "assistant", "content": "Four."}

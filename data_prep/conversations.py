@@ -14,9 +14,8 @@ from datasets.utils.logging import CRITICAL, set_verbosity
 
 from mtptrain.config import ConversationSchema
 from mtptrain.data.questions import question_group
+from mtptrain.data.rows import ConversationRefused, Message, Row, kind, parse_row, text_of
 from mtptrain.utils.files import parse_json
-
-from .rows import ConversationRefused, Message, Row, kind, parse_row, text_of
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 CORRECT = "correct or remove it"

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.chat_template import EndlessTemplate, special_tokens
 from mtptrain.data.identity import TargetIdentity
+from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, Row
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
 from .conversations import Conversations, read_conversations
 from .renderings import Rendering, render_conversation
 from .responses.dialogue import Ending
 from .responses.manifest import read_responses
-from .rows import NOT_TRAINED, ConversationRefused, Message, Row
 from .text_files import TextFiles, read_text_files
 
 

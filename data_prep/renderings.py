@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template, special_tokens
-
-from .rows import NOT_TRAINED, ConversationRefused, Message
+from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, refuse_dropped_prompts
+from mtptrain.utils.masking import printable
 
 Span = tuple[int, int]
 NO_ANSWER = "no assistant turn"
@@ -93,8 +93,9 @@ def render_conversation(
         if "strftime_now" in template and _render(tokenizer, messages)[0] != whole:
             whole, turns = _render_all(tokenizer, messages)  # the date changed between two renderings
     except TemplateError as error:
-        raise ConversationRefused(f"the chat template fails: {str(error) or 'it gives no reason'}") from error
-    _refuse_dropped_prompts(whole, messages)
+        reason = printable(str(error)) or "it gives no reason"
+        raise ConversationRefused(f"the chat template fails: {reason}") from error
+    refuse_dropped_prompts(whole, messages)
     located = [turn for turn in turns if turn is not None and turn.number in trained]
     for turn in located:
         if not is_generated:
@@ -110,21 +111,6 @@ def render_conversation(
         renderings[0], turn=0, answers_left_out=left_out, answers_untrained=num_untrained, answers_inserted=inserted
     )
     return [first, *renderings[1:]]
-
-
-def _refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
-    """Raises ConversationRefused if the template leaves out a text that is not an answer. White space may differ.
-
-    Each message needs a place of its own: a short text may also occur within another one.
-    """
-    rest = _squeeze(whole)
-    with_text = [message for message in messages if message["content"].strip()]
-    for message in sorted(with_text, key=lambda message: len(message["content"]), reverse=True):
-        before, found, after = rest.partition(_squeeze(message["content"]))
-        if found:
-            rest = f"{before}\0{after}"
-        elif message["role"] != "assistant":
-            raise ConversationRefused(f"a {message['role']} message that the chat template does not render")
 
 
 def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) -> dict[int, Message]:
@@ -211,10 +197,6 @@ def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) 
     for token in special:
         after = after.replace(token, "")
     return bool(after.strip() or (is_answer_alone and before.strip()))
-
-
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
 
 
 def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[_Turn | None]]:

@@ -38,7 +38,8 @@ from mtptrain.decoding.drafters import (
     PromptLookupDrafter,
     TreeDrafter,
 )
-from mtptrain.decoding.prompts import Prompts, check_head_context, read_prompts
+from mtptrain.decoding.prompts import check_head_context, read_prompts
+from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.run_dir import output_dir_of, write_provenance

@@ -19,7 +19,7 @@ from mtptrain.decoding.acceptance import (
     token_batches,
 )
 from mtptrain.decoding.draft import Drafter
-from mtptrain.decoding.prompts import Prompts
+from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.target.families import eos_token_ids

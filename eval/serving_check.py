@@ -27,7 +27,8 @@ from mtptrain.config import Dtype, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
-from mtptrain.decoding.prompts import Prompts, read_prompts
+from mtptrain.decoding.prompts import read_prompts
+from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.run_dir import output_dir_of, write_provenance

@@ -18,8 +18,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_prompt, render_text
-
-from ..rows import ConversationRefused, Message
+from mtptrain.data.rows import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
 _PROBE = "\ue000"  # from Unicode's private use area, so no template writes it

@@ -71,7 +71,7 @@ class CompletionServer:
         if num_read != len(prompt_ids):
             raise ValueError(
                 f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids unchanged, but counts "
-                f"{num_read} tokens; use a server that does not change prompts"
+                f"{self.quote(repr(num_read))} tokens; use a server that does not change prompts"
             )
         return response
 
@@ -159,8 +159,9 @@ class CompletionServer:
         try:
             lengths = {model["id"]: model.get("max_model_len") for model in content["data"]}
             for name, length in lengths.items():
-                if not isinstance(name, str) or not (length is None or (type(length) is int and length > 0)):
-                    raise TypeError("id must be a string and max_model_len a positive integer")
+                is_name = isinstance(name, str) and name.isprintable()
+                if not is_name or not (length is None or (type(length) is int and length > 0)):
+                    raise TypeError("id must be a printable string and max_model_len a positive integer")
             return lengths
         except (KeyError, TypeError) as error:
             raise ValueError(

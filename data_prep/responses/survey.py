@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
+from mtptrain.data.rows import ConversationRefused, Message
+
 from ..conversations import Conversations
 from ..prompts_report import group_refusals
-from ..rows import ConversationRefused, Message
 from .dialogue import questions
 
 QUIET_ROWS = 10_000

@@ -10,7 +10,7 @@ import httpx
 from tqdm import tqdm
 
 from mtptrain.utils.files import parse_json
-from mtptrain.utils.masking import hide_passwords, hide_secrets
+from mtptrain.utils.masking import hide_passwords, hide_secrets, printable
 
 SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from a server's message."""
@@ -113,10 +113,15 @@ class Transport:
 
     def quote(self, text: str) -> str:
         """Returns the beginning of a text of the server, which may repeat what it was sent, without the secrets."""
-        return self._hide(text[: SHOWN_CHARACTERS + max(map(len, self._secrets), default=0)])[:SHOWN_CHARACTERS]
+        hidden = self._hide(text[: SHOWN_CHARACTERS + max(map(len, self._secrets), default=0)])
+        return printable(hidden[:SHOWN_CHARACTERS])
 
     def reason(self, error: Exception) -> str:
-        return "timed out" if isinstance(error, TimeoutError) else self._hide(str(error)) or type(error).__name__
+        return (
+            "timed out"
+            if isinstance(error, TimeoutError)
+            else printable(self._hide(str(error))) or type(error).__name__
+        )
 
 
 def secrets_of(url: str, api_key: str | None) -> list[str]:

@@ -32,7 +32,8 @@ from tqdm import tqdm
 from mtptrain.command_line.program import command, program
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.convert.warm_start import trained_or_initial_head
-from mtptrain.decoding.prompts import Prompts, read_prompts
+from mtptrain.decoding.prompts import read_prompts
+from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.round_costs import Batch, Spent, decode, drafters_of, fastest_in_turns, num_rounds, random_tokens
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import PHASES, Generation

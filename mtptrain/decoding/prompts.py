@@ -1,26 +1,18 @@
 """Reads the prompts that acceptance is measured on, from held-out documents or from a file."""
 
-import hashlib
-import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig
-from mtptrain.data.chat_template import render_prompt
 from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash
-from mtptrain.data.questions import first_user_turn, text_hash
+from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
 from mtptrain.decoding.speculate import check_prompts
 from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer
-from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
 
 CHOOSING_FRACTION = 0.25
 """Share of the held-out files or conversations that training uses to choose its best head. Reports use the rest."""
@@ -32,27 +24,6 @@ class HeldOut(StrEnum):
     choosing = "choosing"
     reporting = "reporting"
     all = "all"
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts and their metadata, by prompt id."""
-
-    input_ids: dict[str, list[int]]
-    sources: dict[str, str] = field(default_factory=dict)
-    """The file that a prompt comes from, or its group of conversations with the same question. A prompt without an
-    entry is its own source."""
-    categories: dict[str, str] = field(default_factory=dict)
-    turns: dict[str, list[str]] = field(default_factory=dict)
-    """All user turns, for conversations whose answers the target generates."""
-    questions: dict[str, str] = field(default_factory=dict)
-    """Hash of the first user turn, for prompts from a file with turns or messages."""
-
-    @property
-    def sha256(self) -> str:
-        """Hash of ids, prompts and turns."""
-        asked = json.dumps({"prompts": self.input_ids, "turns": self.turns}, sort_keys=True)
-        return hashlib.sha256(asked.encode()).hexdigest()
 
 
 def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0) -> Prompts:
@@ -254,93 +225,3 @@ def held_out_prompts(
             "train.validation_new_tokens, or raise prompts.validation_fraction"
         )
     return prompts
-
-
-def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
-    """Returns the prompts of a jsonl file.
-
-    Each line has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
-    With `turns`, the first turn is the prompt.
-
-    Raises:
-        FileNotFoundError: the path is not that of a file.
-        ValueError: the file is too large, a line does not have this form, an id occurs twice, a token is not in the
-            vocabulary, or there is no prompt.
-    """
-    if not path.is_file():
-        reason = "is not a file" if path.exists() else "does not exist"
-        raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
-    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
-        raise ValueError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
-    prompts = Prompts({})
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line.strip():
-            continue
-        row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
-        prompt_id = str(row["id"] if "id" in row else row["question_id"])
-        if prompt_id in prompts.input_ids:
-            raise ValueError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
-        outside = [token for token in input_ids if not 0 <= token < vocab_size]
-        if outside:
-            raise ValueError(
-                f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; "
-                "tokenize the prompts for this target"
-            )
-        prompts.input_ids[prompt_id] = input_ids
-        if "category" in row:
-            prompts.categories[prompt_id] = str(row["category"])
-        if "turns" in row:
-            prompts.turns[prompt_id] = row["turns"]
-        if (question := _first_turn(row)) is not None:
-            prompts.questions[prompt_id] = text_hash(question)
-    if not prompts.input_ids:
-        raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
-    return prompts
-
-
-def _first_turn(row: Mapping[str, Any]) -> str | None:
-    """Returns the first user turn of a row with `turns` or `messages`; None if there is no such turn."""
-    if "turns" in row:
-        return str(row["turns"][0])
-    messages = row.get("messages", [])
-    index = first_user_turn([{"role": str(message.get("role"))} for message in messages])
-    return None if index is None else str(messages[index].get("content"))
-
-
-def _prompt_of(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
-    row = parse_json(line, where)
-    refuse_lone_surrogates(row, where)
-    kinds = [kind for kind in ("input_ids", "text", "messages", "turns") if isinstance(row, dict) and kind in row]
-    if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
-        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(
-            f"{where}: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
-            f"{keys}; correct it"
-        )
-    if kinds[0] == "input_ids":
-        if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
-            raise ValueError(
-                f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it"
-            )
-        return row, row["input_ids"]
-    if kinds[0] == "text":
-        if not isinstance(row["text"], str):
-            raise ValueError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
-        return row, list(tokenizer(row["text"])["input_ids"])
-    if kinds[0] == "turns":
-        if (
-            not isinstance(row["turns"], list)
-            or not row["turns"]
-            or not all(isinstance(turn, str) for turn in row["turns"])
-        ):
-            raise ValueError(
-                f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it"
-            )
-        return row, render_prompt(tokenizer, [{"role": "user", "content": row["turns"][0]}], where)
-    if not isinstance(row["messages"], list) or not all(
-        isinstance(message, dict) for message in row["messages"] or [0]
-    ):
-        raise ValueError(
-            f"{where}: messages must be a list of at least one message, but is {str(row['messages'])[:40]}; correct it"
-        )
-    return row, render_prompt(tokenizer, row["messages"], where)

@@ -10,6 +10,14 @@ _SHORTEST_SECRET = 4
 """Shorter keys and passwords are no secrets, and hiding them would hide parts of ordinary words."""
 
 
+def printable(text: str) -> str:
+    """Returns a text of somebody else for a terminal: control characters and lone surrogates are written as escapes."""
+    shown = (
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
+    )
+    return "".join(shown)
+
+
 def hide_passwords(value: Any) -> Any:
     """Returns a text, or a list or dict of such values, without the user and password of any address in it."""
     if isinstance(value, str):

@@ -7,8 +7,8 @@ import pytest
 from datasets import Dataset
 
 from data_prep.conversations import conversation_name, read_conversations
-from data_prep.rows import parse_row
 from mtptrain.config import ConversationSchema
+from mtptrain.data.rows import parse_row
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}

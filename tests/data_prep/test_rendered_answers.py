@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from data_prep.renderings import render_conversation
-from data_prep.rows import NOT_TRAINED, ConversationRefused
+from mtptrain.data.rows import NOT_TRAINED, ConversationRefused
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 from tests.data_prep.test_renderings import CHATML, CLOSED, TOKENIZERS, chat, generated_parts, tokenizer_of
 

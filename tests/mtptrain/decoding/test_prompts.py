@@ -15,9 +15,9 @@ from mtptrain.decoding.prompts import (
     check_num_drafts,
     held_out_documents,
     held_out_prompts,
-    read_prompts_file,
     warn_of_trained_questions,
 )
+from mtptrain.decoding.prompts_file import read_prompts_file
 from tests.conftest import make_tokenizer
 
 DOCUMENTS = Documents.from_list(
@@ -229,6 +229,43 @@ def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: st
     path.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         read_prompts_file(path, make_tokenizer(), 260)
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": HI, "tools": [{"name": "f"}]}, "tools or tool calls"),
+        ({"messages": HI, "enable_thinking": False}, "column enable_thinking, which is not read"),
+        ({"turns": ["hi"], "system": "Talk like a pirate."}, "column system, which is not read"),
+        ({"text": "hi", "image": "a.png"}, "images, audio or video"),
+        ({"messages": [{"role": "user", "content": "<image>what?"}]}, "images, audio or video"),
+        ({"messages": [{"role": "user", "content": "hi", "name": "ann"}]}, "message key name, which is not read"),
+        ({"messages": [*HI, {"role": "assistant", "content": "yes"}]}, "an answer as its last message"),
+        ({"messages": [{"role": "user", "content": None}]}, "content must be text, but is null"),
+    ],
+)
+def test_a_prompt_that_cannot_be_honoured_is_refused_by_name(
+    tmp_path: Path, row: dict[str, object], reason: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"id": 1, **row}))
+    with pytest.raises(ValueError, match=rf"^{path}:1: must be read as a whole, but has {reason}.*; correct it$"):
+        read_prompts_file(path, make_tokenizer(), 260)
+
+
+def test_a_system_prompt_in_a_column_is_honoured_and_other_columns_may_describe_the_line(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "prompts.jsonl", make_tokenizer()
+    messages = [{"role": "system", "content": "Be brief."}, *HI]
+    rows = [
+        {"id": 1, "messages": HI, "system": "Be brief.", "category": "qa", "reference": ["yes"], "source": "x"},
+        {"id": 2, "messages": messages},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    read = read_prompts_file(path, tokenizer, 260).input_ids
+    assert read["1"] == read["2"] and "Be brief." in tokenizer.decode(read["1"])
 
 
 def test_a_prompts_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from data_prep.conversations import read_conversations
-from data_prep.rows import MEDIA, NOT_TRAINED, TOOLS, ConversationRefused, parse_row
+from mtptrain.data.rows import MEDIA, NOT_TRAINED, TOOLS, ConversationRefused, parse_row
 
 QUESTION, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 PARSED = [QUESTION, ANSWER]

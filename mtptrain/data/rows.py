@@ -6,7 +6,7 @@ report counts. A user can pass over further columns and keys by naming them in `
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -76,6 +76,11 @@ class ConversationRefused(ValueError):
     """Raised for a row that must be left out. Its message is the reason shown in the report."""
 
 
+def refuse_unread_columns(columns: Row) -> None:
+    """Raises ConversationRefused for a column beside the messages that is neither honoured nor describes its row."""
+    _refuse_unread("column", [name for name, value in columns.items() if not _is_read_column(name, value)])
+
+
 def parse_row(
     row: Row, schema: ConversationSchema = ConversationSchema.auto, metadata: Collection[str] = ()
 ) -> list[Message]:
@@ -112,7 +117,7 @@ def parse_row(
         for name, value in columns.items()
         if value not in lists and not (isinstance(value, str) and value.strip() in contents)
     }
-    _refuse_unread("column", [name for name, value in described.items() if not _is_read_column(name, value)])
+    refuse_unread_columns(described)
     for text in system:
         messages = _with_system(messages, text)
     return messages
@@ -314,3 +319,22 @@ def _with_system(messages: list[Message], text: str) -> list[Message]:
     if messages[0]["content"].strip() != text.strip():
         raise ConversationRefused("a system prompt in a column that differs from that of the messages")
     return messages
+
+
+def refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
+    """Raises ConversationRefused if the template leaves out a text that is not an answer. White space may differ.
+
+    Each message needs a place of its own: a short text may also occur within another one.
+    """
+    rest = _squeeze(whole)
+    with_text = [message for message in messages if message["content"].strip()]
+    for message in sorted(with_text, key=lambda message: len(message["content"]), reverse=True):
+        before, found, after = rest.partition(_squeeze(message["content"]))
+        if found:
+            rest = f"{before}\0{after}"
+        elif message["role"] != "assistant":
+            raise ConversationRefused(f"a {message['role']} message that the chat template does not render")
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,149 @@
+"""Reads prompts from a jsonl file of a user, such as Spec-Bench's questions."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mtptrain.data.chat_template import render_prompt, render_text
+from mtptrain.data.questions import first_user_turn, text_hash
+from mtptrain.data.rows import ConversationRefused, Message, parse_row, refuse_dropped_prompts, refuse_unread_columns
+from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
+
+KINDS = ("input_ids", "text", "messages", "turns")
+"""Columns of which each line has one: the prompt itself."""
+IGNORED_COLUMNS = ("id", "question_id", "category", "reference", "references", "reference_answer")
+"""Columns that name the prompt, or that hold other answers to it."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts and their metadata, by prompt id."""
+
+    input_ids: dict[str, list[int]]
+    sources: dict[str, str] = field(default_factory=dict)
+    """The file that a prompt comes from, or its group of conversations with the same question. A prompt without an
+    entry is its own source."""
+    categories: dict[str, str] = field(default_factory=dict)
+    turns: dict[str, list[str]] = field(default_factory=dict)
+    """All user turns, for conversations whose answers the target generates."""
+    questions: dict[str, str] = field(default_factory=dict)
+    """Hash of the first user turn, for prompts from a file with turns or messages."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash of ids, prompts and turns."""
+        asked = json.dumps({"prompts": self.input_ids, "turns": self.turns}, sort_keys=True)
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
+    """Returns the prompts of a jsonl file.
+
+    Each line has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
+    With `turns`, the first turn is the prompt. Further columns and keys of messages are read as in training data
+    (mtptrain/data/rows.py): honoured, passed over because they only describe the line, or refused by name.
+
+    Raises:
+        FileNotFoundError: the path is not that of a file.
+        ValueError: the file is too large, a line does not have this form, an id occurs twice, a token is not in the
+            vocabulary, or there is no prompt.
+    """
+    if not path.is_file():
+        reason = "is not a file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
+    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+        raise ValueError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
+    prompts = Prompts({})
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
+        prompt_id = str(row["id"] if "id" in row else row["question_id"])
+        if prompt_id in prompts.input_ids:
+            raise ValueError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
+        outside = [token for token in input_ids if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(
+                f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; "
+                "tokenize the prompts for this target"
+            )
+        prompts.input_ids[prompt_id] = input_ids
+        if "category" in row:
+            prompts.categories[prompt_id] = str(row["category"])
+        if "turns" in row:
+            prompts.turns[prompt_id] = row["turns"]
+        if (question := _first_turn(row)) is not None:
+            prompts.questions[prompt_id] = text_hash(question)
+    if not prompts.input_ids:
+        raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
+    return prompts
+
+
+def _first_turn(row: Mapping[str, Any]) -> str | None:
+    """Returns the first user turn of a row with `turns` or `messages`; None if there is no such turn."""
+    if "turns" in row:
+        return str(row["turns"][0])
+    messages = row.get("messages", [])
+    index = first_user_turn([{"role": str(message.get("role"))} for message in messages])
+    return None if index is None else str(messages[index].get("content"))
+
+
+def _prompt_of(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
+    row = parse_json(line, where)
+    refuse_lone_surrogates(row, where)
+    kinds = [kind for kind in KINDS if isinstance(row, dict) and kind in row]
+    if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
+        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(
+            f"{where}: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
+            f"{keys}; correct it"
+        )
+    others = {
+        name: value for name, value in row.items() if name not in (*kinds, *IGNORED_COLUMNS) and value is not None
+    }
+    try:
+        if kinds[0] == "messages":
+            return row, _render_whole(tokenizer, parse_row({**others, "messages": row["messages"]}), where)
+        refuse_unread_columns(others)
+        if kinds[0] == "turns":
+            if (
+                not isinstance(row["turns"], list)
+                or not row["turns"]
+                or not all(isinstance(turn, str) for turn in row["turns"])
+            ):
+                raise ValueError(
+                    f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it"
+                )
+            parsed = parse_row({"messages": [{"role": "user", "content": turn} for turn in row["turns"]]})
+            return row, _render_whole(tokenizer, parsed[:1], where)
+    except ConversationRefused as refused:
+        raise ValueError(f"{where}: must be read as a whole, but has {refused}; correct it") from refused
+    if kinds[0] == "input_ids":
+        if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
+            raise ValueError(
+                f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it"
+            )
+        return row, row["input_ids"]
+    if not isinstance(row["text"], str):
+        raise ValueError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
+    return row, list(tokenizer(row["text"])["input_ids"])
+
+
+def _render_whole(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str) -> list[int]:
+    """Returns the token ids of a prompt that holds the text of every message.
+
+    Raises:
+        ConversationRefused: the last message is an answer, or the template leaves out a text.
+        ValueError: see `render_prompt`.
+    """
+    if messages[-1]["role"] == "assistant":
+        raise ConversationRefused("an answer as its last message, after which no answer is asked for")
+    input_ids = render_prompt(tokenizer, messages, where)
+    text = render_text(tokenizer, messages, is_prompt=True)
+    refuse_dropped_prompts(text, messages)
+    return input_ids
