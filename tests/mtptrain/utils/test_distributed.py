@@ -100,10 +100,12 @@ sys.exit(3 if sys.argv[1] == "fails" else 0)
 def test_a_program_that_continues_on_ranks_ends_as_they_do(tmp_path: Path, argument: str, code: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     root = Path(__file__).parents[3]
+    # A test that trained in this process has set the variables of torchrun, which would make the program a rank.
+    alone = {name: value for name, value in os.environ.items() if name not in distributed._SINGLE_PROCESS}
     result = subprocess.run(
         [sys.executable, "-m", "program", argument],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**alone, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         check=False,
