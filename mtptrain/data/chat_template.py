@@ -70,7 +70,19 @@ def render_text(
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str = "messages"
 ) -> list[int]:
-    """Returns the token ids of a conversation followed by the generation prompt.
+    """Returns the token ids of `prompt_text`, whose arguments and errors it has."""
+    return tokenize_rendered(tokenizer, prompt_text(tokenizer, messages, where))
+
+
+def tokenize_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Returns the token ids of a rendered text, which already holds all special tokens."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str = "messages"
+) -> str:
+    """Returns a conversation as text, followed by the generation prompt.
 
     Args:
         tokenizer: the target's tokenizer.
@@ -83,7 +95,7 @@ def render_prompt(
     """
     require_chat_template(tokenizer)
     try:
-        text = render_text(tokenizer, messages, is_prompt=True)
+        return render_text(tokenizer, messages, is_prompt=True)
     except TemplateError as error:
         raise ValueError(
             f"{where}: the messages must be accepted by the chat template of {tokenizer.name_or_path}, but the "
@@ -91,7 +103,6 @@ def render_prompt(
         ) from error
     except EndlessTemplate as error:
         raise EndlessTemplate(f"{where}: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import render_prompt, render_text
+from mtptrain.data.chat_template import prompt_text, tokenize_rendered
 from mtptrain.data.questions import first_user_turn, text_hash
 from mtptrain.data.rows import ConversationRefused, Message, parse_row, refuse_dropped_prompts, refuse_unread_columns
 from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
@@ -139,11 +139,10 @@ def _render_whole(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
     Raises:
         ConversationRefused: the last message is an answer, or the template leaves out a text.
-        ValueError: see `render_prompt`.
+        ValueError: see `prompt_text`.
     """
     if messages[-1]["role"] == "assistant":
         raise ConversationRefused("an answer as its last message, after which no answer is asked for")
-    input_ids = render_prompt(tokenizer, messages, where)
-    text = render_text(tokenizer, messages, is_prompt=True)
+    text = prompt_text(tokenizer, messages, where)
     refuse_dropped_prompts(text, messages)
-    return input_ids
+    return tokenize_rendered(tokenizer, text)

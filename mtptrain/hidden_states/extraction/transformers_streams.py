@@ -1,7 +1,8 @@
 """Extracts residual streams with transformers from whole documents, packed without padding."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from itertools import groupby
 from typing import Any
@@ -166,6 +167,11 @@ def packed_attention(
     return torch.cat(outs)[None], None
 
 
+@cache
+def _parameters_of(function: Callable[..., object]) -> frozenset[str]:
+    return frozenset(signature(function).parameters)
+
+
 def _varlen(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -182,7 +188,7 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
 
     settings: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1], "num_splits": 1}
-    known = signature(varlen_attn).parameters
+    known = _parameters_of(varlen_attn)
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, head_dim]
     offsets = documents.offsets.to(query.device)
     out = varlen_attn(

@@ -13,7 +13,6 @@ import pytest
 from mtptrain.convert.published.config import MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import save_head
@@ -22,9 +21,17 @@ from mtptrain.heads.peagle import PeagleHead
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
 from tests.mtptrain.convert.warm_start.test_native_mtp import native_checkpoint
-from tests.mtptrain.convert.warm_start.written_heads import EAGLE, EAGLE3, MTP, random_state, rewrite, unchanged, write
+from tests.mtptrain.convert.warm_start.written_heads import (
+    DFLASH,
+    EAGLE,
+    EAGLE3,
+    MTP,
+    random_state,
+    rewrite,
+    unchanged,
+    write,
+)
 
-DFLASH = DflashHead.Config(capture_layers=[1, 2], mask_token_id=7, num_layers=2, ttt_steps=3)
 PEAGLE = PeagleHead.Config(capture_layers=[1, 2], mask_token_id=7)
 EXPORTS: dict[str, tuple[str, HeadConfig]] = {
     "mtp": ("vllm", MTP),

@@ -11,10 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.warm_start import load_init
-from mtptrain.heads.dflash import DflashHead
-from tests.mtptrain.convert.warm_start.written_heads import EAGLE3, write
-
-DFLASH = DflashHead.Config(capture_layers=[1, 2], mask_token_id=7, num_layers=2, ttt_steps=3)
+from tests.mtptrain.convert.warm_start.written_heads import DFLASH, EAGLE3, write
 
 
 def write_eagle3(directory: Path, target: Path) -> tuple[Path, Tensors]:

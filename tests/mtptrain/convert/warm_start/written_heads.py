@@ -11,6 +11,7 @@ from mtptrain.convert.base import Tensors
 from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
@@ -19,6 +20,7 @@ from mtptrain.target.families import read_target_config
 
 MTP, EAGLE = MtpHead.Config(), EagleHead.Config()
 EAGLE3 = Eagle3Head.Config(capture_layers=[1, 2], draft_vocab_size=48)
+DFLASH = DflashHead.Config(capture_layers=[1, 2], mask_token_id=7, num_layers=2, ttt_steps=3)
 VARIANTS = {
     "own vocabulary": EAGLE3,
     "shared lm_head": Eagle3Head.Config(capture_layers=[0, 1, 2]),
