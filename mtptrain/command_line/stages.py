@@ -7,7 +7,7 @@ from typing import Literal
 from mtptrain.config import PipelineConfig, PromptSource
 
 Runner = Literal["process", "ranks", "server"]
-"""How a stage runs: as one process, on as many ranks as the machine has GPUs, or as one process that queries a server."""
+"""How a stage runs: as one process, on a rank for each GPU of the machine, or as one process that queries a server."""
 FINISHED_STAGES = "finished stages are kept in {run_dir}; the same command starts this one again"
 
 
