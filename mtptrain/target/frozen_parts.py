@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.target.checkpoint_check import PLAIN_DTYPES, check_weights
 from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
+from mtptrain.target.few_rows import FrozenLinear
 from mtptrain.target.hub import weight_files
 from mtptrain.utils.files import tensor_shapes
 
@@ -60,8 +62,12 @@ class FrozenParts:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Returns the target's own logits, soft-capped if the target caps them."""
-        logits = F.linear(states, self.lm_head)  # [..., V]
+        logits = self._output(states)  # [..., V]
         return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+
+    @cached_property
+    def _output(self) -> FrozenLinear:
+        return FrozenLinear(self.lm_head)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "FrozenParts":
         embed_tokens, norm_weight = self.embed_tokens.to(device, dtype), self.norm_weight.to(device, dtype)

@@ -18,6 +18,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from mtptrain.target.causal_attention import CAUSAL_OR_MASKED
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, read_target_config, sliding_window
+from mtptrain.target.few_rows import use_few_rows
 from mtptrain.target.frozen_parts import FrozenParts, _refuse_missing
 from mtptrain.target.hub import weight_files
 from mtptrain.target.position_cache import PositionCache, TreeRows
@@ -49,6 +50,7 @@ class Target:
             )
         # With several devices, this copies an untied lm_head from the last device to the first.
         self.parts = replace(parts, norm_weight=parts.norm_weight.to(device), lm_head=parts.lm_head.to(device))
+        use_few_rows(self.model.model)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from mtptrain.target.few_rows import MOST_ROWS, FrozenLinear
+from mtptrain.target.model import load_target
+from mtptrain.target.position_cache import PositionCache
+
+WEIGHT, BIAS = torch.randn(24, 48), torch.randn(24)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS])
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 5), (2, 3), (MOST_ROWS,), (MOST_ROWS + 1,), (3, 20)])
+def test_product_is_torchs_own(shape: tuple[int, ...], bias: torch.Tensor | None) -> None:
+    rows = torch.randn(*shape, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(FrozenLinear(WEIGHT, bias)(rows), F.linear(rows, WEIGHT, bias))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "is_packed"),
+    [
+        (1, torch.float32, False),
+        (2, torch.float32, True),
+        (MOST_ROWS, torch.float32, True),
+        (MOST_ROWS + 1, torch.float32, False),
+        (2, torch.bfloat16, False),
+    ],
+)
+def test_only_few_fp32_rows_copy_the_weights(num_rows: int, dtype: torch.dtype, is_packed: bool) -> None:
+    linear = FrozenLinear(WEIGHT.to(dtype))
+    with torch.no_grad():
+        linear(torch.randn(num_rows, 48, dtype=dtype))
+    assert (linear._packed is not None) == is_packed
+
+
+def test_gradient_flows_through_torchs_own_product() -> None:
+    rows = torch.randn(3, 48, requires_grad=True)
+    FrozenLinear(WEIGHT)(rows).sum().backward()
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, WEIGHT.sum(0).expand(3, -1))
+
+
+def test_layers_and_lm_head_of_a_target_use_it(tiny_target: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    target, tokens = load_target(tiny_target, torch.float32, torch.device("cpu")), torch.arange(4)[None]
+    with torch.no_grad():
+        states = target.forward(tokens, tokens, PositionCache(8))
+        logits = target.parts.logits(states.hidden_states)
+        torch.testing.assert_close(logits, plain(tokens).logits, rtol=1e-4, atol=1e-5)
+    linears = [module.forward for module in target.model.model.modules() if isinstance(module, torch.nn.Linear)]
+    assert all(isinstance(linear, FrozenLinear) and linear._packed is not None for linear in linears)
+    assert target.parts._output._packed is not None
