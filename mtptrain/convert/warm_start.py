@@ -17,6 +17,7 @@ from mtptrain.convert.base import Tensors
 from mtptrain.convert.draft_model import initial_weights, start_from_target_model
 from mtptrain.convert.published.config import arithmetic
 from mtptrain.convert.published.heads import PublishedHead, effective_settings, read_published
+from mtptrain.data.draft_vocab import check_draft_token_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
@@ -322,25 +323,3 @@ def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: He
 
 def _describe(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"
-
-
-def check_draft_token_ids(state: Tensors, t2d: torch.Tensor | None, vocab_size: int, directory: Path) -> None:
-    """Check that `d2t` maps each draft token to a different target token, and that `t2d` marks these tokens."""
-    ids = torch.arange(vocab_size)
-    if "d2t" in state:
-        ids = state["d2t"] + torch.arange(len(state["d2t"]))
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
-            raise ValueError(
-                f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's "
-                f"0..{vocab_size - 1}, but lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}"
-                "; the head belongs to another target"
-            )
-    if t2d is None:
-        return
-    marked = t2d.bool().nonzero().flatten()
-    if tuple(t2d.shape) != (vocab_size,) or not torch.equal(marked, ids.sort().values):
-        raise ValueError(
-            f"head.init_from: t2d of {directory} must mark among {vocab_size} tokens the {len(ids)} that the head "
-            f"drafts{' according to d2t' * ('d2t' in state)}, but marks {len(marked)} among {len(t2d)}, not the same "
-            "ones; download the head again"
-        )

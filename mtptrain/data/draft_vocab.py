@@ -7,6 +7,7 @@ target's token i + d2t[i], and these ids ascend; t2d is True for the target's to
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +23,10 @@ from mtptrain.utils.files import file_sha256, manifest_of, read_json, save_tenso
 DRAFT_VOCAB = "draft_vocab.safetensors"
 MANIFEST = "manifest.json"
 PROGRAM = "data_prep.draft_vocab"
+
+
+SURELY_ADJACENT = 64
+"""In a draft vocabulary of so many tokens, some are neighbours in the target's: the most frequent ones are chosen."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,36 @@ def offsets(token_ids: torch.Tensor) -> torch.Tensor:
 def membership(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns `t2d` bool[V] for offsets i64[D]."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, d2t + torch.arange(len(d2t)), True)
+
+
+def check_draft_token_ids(
+    state: Mapping[str, torch.Tensor], t2d: torch.Tensor | None, vocab_size: int, directory: Path
+) -> None:
+    """Check that `d2t` maps each draft token to a different target token, and that `t2d` marks these tokens."""
+    ids = torch.arange(vocab_size)
+    if "d2t" in state:
+        ids = state["d2t"] + torch.arange(len(state["d2t"]))
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's "
+                f"0..{vocab_size - 1}, but lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}"
+                "; the head belongs to another target"
+            )
+        if t2d is None and len(ids) >= SURELY_ADJACENT and bool((state["d2t"].diff() > 0).all()):
+            raise ValueError(
+                f"head.init_from: d2t of {directory} must be offsets, draft token i being token i + d2t[i], but looks "
+                "like token ids, because it never repeats a value, so that no two draft tokens would be adjacent; "
+                "subtract 0, 1, 2, ... from it"
+            )
+    if t2d is None:
+        return
+    marked = t2d.bool().nonzero().flatten()
+    if tuple(t2d.shape) != (vocab_size,) or not torch.equal(marked, ids.sort().values):
+        raise ValueError(
+            f"head.init_from: t2d of {directory} must mark among {vocab_size} tokens the {len(ids)} that the head "
+            f"drafts{' according to d2t' * ('d2t' in state)}, but marks {len(marked)} among {len(t2d)}, not the same "
+            "ones; download the head again"
+        )
 
 
 def write_draft_vocab(directory: Path, d2t: torch.Tensor, vocab_size: int) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 CAUSAL_OR_MASKED = "mtptrain_causal_or_masked"
 """The name under which `causal_or_masked_attention` is registered with transformers.
@@ -72,6 +71,30 @@ def _repeat_for_query_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None = None
+) -> torch.Tensor:
+    """Computes attention of a few rows, without copying the cache for each query head of a group.
+
+    The query heads that share a key head become rows of one head, because all of them see the same slots.
+
+    Args:
+        query: [B, heads, S, head_dim].
+        key: [B, kv heads, slots, head_dim].
+        value: [B, kv heads, slots, value head_dim].
+        mask: bool[B, 1, S, slots], True for slots that a row sees.
+        scaling: scale of the scores; 1 / sqrt(head_dim) by default.
+
+    Returns:
+        The attention output [B, heads, S, value head_dim].
+    """
+    batch, num_heads, num_rows, _ = query.shape
+    groups = num_heads // key.shape[1]
+    rows = query.reshape(batch, key.shape[1], groups * num_rows, -1)
+    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask.repeat(1, 1, groups, 1), scale=scaling)
+    return out.reshape(batch, num_heads, num_rows, -1)
+
+
 def causal_or_masked_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -100,8 +123,7 @@ def causal_or_masked_attention(
     """
     refuse_keywords(module, kwargs)
     if attention_mask is not None:
-        masked: torch.Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)[0]
-        return masked, None
+        return masked_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     return causal_attention(query, key, value, scaling, sliding_window).transpose(1, 2), None
 
 

@@ -146,9 +146,10 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     if form is VllmEagle3:
         tensors = _eagle3_tensors(tensors, config)
         settings |= eagle3_settings(directory, config, tensors, target_config)
-        if "mask_hidden" in tensors:
+        token_id = mask_token_id(directory, config, "mask_hidden" in tensors)
+        if token_id is not None:
             name, form = "peagle", VllmPeagle
-            settings["mask_token_id"] = [mask_token_id(directory, config)]
+            settings["mask_token_id"] = [token_id]
     if form is VllmDflash:
         _refuse_mask_embedding(directory)
         settings |= dflash_settings(directory, config, tensors, target_config)

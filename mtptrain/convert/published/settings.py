@@ -66,14 +66,15 @@ def _draft_vocab_size(directory: Path, config: Config, tensors: Tensors, target_
     return None if lm_head is None else rows
 
 
-def mask_token_id(directory: Path, config: Config) -> int:
+def mask_token_id(directory: Path, config: Config, has_mask: bool) -> int | None:
+    """Returns the mask token of an EAGLE-3 layout; None for a head without one. Refuses contradictory ids."""
     ids = [config[name] for name in ("mask_token_id", "pard_token", "ptd_token_id") if name in config]
-    if len(set(ids)) != 1:
+    if len(set(ids)) > 1 or (has_mask and not ids):
         raise ValueError(
-            f"{directory / 'config.json'}: must have one mask_token_id, because the head has a mask_hidden, but has "
-            f"{ids}; download the head again"
+            f"{directory / 'config.json'}: must have one mask_token_id{', as the head has a mask_hidden' * has_mask}, "
+            f"but has {ids}; download the head again"
         )
-    return int(ids[0])
+    return int(ids[0]) if has_mask else None
 
 
 def dflash_settings(directory: Path, config: Config, tensors: Tensors, target_config: PreTrainedConfig) -> Settings:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from mtptrain.data.draft_vocab import (
     DRAFT_VOCAB,
     DraftVocabManifest,
+    check_draft_token_ids,
     d2t_sha256,
     membership,
     offsets,
@@ -105,3 +106,10 @@ def test_a_vocabulary_that_was_not_chosen_names_the_program_that_does(directory:
         FileNotFoundError, match=rf"{missing}: must exist, but does not; run data_prep\.draft_vocab with the same"
     ):
         read_draft_vocab(directory, 4, 10, "abc")
+
+
+def test_token_ids_in_place_of_offsets_are_refused() -> None:
+    ids = torch.cat([torch.arange(40), torch.arange(60, 120)])
+    check_draft_token_ids({"d2t": offsets(ids)}, None, 260, Path("head"))
+    with pytest.raises(ValueError, match=r"d2t of head must be offsets, .*, but looks like token ids"):
+        check_draft_token_ids({"d2t": ids}, None, 260, Path("head"))

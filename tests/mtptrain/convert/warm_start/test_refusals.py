@@ -95,6 +95,11 @@ def test_other_settings_are_refused_with_those_to_set(
             {},
             r"fc\.bias of .* must be zero, because the head has no such bias",
         ),
+        (
+            unchanged,
+            {"mask_token_id": 3, "pard_token": 4},
+            r"config\.json: must have one mask_token_id, but has \[3, 4\]",
+        ),
         (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
         (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
         (
@@ -121,6 +126,7 @@ def test_other_settings_are_refused_with_those_to_set(
         "range",
         "twice",
         "bias",
+        "mask tokens",
         "activation",
         "scale",
         "hidden",
