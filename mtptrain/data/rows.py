@@ -12,6 +12,7 @@ from typing import Any
 
 from mtptrain.config import ConversationSchema
 from mtptrain.data.questions import SYSTEM_ROLES
+from mtptrain.utils.files import unique_keys
 
 Message = dict[str, str]
 Row = Mapping[str, Any]
@@ -150,7 +151,7 @@ def _listed(column: str, value: Any) -> list[Any]:
     """Returns the list of messages in a column, which may be JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError):
             raise ConversationRefused(f"column {column}: text that is not a JSON list of messages") from None
     if not isinstance(value, list):

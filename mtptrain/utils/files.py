@@ -79,6 +79,20 @@ def write_json(path: Path, content: object, temporary: Path | None = None) -> No
     write_text(path, json.dumps(content, indent=2) + "\n", temporary)
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object of its keys and values, for json's `object_pairs_hook`. By default json would keep the last
+    value of a repeated key without a word.
+
+    Raises:
+        ValueError: a key is repeated.
+    """
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
+    return content
+
+
 def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> Any:
     """Returns the value parsed from a JSON text.
 
@@ -88,11 +102,13 @@ def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> 
         advice: what to do about a text that is not JSON.
 
     Raises:
-        ValueError: the text is not UTF-8, not JSON, nested too deep, or has a number with thousands of digits.
+        ValueError: the text is not UTF-8, not JSON, nested too deep, has a number with thousands of digits, or an
+            object with a repeated key.
     """
     try:
         # From bytes, json would also read UTF-16. But callers split files into lines as bytes, which breaks UTF-16.
-        return json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError as error:
         raise ValueError(f"{where}: must be JSON, but is nested too deep to be read; {advice}") from error
     except UnicodeDecodeError as error:

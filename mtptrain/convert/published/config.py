@@ -26,6 +26,7 @@ Rule = Callable[[Any, Config, PreTrainedConfig], str | None]
 
 SECTIONS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
 """Keys that hold further keys."""
+MODEL_OPT_QUANTISATION = "hf_quant_config.json"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SHOWN_CHARACTERS = 80
 """Maximum number of characters that an error quotes from a value."""
@@ -277,6 +278,7 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
         if key in SECTIONS and isinstance(value, dict):
             config |= {f"{key}.{part}": inner for part, inner in value.items()}
     config = {key: value for key, value in config.items() if value is not None}
+    _refuse_quantisation(directory / MODEL_OPT_QUANTISATION)
     for key in ("dflash_config.block_size", f"eagle_config.{LAYER_IDS}"):
         if key in config:  # the same as a key at the top level, whose rule it must also keep
             config.setdefault(key.partition(".")[2], config[key])
@@ -329,3 +331,14 @@ def arithmetic(
         for each in (own, target_config)
     )
     return {"rope_parameters": (own_rope, rope), "rms_norm_eps": (own.rms_norm_eps, target_config.rms_norm_eps)}
+
+
+def _refuse_quantisation(path: Path) -> None:
+    """Refuse ModelOpt's file beside config.json if it says that weights or cache are quantised."""
+    if path.is_file():
+        algorithms = read_json(path, "copy or download it again", ["quantization"])["quantization"]
+        if algorithms is not None and algorithms != dict.fromkeys(algorithms):
+            raise ValueError(
+                f"{path}: must name no quantisation, because our heads are not quantised, but has {shown(algorithms)}; "
+                "choose another head"
+            )

@@ -136,6 +136,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     name, form = KNOWN[architecture]
     is_checkpoint = any(name.startswith("model.layers.") for name in names)  # of MiMo, with its MTP layer
     config = read_config(directory, "native" if form is SglangMtp and is_checkpoint else name, target_config)
+    _refuse_lost_biases(directory, config, names)
     settings = layer_sizes(directory, name, config)
     if form is SglangMtp:
         refuse_several({match[1] for name in names if (match := MIMO_MTP.match(name))}, directory)
@@ -154,6 +155,16 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         _refuse_mask_embedding(directory)
         settings |= dflash_settings(directory, config, tensors, target_config)
     return PublishedHead(directory, name, settings, tensors, form, config)
+
+
+def _refuse_lost_biases(directory: Path, config: Config, names: Collection[str]) -> None:
+    """Refuse a config that announces biases which the files do not hold."""
+    for key, layer in (("attention_bias", "q_proj"), ("mlp_bias", "gate_proj")):
+        if config.get(key) is True and not any(name.endswith(f"{layer}.bias") for name in names):
+            raise ValueError(
+                f"{directory / 'config.json'}: {key} must be false, because the files have no {layer}.bias, but is "
+                "true; download the head again"
+            )
 
 
 def _refuse_mask_embedding(directory: Path) -> None:

@@ -67,12 +67,12 @@ def _draft_vocab_size(directory: Path, config: Config, tensors: Tensors, target_
 
 
 def mask_token_id(directory: Path, config: Config, has_mask: bool) -> int | None:
-    """Returns the mask token of an EAGLE-3 layout; None for a head without one. Refuses contradictory ids."""
+    """Returns the mask token of an EAGLE-3 layout, which a head with `mask_hidden` has and others have not."""
     ids = [config[name] for name in ("mask_token_id", "pard_token", "ptd_token_id") if name in config]
-    if len(set(ids)) > 1 or (has_mask and not ids):
+    if len(set(ids)) != int(has_mask):
+        allowed = "one mask_token_id, because the head has a" if has_mask else "no mask_token_id, because it has no"
         raise ValueError(
-            f"{directory / 'config.json'}: must have one mask_token_id{', as the head has a mask_hidden' * has_mask}, "
-            f"but has {ids}; download the head again"
+            f"{directory / 'config.json'}: must have {allowed} mask_hidden, but has {ids}; download the head again"
         )
     return int(ids[0]) if has_mask else None
 

@@ -21,6 +21,7 @@ from mtptrain.utils.files import (
 NESTED = b"[" * 100_000 + b"]" * 100_000
 NOT_JSON = {
     "empty": (b"", r"must be JSON, but is not \(Expecting value"),
+    "a repeated key": (b'{"a": {"b": 1, "c": 2, "b": 1}}', r"must be JSON, but is not \(key 'b' occurs twice"),
     "cut off": (b'{"a": ', r"must be JSON, but is not \(Expecting value"),
     "nested too deep": (NESTED, "must be JSON, but is nested too deep to be read; correct it"),
     "an integer of 5,000 digits": (b'{"a": ' + b"1" * 5000 + b"}", r"must be JSON, but is not \(Exceeds the limit"),

@@ -1,5 +1,6 @@
 """Tests that a checkpoint of another head than the run's is refused, with the matching settings if there are any."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,8 +98,13 @@ def test_other_settings_are_refused_with_those_to_set(
         ),
         (
             unchanged,
-            {"mask_token_id": 3, "pard_token": 4},
-            r"config\.json: must have one mask_token_id, but has \[3, 4\]",
+            {"mask_token_id": 3},
+            r"config\.json: must have no mask_token_id, because it has no mask_hidden, but has \[3\]",
+        ),
+        (
+            unchanged,
+            {"attention_bias": True},
+            r"config\.json: attention_bias must be false, because the files have no q_proj\.bias, but is true",
         ),
         (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
         (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
@@ -127,6 +133,7 @@ def test_other_settings_are_refused_with_those_to_set(
         "twice",
         "bias",
         "mask tokens",
+        "biases",
         "activation",
         "scale",
         "hidden",
@@ -196,6 +203,16 @@ def test_a_directory_without_a_readable_head_is_refused(
             (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         load_init(str(tmp_path), MTP, tiny_target)
+
+
+def test_a_quantisation_beside_the_config_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    write(tmp_path, "vllm", EAGLE3, tiny_target)
+    algorithms: dict[str, str | None] = {"quant_algo": None, "kv_cache_quant_algo": None}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
+    load_init(str(tmp_path), EAGLE3, tiny_target)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {**algorithms, "quant_algo": "FP8"}}))
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: must name no quantisation, .* but has .*FP8"):
+        load_init(str(tmp_path), EAGLE3, tiny_target)
 
 
 def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(tiny_target: Path) -> None:
