@@ -18,7 +18,8 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.settings.precision import compute_dtype
-from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
+from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
+from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, make_batch
 from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks

@@ -60,7 +60,8 @@ METADATA = {
 }
 """Names, in lower case, of columns and message keys that only describe a row."""
 METADATA_PATTERN = re.compile(
-    r"(num|score)_\w+|(?!(input|label|token)_ids)\w+_(id|ids|idx|hash|score|scores|count|at|length|quality)|__\w+__"
+    r"(num|score)_(?!mask|skip|train|ignore|loss)\w+|__\w+__"
+    r"|(?!(input|label|token)_ids)\w+_(id|ids|idx|hash|score|scores|count|at|length|quality)"
 )
 _MEDIA = "image|img|video|audio|vision|speech|sound|bbox|frame"
 MEDIA_IN_TEXT = re.compile(
@@ -294,6 +295,10 @@ def _refuse_hidden(where: str, top: str, name: str, value: Any) -> None:
         _refuse_hidden(where, top, str(key), inner)
     for inner in value if isinstance(value, list) else ():
         if isinstance(inner, Mapping):
+            if any(inner.keys() >= set(keys) for keys in MESSAGE_KEYS.values()):
+                raise ConversationRefused(
+                    f"messages inside {where}, which are not read (prompts.metadata=[{top}] passes them over)"
+                )
             _refuse_hidden(where, top, top, inner)
 
 

@@ -14,8 +14,9 @@ from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.planning.meter import Meter
+from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
 from mtptrain.target.families import head_dim
-from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
+from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.target.families import read_target_config
@@ -12,6 +13,7 @@ from mtptrain.target.hub import DOWNLOAD_AGAIN, weight_files
 from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import tensor_shapes
 
+EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes of tensors that are stored without scales."""
 
@@ -19,12 +21,14 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def check_weights(target_dir: Path) -> None:
-    """Refuse weights that do not belong to the target's config. This reads only the headers of the files.
+    """Refuse weights that do not belong to the target's config.
+
+    This reads only the headers of the files, except for an lm_head that should not be there.
 
     Raises:
         FileNotFoundError: the target has no weights.
-        ValueError: a file is damaged, transformers cannot build a model with the config, or a dtype, a shape or the
-            number of layers does not match the config.
+        ValueError: a file is damaged, transformers cannot build a model with the config, or a dtype, a shape, the
+            number of layers or an lm_head does not match the config.
     """
     config = read_target_config(target_dir)
     tensors = {
@@ -49,6 +53,20 @@ def check_weights(target_dir: Path) -> None:
                 f"{path}: {name} must have the shape {expected[name]} that config.json describes, but has {shape}; "
                 f"{DOWNLOAD_AGAIN}"
             )
+    if config.tie_word_embeddings and {EMBED_TOKENS, LM_HEAD} <= tensors.keys():
+        embed_tokens, lm_head = (_read(tensors[name][0], name) for name in (EMBED_TOKENS, LM_HEAD))
+        if not torch.equal(embed_tokens, lm_head):
+            raise ValueError(
+                f"{tensors[LM_HEAD][0]}: {LM_HEAD} must equal {EMBED_TOKENS}, because config.json says "
+                "tie_word_embeddings=true, so that engines ignore it, but differs; set tie_word_embeddings=false in "
+                "config.json, or remove the tensor"
+            )
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _check_layers(target_dir: Path, config: PreTrainedConfig, tensor_names: Iterable[str]) -> None:

@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
-from mtptrain.target.checkpoint_check import PLAIN_DTYPES, check_weights
+from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD, PLAIN_DTYPES, check_weights
 from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
 from mtptrain.target.few_rows import FrozenLinear
 from mtptrain.target.hub import weight_files
 from mtptrain.utils.files import tensor_shapes
-
-EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)

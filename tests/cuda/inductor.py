@@ -35,7 +35,8 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens, Packing
-from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
+from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
+from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils import compile as fusing

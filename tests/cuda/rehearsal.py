@@ -14,7 +14,8 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
-from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, FrozenParts
+from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
+from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, draft_spans
 from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks

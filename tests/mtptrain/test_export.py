@@ -22,8 +22,9 @@ from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.export import export
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.run_dir import write_provenance
+from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
 from mtptrain.target.families import read_target_config
-from mtptrain.target.frozen_parts import EMBED_TOKENS, FINAL_NORM, LM_HEAD, load_frozen_parts
+from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.model import load_target
 from mtptrain.target.position_cache import PositionCache

@@ -159,7 +159,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
 
 def _refuse_lost_biases(directory: Path, config: Config, names: Collection[str]) -> None:
     """Refuse a config that announces biases which the files do not hold."""
-    for key, layer in (("attention_bias", "q_proj"), ("mlp_bias", "gate_proj")):
+    for key, layer in (("attention_bias", "q_proj"), ("mlp_bias", "gate_proj"), ("bias", "fc")):
         if config.get(key) is True and not any(name.endswith(f"{layer}.bias") for name in names):
             raise ValueError(
                 f"{directory / 'config.json'}: {key} must be false, because the files have no {layer}.bias, but is "

@@ -134,6 +134,11 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
             ("finish_reason", {"finish_reason": "length"}),
         )),
         (
+            row(source=[{"role": "system", "content": "Talk like a pirate."}]),
+            "messages inside column source, which are not read (prompts.metadata=[source] passes them over)",
+        ),
+        (row(num_skip=1), "column num_skip, which is not read (prompts.metadata=[num_skip] passes it over)"),
+        (
             chat(None, {"meta": {"weight": 0}}),
             "weight inside message key meta, which is not read (prompts.metadata=[meta] passes it over)",
         ),

@@ -188,3 +188,13 @@ def test_a_tokenizer_that_cannot_be_read_is_named(target: Path, name: str, conte
     (target / name).unlink() if content is None else (target / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_tokenizer(target)
+
+
+def test_an_lm_head_that_a_tied_config_ignores_must_equal_the_embeddings(target: Path) -> None:
+    change_json(target / "config.json", tie_word_embeddings=True)
+    weights = load_file(target / "model.safetensors")
+    save_tensors(target / "model.safetensors", {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 1})
+    check_weights(target)
+    save_tensors(target / "model.safetensors", {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1})
+    with pytest.raises(ValueError, match=r"lm_head\.weight must equal model\.embed_tokens\.weight, .* but differs"):
+        check_weights(target)

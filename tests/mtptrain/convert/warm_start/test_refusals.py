@@ -106,6 +106,11 @@ def test_other_settings_are_refused_with_those_to_set(
             {"attention_bias": True},
             r"config\.json: attention_bias must be false, because the files have no q_proj\.bias, but is true",
         ),
+        (
+            unchanged,
+            {"bias": True},
+            r"config\.json: bias must be false, because the files have no fc\.bias, but is true",
+        ),
         (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
         (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
         (
@@ -134,6 +139,7 @@ def test_other_settings_are_refused_with_those_to_set(
         "bias",
         "mask tokens",
         "biases",
+        "fusion bias",
         "activation",
         "scale",
         "hidden",
