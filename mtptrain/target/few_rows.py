@@ -8,6 +8,7 @@ oneDNN multiplies by weights that were put into its layout once. The copy takes 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 MOST_ROWS = 32
 """With more rows, torch's product costs about the same, because the copy is small beside the product."""
@@ -26,18 +27,18 @@ class FrozenLinear:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [..., D] of rows [..., H]."""
         num_rows = rows.numel() // rows.shape[-1]
-        if not 1 < num_rows <= MOST_ROWS or not self._can_pack or torch.is_grad_enabled():
+        if not 1 < num_rows <= MOST_ROWS or not self._can_pack(rows) or torch.is_grad_enabled():
             return F.linear(rows, self.weight, self.bias)
         if self._packed is None:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), MOST_ROWS)
         return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
 
-    @property
-    def _can_pack(self) -> bool:
+    def _can_pack(self, rows: torch.Tensor) -> bool:
         return (
             self.weight.device.type == "cpu"
             and self.weight.dtype is torch.float32
             and torch.backends.mkldnn.is_available()
+            and not any(isinstance(tensor, FakeTensor) for tensor in (rows, self.weight))
         )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ from transformers import PreTrainedConfig
 
 from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD, PLAIN_DTYPES, check_weights
 from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
-from mtptrain.target.few_rows import FrozenLinear
 from mtptrain.target.hub import weight_files
 from mtptrain.utils.files import tensor_shapes
 
@@ -59,13 +57,11 @@ class FrozenParts:
         return self.norm_weight * normed.to(dtype)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the target's own logits, soft-capped if the target caps them."""
-        logits = self._output(states)  # [..., V]
-        return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        """Returns the target's own logits [..., V], soft-capped if the target caps them."""
+        return self.soft_capped(F.linear(states, self.lm_head))
 
-    @cached_property
-    def _output(self) -> FrozenLinear:
-        return FrozenLinear(self.lm_head)
+    def soft_capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "FrozenParts":
         embed_tokens, norm_weight = self.embed_tokens.to(device, dtype), self.norm_weight.to(device, dtype)

@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from mtptrain.target.causal_attention import CAUSAL_OR_MASKED
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, read_target_config, sliding_window
-from mtptrain.target.few_rows import use_few_rows
+from mtptrain.target.few_rows import FrozenLinear, use_few_rows
 from mtptrain.target.frozen_parts import FrozenParts, _refuse_missing
 from mtptrain.target.hub import weight_files
 from mtptrain.target.position_cache import PositionCache, TreeRows
@@ -51,6 +51,7 @@ class Target:
         # With several devices, this copies an untied lm_head from the last device to the first.
         self.parts = replace(parts, norm_weight=parts.norm_weight.to(device), lm_head=parts.lm_head.to(device))
         use_few_rows(self.model.model)
+        self._output = FrozenLinear(self.parts.lm_head)
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +77,10 @@ class Target:
             )
         captured = torch.stack([streams[k].to(self.device) for k in capture_layers], dim=-2) if capture_layers else None
         return TargetStates(output.last_hidden_state.to(self.device), captured)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [..., V] of post-norm states [..., H], fast for a few of them on a CPU."""
+        return self.parts.soft_capped(self._output(states))
 
     @contextmanager
     def _causal_or_masked_attention(self) -> Iterator[None]:
