@@ -43,7 +43,10 @@ class FrozenLinear:
 
 
 def use_few_rows(model: nn.Module) -> None:
-    """Make all linear layers of a frozen model use `FrozenLinear`."""
+    """Make all linear layers of a frozen model use `FrozenLinear`, except those whose forward is not torch's own.
+
+    transformers replaces the forward of a quantised layer, for example to quantise its inputs.
+    """
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and "forward" not in vars(module):
             module.forward = FrozenLinear(module.weight, module.bias)  # type: ignore[method-assign, assignment]
