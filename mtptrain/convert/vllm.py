@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.convert.published.config import LAYER_IDS
+from mtptrain.data.draft_vocab import membership
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead, model_config
@@ -112,9 +113,7 @@ class VllmEagle3(VllmFormat):
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)
         if "d2t" in tensors:
-            d2t = tensors["d2t"]
-            is_drafted = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=d2t.device)
-            tensors["t2d"] = is_drafted.index_fill_(0, d2t + torch.arange(len(d2t), device=d2t.device), True)
+            tensors["t2d"] = membership(tensors["d2t"], self.target.vocab_size)
         return tensors
 
     def state(self, tensors: Tensors) -> Tensors:

@@ -58,7 +58,8 @@ def offsets(token_ids: torch.Tensor) -> torch.Tensor:
 
 def membership(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns `t2d` bool[V] for offsets i64[D]."""
-    return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, d2t + torch.arange(len(d2t)), True)
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    return torch.zeros(vocab_size, dtype=torch.bool, device=d2t.device).index_fill_(0, ids, True)
 
 
 def check_draft_token_ids(

@@ -14,6 +14,8 @@ from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import tensor_shapes
 
 EMBED_TOKENS, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+MODEL_OPT_QUANTISATION = "hf_quant_config.json"
+"""ModelOpt's description of quantised weights, beside config.json."""
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes of tensors that are stored without scales."""
 
@@ -38,7 +40,7 @@ def check_weights(target_dir: Path) -> None:
     }
     _check_layers(target_dir, config, tensors)
     is_quantised = (
-        getattr(config, "quantization_config", None) is not None or (target_dir / "hf_quant_config.json").is_file()
+        getattr(config, "quantization_config", None) is not None or (target_dir / MODEL_OPT_QUANTISATION).is_file()
     )
     expected = _expected_shapes(target_dir, config)
     for name, (path, dtype, shape) in tensors.items():

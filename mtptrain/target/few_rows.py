@@ -22,24 +22,20 @@ class FrozenLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
+        self._can_pack = (
+            weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
+        )
         self._packed: torch.Tensor | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [..., D] of rows [..., H]."""
         num_rows = rows.numel() // rows.shape[-1]
-        if not 1 < num_rows <= MOST_ROWS or not self._can_pack(rows) or torch.is_grad_enabled():
+        is_fake = isinstance(rows, FakeTensor) or isinstance(self.weight, FakeTensor)
+        if not 1 < num_rows <= MOST_ROWS or not self._can_pack or is_fake or torch.is_grad_enabled():
             return F.linear(rows, self.weight, self.bias)
         if self._packed is None:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), MOST_ROWS)
         return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-
-    def _can_pack(self, rows: torch.Tensor) -> bool:
-        return (
-            self.weight.device.type == "cpu"
-            and self.weight.dtype is torch.float32
-            and torch.backends.mkldnn.is_available()
-            and not any(isinstance(tensor, FakeTensor) for tensor in (rows, self.weight))
-        )
 
 
 def use_few_rows(model: nn.Module) -> None:

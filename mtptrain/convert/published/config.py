@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
+from mtptrain.target.checkpoint_check import MODEL_OPT_QUANTISATION
 from mtptrain.target.families import head_rope_parameters
 from mtptrain.utils.errors import error_summary
 from mtptrain.utils.files import read_json
@@ -26,7 +27,6 @@ Rule = Callable[[Any, Config, PreTrainedConfig], str | None]
 
 SECTIONS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
 """Keys that hold further keys."""
-MODEL_OPT_QUANTISATION = "hf_quant_config.json"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SHOWN_CHARACTERS = 80
 """Maximum number of characters that an error quotes from a value."""
