@@ -1,3 +1,5 @@
-"""Stages 1 and 2: prompts and hidden states."""
+"""Stages 1 and 2: prompts and hidden states. All its modules belong to programs."""
 
-import mtptrain  # noqa: F401  # sets the environment, before torch is loaded
+from mtptrain.utils.startup import prepare_process
+
+prepare_process()

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_text, require_chat_template, special_tokens
 from mtptrain.data.rows import ConversationRefused, Message
+from mtptrain.utils.errors import UserError
 
 from .renderings import Rendering, Span, render_conversation
 
@@ -46,20 +47,20 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Render a short conversation, to find errors before processing the data.
 
     Raises:
-        ValueError: the chat template is missing or fails, the tokenizer cannot map tokens to characters, or the mask of
+        UserError: the chat template is missing or fails, the tokenizer cannot map tokens to characters, or the mask of
             the assistant turn is empty.
         EndlessTemplate: the template takes too long.
     """
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:
-        raise ValueError(
+        raise UserError(
             "target.path: loss masks must be made with a fast tokenizer (tokenizer.json), but "
             f"{tokenizer.name_or_path} has a slow one; convert it"
         )
     try:
         render_text(tokenizer, _PROBES[0])
     except TemplateError as error:
-        raise ValueError(
+        raise UserError(
             f"target.path: the chat template of {tokenizer.name_or_path} must render a question and its answer, but "
             f"for the test conversation {_QUESTION['content']!r} it reports: {' '.join(str(error).split())}; correct "
             "the template in the target's directory, or choose another target"
@@ -77,9 +78,9 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     raise empty_mask_error(tokenizer, refusals[0])
 
 
-def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> ValueError:
+def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> UserError:
     """Returns the error for loss masks that select no token, from which training would learn nothing."""
-    return ValueError(
+    return UserError(
         f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, "
         f"but the loss mask is empty: {reason}; correct the template, so that it renders an answer after exactly the "
         "prompt that a server sends, or the data"

@@ -15,6 +15,7 @@ from datasets.utils.logging import CRITICAL, set_verbosity
 from mtptrain.config import ConversationSchema
 from mtptrain.data.questions import question_group
 from mtptrain.data.rows import ConversationRefused, Message, Row, kind, parse_row, text_of
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -38,12 +39,12 @@ class Rows:
         """Yields every row with its index.
 
         Raises:
-            ValueError: a row cannot be decoded, for example because a text in a parquet file is not UTF-8.
+            UserError: a row cannot be decoded, for example because a text in a parquet file is not UTF-8.
         """
         try:
             yield from enumerate(self.rows)
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: every row must be readable, but one is not ({error}); create the file again"
             ) from error
 
@@ -89,9 +90,8 @@ def read_conversations(
         metadata: names of further columns and message keys that only describe a row.
 
     Raises:
-        FileNotFoundError: a path is neither a file nor a hub data set.
-        ValueError: a path is given twice or is a directory, a file cannot be read or has another suffix than
-            `FILE_SUFFIXES`, or all its rows are refused.
+        UserError: a path is neither a file nor a hub data set, or a path is given twice or is a directory, a file
+            cannot be read or has another suffix than `FILE_SUFFIXES`, or all its rows are refused.
     """
     refuse_duplicate_paths(paths)
     conversations = Conversations([], {}, schema, metadata, [], [])
@@ -111,11 +111,11 @@ def read_conversations(
     return conversations
 
 
-def _all_refused(path: str, refused: Mapping[str, str]) -> ValueError:
+def _all_refused(path: str, refused: Mapping[str, str]) -> UserError:
     """Returns the error for a file of which no row can be used, with the most frequent reasons."""
     reasons = Counter(refused.values()).most_common(REASONS_SHOWN)
     counted = ", ".join(f"{count:,} refused ({reason})" for reason, count in reasons)
-    return ValueError(
+    return UserError(
         f"prompts.paths: every file must hold at least one usable conversation, but {path} holds none: {counted}"
         f"; the first row is {next(iter(refused))}; convert the data, or correct prompts.paths or prompts.schema"
     )
@@ -124,7 +124,7 @@ def _all_refused(path: str, refused: Mapping[str, str]) -> ValueError:
 def refuse_duplicate_paths(paths: Sequence[str]) -> None:
     duplicates = [path for path, count in Counter(paths).items() if count > 1]
     if duplicates:
-        raise ValueError(
+        raise UserError(
             f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; "
             "remove the duplicates"
         )
@@ -147,17 +147,17 @@ def conversation_name(row: Row, messages: Sequence[Message]) -> str:
 def _read_rows(path: str, split: str) -> Rows:
     suffix = Path(path).suffix
     if Path(path).is_dir():
-        raise ValueError(
+        raise UserError(
             f"prompts.paths: conversations must be files or hub data sets, but {path!r} is a directory; list its files"
         )
     if Path(path).is_file() and suffix not in FILE_SUFFIXES:
-        raise ValueError(
+        raise UserError(
             f"prompts.paths: files must end in {', '.join(FILE_SUFFIXES)}, but {path!r} does not; convert the file"
         )
     if Path(path).is_file():
         return {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[suffix](path)
     if suffix in FILE_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise FileNotFoundError(
+        raise UserError(
             f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path"
         )
     return _read_hub(path, split)
@@ -178,9 +178,7 @@ def _json_lines(path: str) -> Iterator[tuple[int, Row]]:
 def _read_json(path: str) -> Rows:
     content = parse_json(Path(path).read_bytes(), path, CORRECT)
     if not isinstance(content, list):
-        raise ValueError(
-            f"{path}: must hold one array of conversations, but holds {kind(content)}; convert it to jsonl"
-        )
+        raise UserError(f"{path}: must hold one array of conversations, but holds {kind(content)}; convert it to jsonl")
     return Rows(path, content, range(1, len(content) + 1))
 
 
@@ -190,7 +188,7 @@ def _read_parquet(path: str) -> Rows:
         rows = Dataset.from_parquet(path)
     except (ValueError, OSError, DatasetGenerationError) as error:
         reason = str(error.__cause__ or error).strip()
-        raise ValueError(
+        raise UserError(
             f"{path}: must be a parquet file with rows, but cannot be read ({reason}); create it again"
         ) from error
     return Rows(path, rows, range(1, len(rows) + 1))
@@ -201,7 +199,7 @@ def _read_hub(name: str, split: str) -> Rows:
         rows = load_dataset(name, split=split)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [repr(error)])[0]
-        raise FileNotFoundError(
+        raise UserError(
             f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
             f"cannot be loaded from the hub: {reason}; correct prompts.paths and prompts.split, or download it as "
             "parquet"

@@ -28,6 +28,7 @@ from mtptrain.hidden_states.store import expected_identity
 from mtptrain.run_dir import check_stage_dir, require, write_provenance
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
+from mtptrain.utils.errors import UserError
 
 
 @program
@@ -42,9 +43,8 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
     """Choose the vocabulary, and write it with its manifest.
 
     Raises:
-        FileNotFoundError: the target does not exist, or stage 1 has not been run.
-        ValueError: the head needs no draft vocabulary, its size is out of range, or the prompts were made with another
-            tokenizer.
+        UserError: the target does not exist, or stage 1 has not been run, or the head needs no draft vocabulary, its
+            size is out of range, or the prompts were made with another tokenizer.
     """
     check_stage_dir(config.stage_dir("draft_vocab"))
     target_dir = resolve_target(config.target.path, config.target.revision)
@@ -79,22 +79,22 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     """Returns the number of tokens to choose.
 
     Raises:
-        ValueError: the head drafts the target's whole vocabulary, starts from a head with its own vocabulary, or the
+        UserError: the head drafts the target's whole vocabulary, starts from a head with its own vocabulary, or the
             size is out of range.
     """
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size == vocab_size:
-        raise ValueError(
+        raise UserError(
             f"head.draft_vocab_size: must be below the target's {vocab_size} tokens to choose a draft vocabulary, but "
             f"is {size}; skip this program, because head {head.name} drafts the target's whole vocabulary"
         )
     if size > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"head.draft_vocab_size: must be within 1..{vocab_size}, the tokens of the target, but is {size}; correct "
             "it in the recipe or on the command line"
         )
     if head.init_from is not None:
-        raise ValueError(
+        raise UserError(
             f"head.init_from: must be unset to choose a draft vocabulary, but is {head.init_from}, whose lm_head keeps "
             "its own vocabulary; skip this program"
         )
@@ -131,10 +131,10 @@ def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDA
     """Returns the ids of `always` and of the most frequent tokens, i64[size], ascending. Ties go to the lower id.
 
     Raises:
-        ValueError: `always` has more than `size` tokens.
+        UserError: `always` has more than `size` tokens.
     """
     if len(always) > size:
-        raise ValueError(
+        raise UserError(
             f"head.draft_vocab_size: must hold the {len(always)} special tokens of the target, but is {size}; set it "
             "higher"
         )

@@ -25,6 +25,7 @@ from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import refuse_quantised_parts
 from mtptrain.target.hub import resolve_target
+from mtptrain.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
     """Read the prompts and the target's config, and check that they match each other and the settings.
 
     Raises:
-        FileNotFoundError: stage 1 has not been run, the target does not exist, or vLLM's Python interpreter is missing.
-        ValueError: prompts, target and settings do not fit each other.
+        UserError: stage 1 has not been run, the target does not exist, or vLLM's Python interpreter is missing, or
+            prompts, target and settings do not fit each other.
     """
     settings = config.hidden_states
     prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts").parent
@@ -95,21 +96,21 @@ def check_prompts(documents: Documents, path: Path, vocab_size: int, max_positio
     """Refuse prompts that the target cannot read.
 
     Raises:
-        ValueError: there are no documents, a document is too long, or a token is outside the vocabulary.
+        UserError: there are no documents, a document is too long, or a token is outside the vocabulary.
     """
     if len(documents) == 0:
-        raise ValueError(
+        raise UserError(
             f"{path}: must hold at least one document, but holds none; correct prompts.paths and run data_prep.prompts"
         )
     longest, largest_id = int(documents.lengths.max()), int(documents.input_ids.max())
     if longest > max_position_embeddings:
-        raise ValueError(
+        raise UserError(
             f"{path}: documents must have at most {max_position_embeddings} tokens, the target's "
             f"max_position_embeddings, but the longest has {longest}; set "
             f"prompts.max_document_tokens={max_position_embeddings} or less and run data_prep.prompts again"
         )
     if largest_id >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{path}: token ids must be below {vocab_size}, the target's vocab_size, but the largest is {largest_id}; "
             "the prompts were made with another tokenizer: run data_prep.prompts again with this target"
         )

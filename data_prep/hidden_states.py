@@ -40,6 +40,7 @@ from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.model import check_placement, load_target
 from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
+from mtptrain.utils.errors import UserError
 
 from .extraction import Extraction, prepare_extraction
 from .store_check import verify_store
@@ -66,10 +67,10 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     Every rank must call this.
 
     Raises:
-        FileNotFoundError: stage 1 has not been run, or the backend is vllm and the Python for it does not exist.
-        ValueError: the prompts do not fit the target, the target's embeddings, final norm or lm_head are quantised,
-            vLLM is not installed or cannot extract from the target, the directory holds states extracted with
-            different settings or inputs, or the disk is too small.
+        UserError: stage 1 has not been run, or the backend is vllm and the Python for it does not exist, or the prompts
+            do not fit the target, the target's embeddings, final norm or lm_head are quantised, vLLM is not installed
+            or cannot extract from the target, the directory holds states extracted with different settings or inputs,
+            or the disk is too small.
         OSError: the disk became full; finished shards are kept.
     """
     if ranks.device.type == "cpu":
@@ -264,7 +265,7 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
     shards already on the disk counts as free.
 
     Raises:
-        ValueError: too little space is free.
+        UserError: too little space is free.
     """
     store_dir, documents, own = extraction.store_dir, extraction.documents, extraction.own
     num_shards = len(extraction.shards)
@@ -295,7 +296,7 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
             if scratch
             else ""
         )
-        raise ValueError(
+        raise UserError(
             f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
             f"only {free_bytes / 1e9:.3f} GB are; free more, or move run_dir to a larger disk. To need less, delete "
             f"{store_dir} and set hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run "

@@ -13,6 +13,7 @@ from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.chat_template import EndlessTemplate, special_tokens
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, Row
+from mtptrain.utils.errors import UserError
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
 from .conversations import Conversations, read_conversations
@@ -147,13 +148,13 @@ def read_source(
             `responses`.
 
     Raises:
-        FileNotFoundError: data_prep.responses has not finished, or, with any other source, a path does not exist.
-        ValueError: no path is given, a file has an unknown format, the target cannot render conversations, or
-            the responses are those of another target or to other conversations.
+        UserError: data_prep.responses has not finished, or, with any other source, a path does not exist, or no path is
+            given, a file has an unknown format, the target cannot render conversations, or the responses are those of
+            another target or to other conversations.
         EndlessTemplate: the target's chat template takes too long.
     """
     if not prompts.paths:
-        raise ValueError(
+        raise UserError(
             f"prompts.paths: must name at least one path with prompts.source={prompts.source}, but is empty; set "
             "prompts.paths=[...] in the recipe or on the command line"
         )

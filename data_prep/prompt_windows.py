@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from mtptrain.config import PromptsConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out, name_hash
+from mtptrain.utils.errors import UserError
 
 from .assistant_masks import Encoding
 from .prompt_sources import Source
@@ -62,7 +63,7 @@ class Collector:
         added first, so that no copy of them is trained on.
 
         Raises:
-            ValueError: a token id is beyond the model's vocabulary.
+            UserError: a token id is beyond the model's vocabulary.
         """
         for encoding in encodings:
             check_vocabulary(encoding, self._vocab_size, location)
@@ -173,7 +174,7 @@ def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
 def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None:
     highest = int(encoding.input_ids.max(initial=0))
     if highest >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives "
             f"{highest} in {location}; tokenizer and config.json belong to different models: correct target.path "
             "or its files"

@@ -21,6 +21,7 @@ from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents,
 from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from .assistant_masks import empty_mask_error
@@ -50,10 +51,9 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     """Read, tokenize, split and write the prompts.
 
     Raises:
-        FileNotFoundError: the target, a directory, a file or a hub data set does not exist.
-        ValueError: no file matches, a file has an unknown format, the chat template is missing or fails, no token is
-            supervised, a split would be empty, the tokenizer belongs to another model, or `run_dir/prompts` holds files
-            of somebody else.
+        UserError: the target, a directory, a file or a hub data set does not exist, or no file matches, a file has an
+            unknown format, the chat template is missing or fails, no token is supervised, a split would be empty, the
+            tokenizer belongs to another model, or `run_dir/prompts` holds files of somebody else.
         EndlessTemplate: the chat template takes too long.
     """
     check_stage_dir(config.stage_dir("prompts"))
@@ -92,7 +92,7 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
             wanted = f"file with text that matches {prompts.pattern!r}"
             advice = "correct the paths, prompts.pattern or the data"
         reasons = _reasons(source.refused)
-        raise ValueError(
+        raise UserError(
             f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; "
             f"{advice}"
         )
@@ -109,13 +109,13 @@ def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBas
     if collector.windows or collector.is_full:
         return
     if not collector.windows_unsupervised and set(collector.refused.values()) == {NO_ANSWER}:
-        raise ValueError(
+        raise UserError(
             "prompts.paths: conversations must have an assistant turn to learn from, but none of "
             f"{len(collector.refused):,} has one (the first is {next(iter(collector.refused))}); choose data with "
             "answers, or let the target answer: run data_prep.responses and set prompts.source=responses"
         )
     if not collector.windows_unsupervised and not any("chat template" in why for why in collector.refused.values()):
-        raise ValueError(
+        raise UserError(
             "prompts.paths: conversations must have an answer to learn from, but none of "
             f"{len(collector.refused):,} has one that can be used{_reasons(collector.refused)}; correct the data, or "
             "let the target answer: run data_prep.responses and set prompts.source=responses"
@@ -133,15 +133,15 @@ def check_splits(splits: Mapping[Split, Documents], collector: Collector, prompt
             )
     train = splits[Split.train]
     if not any(has_drafts(train.mask(i)) for i in range(len(train))):
-        raise ValueError(
+        raise UserError(
             "prompts: the train split must hold a document in which two generated tokens follow another token, since a "
             f"head drafts from the second on, but none of its {len(train):,} documents does with "
             f"prompts.max_document_tokens={prompts.max_document_tokens}; add data with longer answers"
         )
 
 
-def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> ValueError:
-    return ValueError(
+def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> UserError:
+    return UserError(
         f"prompts: the {split} split must hold at least one document, but holds none with "
         f"prompts.validation_fraction={prompts.validation_fraction} and "
         f"prompts.max_train_tokens={prompts.max_train_tokens}{reason}; add data or change these settings"

@@ -80,7 +80,7 @@ def render_conversation(
         ConversationRefused: there is no assistant turn to train, one is empty, holds a special token or is rendered
             otherwise than written, the template drops a prompt, rejects the messages or fails, or no assistant turn can
             be located in the text.
-        ValueError: the tokenizer has no chat template.
+        UserError: the tokenizer has no chat template.
         EndlessTemplate: the template takes too long.
     """
     special = set(special_tokens(tokenizer).values())

@@ -11,14 +11,15 @@ from rich.table import Table
 
 from mtptrain.hidden_states.store import HiddenStore, find_damage
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
 
 
 def verify_store(directory: Path, ranks: Ranks) -> None:
     """Compare every shard of a store with its hash in the manifest, and print a table. Every rank must call this.
 
     Raises:
-        FileNotFoundError: the store does not exist or is unfinished.
-        ValueError: shards are changed, missing or truncated; the message names each.
+        UserError: the store does not exist or is unfinished, or shards are changed, missing or truncated; the message
+            names each.
     """
     store, started = HiddenStore.open(directory), time.monotonic()
     shards = range(ranks.rank, len(store.manifest.shards), ranks.world_size)
@@ -27,7 +28,7 @@ def verify_store(directory: Path, ranks: Ranks) -> None:
     if ranks.is_first:
         print_table(store, len(damaged), time.monotonic() - started)
     if damaged:
-        raise ValueError("\n".join(damaged[index] for index in sorted(damaged)))
+        raise UserError("\n".join(damaged[index] for index in sorted(damaged)))
 
 
 def print_table(store: HiddenStore, num_damaged: int, seconds: float) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import MAX_TEXT_BYTES
 
 STANDARD_LIBRARY = "standard_library"
@@ -34,17 +35,14 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
         exclude: globs for the path relative to the listed directory, such as `site-packages/*`.
 
     Raises:
-        FileNotFoundError: a path is not a directory.
-        ValueError: the pattern is not a glob for names below a directory.
+        UserError: a path is not a directory, or the pattern is not a glob for names below a directory.
     """
     texts: dict[str, str] = {}
     refused: dict[str, str] = {}
     for directory in directories:
         root = standard_library_dir() if directory == STANDARD_LIBRARY else Path(directory)
         if not root.is_dir():
-            raise FileNotFoundError(
-                f"prompts.paths: must name directories, but {directory!r} is not one; correct the path"
-            )
+            raise UserError(f"prompts.paths: must name directories, but {directory!r} is not one; correct the path")
         for name in _unreadable_directories(root):
             if not any(fnmatch(f"{name}/", glob) for glob in exclude):
                 refused[_printable(name)] = "a directory that cannot be read"
@@ -72,7 +70,7 @@ def _matching(root: Path, pattern: str) -> list[Path]:
     try:
         return sorted(root.rglob(pattern))
     except (NotImplementedError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"prompts.pattern: must be a glob for the names of files, such as *.py, but is {pattern!r} ({error}); "
             "correct it"
         ) from error

@@ -1,3 +1,5 @@
-"""Stage 4: evaluation of heads."""
+"""Stage 4: evaluation of heads. All its modules belong to programs."""
 
-import mtptrain  # noqa: F401  # sets the environment, before torch is loaded
+from mtptrain.utils.startup import prepare_process
+
+prepare_process()

@@ -49,6 +49,7 @@ from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.metrics import track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from .draft_quality import DraftQuality
@@ -63,7 +64,7 @@ def main(cfg: DictConfig) -> None:
     ranks = init_ranks(config.distributed_timeout_hours)
     settings = config.acceptance
     if not settings.rebuild_cache and settings.output_dir is None:
-        raise ValueError(
+        raise UserError(
             "acceptance.rebuild_cache: must be true for the report of a run, because engines rebuild the cache, but is "
             "false; set acceptance.output_dir to write another report"
         )
@@ -136,13 +137,13 @@ def candidates_of(
     """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
 
     Raises:
-        ValueError: the head can draft fewer tokens than `tree_top_k`, cannot draft a tree, or cannot keep its cache as
+        UserError: the head can draft fewer tokens than `tree_top_k`, cannot draft a tree, or cannot keep its cache as
             `rebuild_cache=false` asks.
     """
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
     if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:
-        raise ValueError(
+        raise UserError(
             f"acceptance.tree_top_k: must be at most {own_size}, the number of tokens that the head can draft, but is "
             f"{settings.tree_top_k}; lower it"
         )

@@ -25,6 +25,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.validation import Validated, Validation
 from mtptrain.utils.distributed import Ranks, init_ranks
+from mtptrain.utils.errors import StageMissing
 from mtptrain.utils.files import read_json, write_json
 
 
@@ -49,11 +50,11 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     """Returns the directories of the kept heads by step, and that of the best head if it has been measured before.
 
     Raises:
-        FileNotFoundError: no head was kept.
+        StageMissing: no head was kept.
     """
     heads = kept_heads(stage_dir)
     if not heads:
-        raise FileNotFoundError(
+        raise StageMissing(
             f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the "
             "same recipe and run_dir, train.validation_prompts=0 and train.validate_every=N, which keeps the head "
             f"every N steps; if training has already ended, first delete {stage_dir / 'checkpoints'}"
@@ -69,7 +70,7 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
     """Returns the figures of every head by step. All heads must belong to the target, which is loaded once.
 
     Raises:
-        ValueError: a head has other settings or belongs to another target, or no prompt fits the target's context.
+        UserError: a head has other settings or belongs to another target, or no prompt fits the target's context.
     """
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.utils.errors import errors_as_lines
+from mtptrain.utils.errors import UserError, errors_as_lines
 from mtptrain.utils.files import read_json, refuse_overwriting
 
 from .report_page import TITLE, UNREADABLE, drafters_of, has_comparable_speeds, length_interval, render_page, write_page
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page to write")
     args = parser.parse_args()
     if args.out.suffix == ".json":
-        raise ValueError(f"--out: must be an HTML file, but is {args.out}; choose another name")
+        raise UserError(f"--out: must be an HTML file, but is {args.out}; choose another name")
     refuse_overwriting(args.out, "--out", (TITLE,))
     reports = read_reports(args.reports)
     print_table(reports)
@@ -48,18 +48,16 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     """Reads the reports, and names each after the part of its path in which the paths differ.
 
     Raises:
-        FileNotFoundError: a path is not that of a file.
-        ValueError: a file is not a report, is given twice, or reports a measurement with other settings than the first.
+        UserError: a path is not that of a file, or a file is not a report, is given twice, or reports a measurement
+            with other settings than the first.
     """
     reports: dict[str, dict[str, Any]] = {}
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path}: must be a report.json of eval.acceptance, but is not a file; correct the path"
-            )
+            raise UserError(f"{path}: must be a report.json of eval.acceptance, but is not a file; correct the path")
         report = {"top_p": 1.0, "top_k": 0} | read_json(path, "run eval.acceptance again")
         if not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
-            raise ValueError(
+            raise UserError(
                 f"{path}: must be a report.json of eval.acceptance, but is not one, or has an older format; run "
                 "eval.acceptance again"
             )
@@ -67,18 +65,18 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             json.dumps(report, allow_nan=False)
             render_page({str(path): report})
         except UNREADABLE as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}: must have all figures that eval.acceptance writes, but some are missing or invalid "
                 f"({error!r}); run eval.acceptance again"
             ) from error
         if path.resolve() in map(Path.resolve, map(Path, reports)):
-            raise ValueError(f"{path}: each report must be given once, but this one is given twice; remove one")
+            raise UserError(f"{path}: each report must be given once, but this one is given twice; remove one")
         reports[str(path)] = report
     (first_path, first), *others = reports.items()
     for other_path, report in others:
         for name in MUST_BE_EQUAL:
             if report[name] != first[name]:
-                raise ValueError(
+                raise UserError(
                     f"{other_path}: {name} must be {first[name]!r} as in {first_path}, but is {report[name]!r}; "
                     "measure one of them again with the other's setting"
                 )

@@ -33,6 +33,7 @@ from mtptrain.config import CheckSize, PipelineConfig, load_config
 from mtptrain.run_dir import write_provenance
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import device_name, init_ranks
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from .checks.benches import bench_extraction, bench_peer, bench_step
@@ -72,7 +73,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     device = init_ranks().device
     if config.check.size is CheckSize.full and device.type != "cuda":
-        raise ValueError(
+        raise UserError(
             "check.size: must be tiny on a machine without a GPU, because the full benchmarks take hours on a CPU, "
             "but is full; set check.size=tiny, or use a machine with a GPU"
         )

@@ -38,6 +38,7 @@ from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.hub import engine_target, resolve_target, weights_fingerprint
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 from mtptrain.utils.masking import hide_passwords
 
@@ -67,10 +68,9 @@ def prepare(config: PipelineConfig, output_dir: Path) -> Bench:
     """Returns the checked inputs.
 
     Raises:
-        FileNotFoundError: the Python interpreter, the prompts or the exported head do not exist.
-        ConnectionError: the server does not respond.
-        ValueError: the interpreter has no vLLM, the prompts do not fit the target's context, the export holds another
-            head, or the server does not fit the settings.
+        UserError: the Python interpreter, the prompts or the exported head do not exist, or the server does not
+            respond, or the interpreter has no vLLM, the prompts do not fit the target's context, the export holds
+            another head, or the server does not fit the settings.
     """
     serving, settings = config.serving, config.serving_bench
     target_dir = resolve_target(config.target.path, config.target.revision)
@@ -95,12 +95,12 @@ def check_server(bench: Bench) -> None:
     server, target = bench.server, bench.config.target.path
     assert server is not None
     if not is_same_model(server.root, target, bench.target_dir):
-        raise ValueError(
+        raise UserError(
             f"serving.url: the server must serve {target}, but {server.shown_url} serves {server.root}; ask another "
             "server, or set target.path"
         )
     if server.max_model_len < bench.context_tokens:
-        raise ValueError(
+        raise UserError(
             f"serving.url: the server's context must hold {bench.context_tokens} tokens (the longest prompt, "
             "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
             f"{server.max_model_len}; start it with --max-model-len {bench.context_tokens}"

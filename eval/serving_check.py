@@ -40,6 +40,7 @@ from mtptrain.target.families import eos_token_ids, read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import init_ranks
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from .report_page import write_run_page
@@ -56,7 +57,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     settings = config.acceptance
     if settings.temperature > 0:
-        raise ValueError(
+        raise UserError(
             "acceptance.temperature: must be 0 for this check, because at a higher temperature drafts are accepted at "
             f"random, but is {settings.temperature:g}; leave it out"
         )
@@ -97,17 +98,16 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     """Returns the engine after quick checks: of a server only its context, otherwise the export and the interpreter.
 
     Raises:
-        FileNotFoundError: the Python interpreter or the exported head does not exist.
-        ConnectionError: no server answers.
-        ValueError: the interpreter has no vLLM, the export is for another engine or holds another head, or the server
-            is not vLLM or has too short a context.
+        UserError: the Python interpreter or the exported head does not exist, or no server answers, or the interpreter
+            has no vLLM, the export is for another engine or holds another head, or the server is not vLLM or has too
+            short a context.
     """
     serving, settings = config.serving, config.acceptance
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
     if serving.url is not None:
         server = VllmServer(serving.url)
         if server.max_model_len < needed_tokens:
-            raise ValueError(
+            raise UserError(
                 f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
                 "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
                 f"{server.max_model_len}; start it with --max-model-len {needed_tokens}"
@@ -187,10 +187,10 @@ def decode(
 
 
 def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineCounts:
-    """Returns the counts. Raises ValueError if the server does not draft `num_speculative_tokens` tokens a round."""
+    """Returns the counts. Raises UserError if the server does not draft `num_speculative_tokens` tokens a round."""
     num_drafts = 0 if counts is None else len(counts.accepted_at)
     if counts is None or num_drafts != config.acceptance.num_speculative_tokens:
-        raise ValueError(
+        raise UserError(
             f"serving.url: the server must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts "
             f"{num_drafts}; start it with the command of the export's README, or set acceptance.num_speculative_tokens"
         )

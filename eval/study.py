@@ -33,6 +33,7 @@ from mtptrain.heads import HEADS
 from mtptrain.run_dir import claim_stage_dir, write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_json, write_json
 
 from .drawing import drawing
@@ -85,23 +86,23 @@ class Study:
         self.directory = config.stage_dir("study") / config.study.name
 
     def check(self) -> None:
-        """Raises ValueError if no study was chosen, or if the chosen study cannot run."""
+        """Raises UserError if no study was chosen, or if the chosen study cannot run."""
         settings, answers = self.settings, self.config.acceptance
         if not settings.variants or not settings.seeds or not settings.prompt_tokens:
             names = sorted(path.stem for path in (Path(RECIPES) / "study").glob("*.yaml"))
-            raise ValueError(
+            raise UserError(
                 f"study: must have variants, seeds and prompt_tokens, but has {len(settings.variants)}, "
                 f"{len(settings.seeds)} and {len(settings.prompt_tokens)} of them; choose one of recipes/study "
                 f"({', '.join(names)}), for example study={names[0]}, and leave none of the three empty"
             )
         for name, variant in self.variants.items():
             if not re.fullmatch(r"[\w-]+", name) or name in ("data", "held_out"):
-                raise ValueError(
+                raise UserError(
                     "study.variants: names must consist of letters, digits, - and _, and must not be data or "
                     f"held_out, but one is {name!r}; rename it"
                 )
             if variant.target != self.config.target or variant.prompts.source is PromptSource.responses:
-                raise ValueError(
+                raise UserError(
                     f"study.variants.{name}: must have the study's target and take its prompts from files or "
                     f"conversations, but has target {variant.target.path} and "
                     f"prompts.source={variant.prompts.source}; make another target a separate study, and "
@@ -113,31 +114,29 @@ class Study:
                 "max_train_tokens": source.max_train_tokens,
             }
             if asdict(variant.prompts) | lengths_of != asdict(source):
-                raise ValueError(
+                raise UserError(
                     f"study.variants.{name}: must have the study's `prompts` settings, except max_document_tokens "
                     "and max_train_tokens, but some differ; make it a separate study"
                 )
             own = {field: getattr(variant.acceptance, field) for field in OWN_ACCEPTANCE}
             if asdict(variant.acceptance) != asdict(answers) | own:
-                raise ValueError(
+                raise UserError(
                     f"study.variants.{name}: must have the study's `acceptance` settings, except "
                     f"{', '.join(OWN_ACCEPTANCE)}, but some differ; set them for all variants"
                 )
         if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
-            raise ValueError(f"study.seeds: must be distinct and at least 0, but are {settings.seeds}; correct them")
+            raise UserError(f"study.seeds: must be distinct and at least 0, but are {settings.seeds}; correct them")
         if not re.fullmatch(r"[\w-]+", settings.name):
-            raise ValueError(
-                f"study.name: must have only letters, digits, - and _, but is {settings.name!r}; rename it"
-            )
+            raise UserError(f"study.name: must have only letters, digits, - and _, but is {settings.name!r}; rename it")
         if self.config.seed != 0:
-            raise ValueError(f"seed: must be left out, but is {self.config.seed}; set study.seeds")
+            raise UserError(f"seed: must be left out, but is {self.config.seed}; set study.seeds")
         context_tokens, lengths = target_config_of(self.config).max_position_embeddings, settings.prompt_tokens
         if (
             len(set(lengths)) < len(lengths)
             or min(lengths) < 4
             or max(lengths) + answers.max_new_tokens > context_tokens
         ):
-            raise ValueError(
+            raise UserError(
                 f"study.prompt_tokens: must be distinct, at least 4, and leave room for {answers.max_new_tokens} new "
                 f"tokens in the target's context of {context_tokens}, but are {lengths}; correct them"
             )
@@ -169,7 +168,7 @@ class Study:
             remedy = "lower study.prompt_tokens or raise prompts.validation_fraction, and set another study.name"
             if prompts:
                 remedy = f"lower it; or {remedy}"
-            raise ValueError(
+            raise UserError(
                 f"study.num_prompts: must be at most {len(prompts)}, the number of prompts of {max(lengths)} tokens "
                 f"in held-out documents, but is {self.settings.num_prompts}; {remedy}"
             )
@@ -240,8 +239,7 @@ class Study:
             False if training diverged, otherwise True.
 
         Raises:
-            ValueError: the programs have already run there with other settings.
-            RuntimeError: a program failed.
+            UserError: the programs have already run there with other settings, or a program failed.
         """
         path, wanted = directory / record, json.loads(json.dumps(settings))
         state = "begun"
@@ -249,7 +247,7 @@ class Study:
             recorded = read_json(path, f"delete {directory} and run the study again", ["settings", "state"])
             different = [name for name in wanted if recorded["settings"].get(name) != wanted[name]]
             if different:
-                raise ValueError(
+                raise UserError(
                     f"{path}: {different[0]} must be {wanted[different[0]]}, but was "
                     f"{recorded['settings'].get(different[0])}; delete {directory}, or set another study.name"
                 )
@@ -304,7 +302,7 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     """Run a program. Returns False if the program is mtptrain.train and training diverged.
 
     Raises:
-        RuntimeError: the program failed in another way. The message contains the last error in its log.
+        UserError: the program failed in another way. The message contains the last error in its log.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     uses_ranks = num_ranks > 1 and program not in ("data_prep.prompts", "data_prep.draft_vocab")
@@ -320,9 +318,7 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     ]
     if program == "mtptrain.train" and "must be finite" in errors[-1]:
         return False
-    raise RuntimeError(
-        f"{program}: must exit with status 0, but exited with {ended.returncode}: {errors[-1]}; see {log}"
-    )
+    raise UserError(f"{program}: must exit with status 0, but exited with {ended.returncode}: {errors[-1]}; see {log}")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,15 @@ import runpy
 import sys
 from difflib import get_close_matches
 
-from mtptrain.command_line.program import python_module
-from mtptrain.command_line.stages import STAGES
-from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
+from mtptrain.utils.startup import prepare_process
 
 
 def main() -> None:
+    prepare_process()
+    from mtptrain.command_line.program import python_module
+    from mtptrain.command_line.stages import STAGES
+    from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
+
     stage = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if stage in ("-h", "--help"):
         width = max(map(len, STAGES))

@@ -46,6 +46,7 @@ from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
 from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
 from mtptrain.utils.distributed import TIMEOUT_HOURS
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import refuse_overwriting
 from mtptrain.utils.settings import at_least, between, check_bounds, directory_path, random_seed
 
@@ -142,13 +143,13 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     """Returns the composed config as dataclasses.
 
     Raises:
-        ValueError: a value is out of its range, or does not fit another setting.
+        UserError: a value is out of its range, or does not fit another setting.
     """
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, PipelineConfig)
     check_bounds(config)
     if config.head.name not in HEADS:
-        raise ValueError(f"head.name: must be one of {', '.join(HEADS)}, but is {config.head.name!r}; set head=NAME")
+        raise UserError(f"head.name: must be one of {', '.join(HEADS)}, but is {config.head.name!r}; set head=NAME")
     _check_relations(config)
     check_acceptance(config.acceptance)
     check_serving_bench(config.serving_bench, config.serving)
@@ -173,12 +174,12 @@ def _resolve_precision(config: PipelineConfig) -> None:
 
 def _check_relations(config: PipelineConfig) -> None:
     if config.hidden_states.part >= config.hidden_states.num_parts:
-        raise ValueError(
+        raise UserError(
             f"hidden_states.part: must be below hidden_states.num_parts={config.hidden_states.num_parts}, but is "
             f"{config.hidden_states.part}; parts are counted from 0"
         )
     if len(config.train.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.train.betas):
-        raise ValueError(
+        raise UserError(
             f"train.betas: must be two numbers in [0, 1), but is {config.train.betas}; the default is [0.9,0.95]"
         )
 
@@ -189,7 +190,7 @@ def _check_stream(config: PipelineConfig) -> None:
         "hidden_states.num_parts": config.hidden_states.num_parts,
     }.items():
         if config.train.stream and value != 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is "
                 f"{value}; set {name}=1, or train.stream=false"
             )
@@ -202,15 +203,15 @@ def _check_depths(config: PipelineConfig) -> None:
 
 
 def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
-    """Raises ValueError if a head cannot draft exactly as many tokens as the setting asks for."""
+    """Raises UserError if a head cannot draft exactly as many tokens as the setting asks for."""
     depths = head.ttt_steps
     if HEADS[head.name].drafts_all_depths and num_drafts != depths:
-        raise ValueError(
+        raise UserError(
             f"{setting}: must equal head.ttt_steps={depths} with head {head.name}, which learns blocks of {depths + 1} "
             f"tokens, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"
         )
     if HEADS[head.name].is_bound_to_depths and num_drafts > depths:
-        raise ValueError(
+        raise UserError(
             f"{setting}: must be at most head.ttt_steps={depths} with head {head.name}, which can draft only at "
             f"depths that it was trained for, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
         )
@@ -218,7 +219,7 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
 
 def _check_feature_loss(config: PipelineConfig) -> None:
     if isinstance(config.head, DraftModelHead.Config) and config.train.feature_weight:
-        raise ValueError(
+        raise UserError(
             "train.feature_weight: must be 0 with head draft_model, whose states are not compared with the target's, "
             f"but is {config.train.feature_weight:g}; remove it"
         )

@@ -28,6 +28,7 @@ from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, replaced
 from mtptrain.serving.exports import SERVING, WRITTEN_FOR
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import engine_target, resolve_target
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json, save_tensors, write_json, write_text
 from mtptrain.utils.masking import hide_home
 
@@ -87,7 +88,7 @@ def check_directory_name(output_dir: Path, method: str) -> None:
     """Refuse a path from which vLLM would infer another method, in case users omit the method on the command line."""
     name = next((each for each in METHODS_BY_NAME if each in str(output_dir.resolve()).lower()), None)
     if name is not None and METHODS_BY_NAME[name] != method:
-        raise ValueError(
+        raise UserError(
             f"export.output_dir: vLLM must not infer a method other than {method} from the path, but "
             f"{output_dir.resolve()} contains {name!r}; choose another path"
         )
@@ -106,7 +107,7 @@ def check_tensors(directory: Path, form: Format) -> None:
     """Check the names and shapes of all tensors, because engines silently keep random values for a missing tensor.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or does not belong to the format.
+        UserError: a tensor is missing, has another shape, or does not belong to the format.
     """
     with torch.device("meta"):
         state = build_head(form.head, form.target).state_dict()
@@ -115,7 +116,7 @@ def check_tensors(directory: Path, form: Format) -> None:
     actual = {name: tuple(tensor.shape) for name, tensor in load_file(path).items()}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} must be {describe_shape(expected.get(name))}, but is "
                 f"{describe_shape(actual.get(name))}; the engine would serve random weights; export again"
             )
@@ -132,7 +133,7 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
     """Returns what the README says about the head's acceptance.
 
     Raises:
-        ValueError: the report of `eval.acceptance` is damaged.
+        UserError: the report of `eval.acceptance` is damaged.
     """
     advice = "run eval.acceptance again, or remove this file"
     report = read_json(path, advice) if path.is_file() else {}
@@ -146,7 +147,7 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
             f"prompts, {report['dtype']}."
         )
     except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: must have all figures that eval.acceptance writes, but some are missing or invalid ({error!r}); "
             f"{advice}"
         ) from error

@@ -27,7 +27,7 @@ from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.run_dir import was_made_with
 from mtptrain.training.trainer import check_batch_ranks
-from mtptrain.utils.errors import EXIT_INTERRUPTED
+from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
 
 
 @program
@@ -53,7 +53,7 @@ def check(config: PipelineConfig) -> None:
     """Refuse settings with which a later stage could not run."""
     for name in ("plan", "verify"):
         if getattr(config, name):
-            raise ValueError(
+            raise UserError(
                 f"{name}: must be false for a whole run, but is true; run `mtptrain hidden-states` with it instead"
             )
     if num_gpus := torch.cuda.device_count():

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mtptrain.config import PipelineConfig
+from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import file_sha256, read_json, sync, write_json, write_text
 from mtptrain.utils.masking import hide_passwords
 
@@ -37,7 +38,7 @@ def check_stage_dir(directory: Path, setting: str = "run_dir") -> None:
         setting: name of the setting that chooses the folder, for error messages.
 
     Raises:
-        ValueError: the folder is not empty and has no `provenance.json` of ours, or the path is a file.
+        UserError: the folder is not empty and has no `provenance.json` of ours, or the path is a file.
     """
     if directory.is_symlink() and not directory.exists():
         problem: str | None = "is a link to nothing"
@@ -47,7 +48,7 @@ def check_stage_dir(directory: Path, setting: str = "run_dir") -> None:
         others = _others_file(directory)
         problem = None if others is None else f"holds {others.relative_to(directory)} of somebody else"
     if problem is not None:
-        raise ValueError(
+        raise UserError(
             f"{setting}: {directory} must be new, empty or written by mtptrain, which leaves {PROVENANCE} there, but "
             f"{problem}; move that away, or set another {setting}"
         )
@@ -57,7 +58,7 @@ def output_dir_of(given: str | None, setting: str, default: Path) -> Path:
     """Returns the folder of a program's output: that of its own setting, or else the default in `run_dir`.
 
     Raises:
-        ValueError: `check_stage_dir` refuses the folder.
+        UserError: `check_stage_dir` refuses the folder.
     """
     directory = default if given is None else Path(given)
     check_stage_dir(directory, "run_dir" if given is None else setting)
@@ -68,7 +69,7 @@ def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
     """Write `provenance.json` (argv, git revision, versions) and `config.yaml` (resolved) into a stage's folder.
 
     Raises:
-        ValueError: `check_stage_dir` refuses the folder.
+        UserError: `check_stage_dir` refuses the folder.
     """
     check_stage_dir(stage_dir)
     stage_dir.mkdir(parents=True, exist_ok=True)
@@ -108,17 +109,17 @@ def check_replaceable(directory: Path, known: Collection[str], setting: str) -> 
         setting: name of the setting that chooses the folder, for error messages.
 
     Raises:
-        ValueError: the folder, or one of those beside it that `replaced` uses, holds files of somebody else.
+        UserError: the folder, or one of those beside it that `replaced` uses, holds files of somebody else.
     """
     if directory.resolve() == Path.cwd():
-        raise ValueError(
+        raise UserError(
             f"{setting}: {directory} must not be the directory in which the command runs, because it is replaced as a "
             "whole, but is; set a directory inside it"
         )
     for beside in _beside(directory):
         check_stage_dir(beside, setting)
         if beside.is_symlink():
-            raise ValueError(f"{setting}: {beside} must not be a link, but is; move it away, or set another {setting}")
+            raise UserError(f"{setting}: {beside} must not be a link, but is; move it away, or set another {setting}")
     check_stage_dir(directory, setting)
     if not directory.is_dir() or not any(directory.iterdir()):
         return
@@ -126,7 +127,7 @@ def check_replaceable(directory: Path, known: Collection[str], setting: str) -> 
     for path in sorted(directory.iterdir()):
         is_known = path.is_file() and (path.name in files or path.name == PROVENANCE)
         if not is_known or (files.get(path.name) is not None and files[path.name] != _describe(path)):
-            raise ValueError(
+            raise UserError(
                 f"{setting}: {directory} must hold only the files of an earlier export to be replaced, but {path.name} "
                 f"{'was changed since' if is_known else 'is none of them'}; move it away, or set another {setting}"
             )
@@ -140,7 +141,7 @@ def replaced(directory: Path, config: PipelineConfig, known: Collection[str], se
     the next call removes it. The arguments are those of `check_replaceable`.
 
     Raises:
-        ValueError: `check_replaceable` refuses the folder, before the block or after it.
+        UserError: `check_replaceable` refuses the folder, before the block or after it.
     """
     check_replaceable(directory, known, setting)
     new, old = _beside(directory)
@@ -168,12 +169,10 @@ def require(path: Path, program: str) -> Path:
     """Returns `path`, the output of an earlier stage.
 
     Raises:
-        FileNotFoundError: that stage has not been run.
+        StageMissing: that stage has not been run.
     """
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: must exist, but does not; run {program} with the same recipe and run_dir first"
-        )
+        raise StageMissing(f"{path}: must exist, but does not; run {program} with the same recipe and run_dir first")
     return path
 
 

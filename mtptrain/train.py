@@ -72,6 +72,7 @@ from mtptrain.training.summary import in_progress_bar, print_summary
 from mtptrain.training.trainer import Trainer, check_batch_ranks
 from mtptrain.training.validation import Validation
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
+from mtptrain.utils.errors import UserError
 
 CHECKPOINTS = "checkpoints"
 
@@ -194,11 +195,11 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
     """Returns the number of steps of the run.
 
     Raises:
-        ValueError: `train.stream` is set and the run needs more than one epoch.
+        UserError: `train.stream` is set and the run needs more than one epoch.
     """
     num_steps = settings.max_steps or settings.epochs * steps_per_epoch
     if settings.stream and num_steps > steps_per_epoch:
-        raise ValueError(
+        raise UserError(
             f"train.max_steps: must be at most {steps_per_epoch}, the steps of one epoch, with train.stream=true, but "
             f"is {num_steps}; lower it, or set train.stream=false"
         )

@@ -14,10 +14,11 @@ from mtptrain.command_line.program import program
 from mtptrain.command_line.stages import stages_of
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.training.trainer import check_batch_ranks
+from mtptrain.utils.errors import UserError
 
 
 def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -> None:
-    """Raises ValueError if the training job may get a number of ranks that cannot divide a step evenly.
+    """Raises UserError if the training job may get a number of ranks that cannot divide a step evenly.
 
     Args:
         config: the settings of the run.
@@ -34,7 +35,7 @@ def main(cfg: DictConfig) -> None:
     settings = load_config(cfg)
     for name in ("plan", "verify"):
         if getattr(settings, name):
-            raise ValueError(
+            raise UserError(
                 f"{name}: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same "
                 "settings"
             )

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
-from mtptrain.utils.errors import errors_as_lines
+from mtptrain.utils.errors import UserError, errors_as_lines
 
 # Files that are not part of the library, or differ between machines. The recipe quickstart excludes them too.
 EXCLUDE = ("site-packages/*", "dist-packages/*", "*_sysconfigdata_*")
@@ -207,7 +207,7 @@ def train(model: LlamaForCausalLM, documents: list[np.ndarray], phase: Phase, se
             for weight, master in zip(weights, masters, strict=True):
                 weight.copy_(master)
         if not math.isfinite(total):
-            raise RuntimeError(f"demo target: the loss must be finite, but is {total} at step {step}; lower PEAK_LR")
+            raise UserError(f"demo target: the loss must be finite, but is {total} at step {step}; lower PEAK_LR")
         bar.set_postfix(loss=f"{total:.3f}", tokens=f"{(step + 1) * BATCH_TOKENS / 1e6:.1f}M")
 
 

@@ -37,6 +37,7 @@ from mtptrain.target.families import eos_token_ids, read_generation_config, read
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
+from mtptrain.utils.errors import UserError
 
 from ..conversations import Conversations, read_conversations
 from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends, is_text_of
@@ -89,11 +90,9 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
         The manifest on the first rank, None on the others.
 
     Raises:
-        FileNotFoundError: the target or a file does not exist.
-        ConnectionError: the server does not respond.
-        ValueError: the settings do not fit, no conversation is usable, the server does not serve the target, or the
-            directory holds responses from a different target, data or settings.
-        RuntimeError: the server stopped responding, or no conversation has a response.
+        UserError: the target or a file does not exist, or the server does not respond, or the settings do not fit, no
+            conversation is usable, the server does not serve the target, or the directory holds responses from a
+            different target, data or settings, or the server stopped responding, or no conversation has a response.
     """
     check_settings(config, ranks)
     if ranks.is_first:
@@ -127,7 +126,7 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
     left_out = job.survey.refused | {job.conversations.location(row): reason for row, reason in progress.failed.items()}
     print_report(store.directory, manifest, job.survey, progress, left_out)
     if not manifest.counts.answers:
-        raise RuntimeError(
+        raise UserError(
             f"{store.directory}: at least one conversation must get a response, but none did; see {FAILURES} for the "
             "reasons"
         )
@@ -136,17 +135,17 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
 
 def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
     if config.prompts.source is PromptSource.text_files:
-        raise ValueError(
+        raise UserError(
             f"prompts.source: must be {PromptSource.responses} to generate responses, but is {config.prompts.source}; "
             "set it, and prompts.paths=[...] to files of conversations"
         )
     if not config.prompts.paths:
-        raise ValueError(
+        raise UserError(
             "prompts.paths: must name at least one file or data set of conversations, but is empty; set "
             "prompts.paths=[...]"
         )
     if config.responses.url and ranks.world_size > 1:
-        raise ValueError(
+        raise UserError(
             f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; run "
             "data_prep.responses without torchrun and set responses.concurrency"
         )
@@ -188,11 +187,11 @@ def find_stop_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> tu
     """Returns the tokens that end a response.
 
     Raises:
-        ValueError: there are none, so every response would be cut off.
+        UserError: there are none, so every response would be cut off.
     """
     stop_token_ids = eos_token_ids(target_config, read_generation_config(target_dir))
     if not stop_token_ids:
-        raise ValueError(
+        raise UserError(
             "target.path: eos_token_id must be set in generation_config.json or config.json, since it ends a response, "
             f"but is not set in {target_dir}; add it"
         )
@@ -205,7 +204,7 @@ def connect(
     """Connect to the server and check that it completes a prompt."""
     api_key = os.environ.get(settings.api_key_variable)
     if not all("!" <= character <= "~" for character in api_key or ""):
-        raise ValueError(
+        raise UserError(
             f"responses.api_key_variable: {settings.api_key_variable} must hold a key of printable ASCII characters "
             "without spaces, but holds others, such as a line break or a quotation mark of a text editor; set it again"
         )
@@ -221,7 +220,7 @@ def connect(
     prompt_ids = render_prompt(tokenizer, _QUESTION)
     response = server.check(prompt_ids)
     if not is_text_of(tokenizer, prompt_ids, response):
-        raise ValueError(
+        raise UserError(
             f"responses.url: the token_ids that {server.url} returns must be those of its text, but decode to another "
             f"text than {server.quote(response.text)!r}; serve the target there, with its own tokenizer"
         )
@@ -300,7 +299,7 @@ def fill_from_server(
     """Regenerate conversations with requests to the server.
 
     Raises:
-        RuntimeError: too many consecutive conversations failed.
+        UserError: too many consecutive conversations failed.
     """
     failures_in_a_row = 0
     save = partial(save_conversation, journal=journal, progress=progress, bar=bar)
@@ -315,7 +314,7 @@ def fill_from_server(
             failures_in_a_row += 1
             bar.update()
             if failures_in_a_row >= max(MIN_FAILURES_TO_STOP, 2 * concurrency):
-                raise RuntimeError(
+                raise UserError(
                     f"responses.url: {server.url} must keep responding, but {failures_in_a_row} consecutive "
                     f"conversations failed, the last one because {reason}; correct the cause and run "
                     "data_prep.responses again to generate the rest"

@@ -8,6 +8,7 @@ from typing import ClassVar
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.run_dir import require
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import manifest_of, read_json
 
 from ..conversations import Conversations, read_conversations, refuse_duplicate_paths
@@ -89,7 +90,7 @@ class ResponsesManifest:
         advice = f"delete {path.parent} and run data_prep.responses again"
         content = read_json(path, advice)
         if content.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
+            raise UserError(
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; {advice}"
             )
         return manifest_of(ResponsesManifest, content, path, ResponsesIdentity.program, advice)
@@ -117,8 +118,8 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     """Reads the responses of a finished run, and prints how many conversations failed, if any did.
 
     Raises:
-        FileNotFoundError: data_prep.responses has not finished.
-        ValueError: the responses are those of another target or of other `prompts.paths`, or a file has changed since.
+        UserError: data_prep.responses has not finished, or the responses are those of another target or of other
+            `prompts.paths`, or a file has changed since.
     """
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST

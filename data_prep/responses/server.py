@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from mtptrain.data.chat_template import EndlessTemplate
+from mtptrain.utils.errors import UserError
 
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
 from .transport import RequestFailed, Transport
@@ -34,9 +35,9 @@ class CompletionServer:
         """Ask the server for its models.
 
         Raises:
-            ConnectionError: no server responds.
-            ValueError: the server is not OpenAI-compatible, rejects the API key, does not serve `model`, or, if `model`
-                is None, does not serve exactly one model; or the address has a password that is not percent-encoded.
+            UserError: no server responds, or the server is not OpenAI-compatible, rejects the API key, does not serve
+                `model`, or, if `model` is None, does not serve exactly one model; or the address has a password that is
+                not percent-encoded.
         """
         self._transport = Transport(url, timeout_s, api_key)
         self.url = self._transport.url
@@ -55,21 +56,21 @@ class CompletionServer:
         """Check that the server completes prompts given as token ids, by requesting one token, which is returned.
 
         Raises:
-            ConnectionError: the server does not respond.
-            ValueError: the server does not complete such prompts, or counts more or fewer prompt tokens than were sent.
+            UserError: the server does not respond, or the server does not complete such prompts, or counts more or
+                fewer prompt tokens than were sent.
         """
         content = self._fetch_checked("/completions", self._request(Prompt(list(prompt_ids), 0)) | {"max_tokens": 1})
         try:
             response = self._parse(content)
         except RequestFailed as failure:
-            raise ValueError(
+            raise UserError(
                 f"responses.url: {self.url} must complete prompts given as token ids, but {failure}; serve the target "
                 "there"
             ) from None
         usage = content.get("usage")
         num_read = usage.get("prompt_tokens", len(prompt_ids)) if isinstance(usage, dict) else len(prompt_ids)
         if num_read != len(prompt_ids):
-            raise ValueError(
+            raise UserError(
                 f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids unchanged, but counts "
                 f"{self.quote(repr(num_read))} tokens; use a server that does not change prompts"
             )
@@ -130,11 +131,11 @@ class CompletionServer:
             if not isinstance(text, str) or not all(type(token) is int for token in token_ids or []):
                 raise TypeError("text must be a string and token_ids integers")
             if not all(0 <= token < self._vocab_size for token in token_ids or []):
-                raise ValueError(f"token_ids must be in [0, {self._vocab_size})")
+                raise UserError(f"token_ids must be in [0, {self._vocab_size})")
             text.encode()  # the tokenizer rejects a lone surrogate
             num_tokens = len(token_ids) if token_ids is not None else content["usage"]["completion_tokens"]
             if type(num_tokens) is not int or not 0 <= num_tokens <= self._sampling.max_new_tokens:
-                raise ValueError(
+                raise UserError(
                     f"the number of tokens must be in [0, {self._sampling.max_new_tokens}], but is {num_tokens}"
                 )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -164,7 +165,7 @@ class CompletionServer:
                     raise TypeError("id must be a printable string and max_model_len a positive integer")
             return lengths
         except (KeyError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
                 f"but {self.url}/models answers {self.quote(json.dumps(content))}; correct the address"
             ) from error
@@ -173,12 +174,12 @@ class CompletionServer:
         if model is None and len(served) == 1:
             return served[0]
         if model is None:
-            raise ValueError(
+            raise UserError(
                 f"responses.model: must be set unless the server has exactly one model, but {self.url} serves "
                 f"{self.quote(', '.join(served)) or 'none'}; set it to the target's name on the server"
             )
         if model not in served:
-            raise ValueError(
+            raise UserError(
                 f"responses.model: must be one of the models that {self.url} serves "
                 f"({self.quote(', '.join(served))}), but is {model}; correct it or start the server with that model"
             )
@@ -202,17 +203,17 @@ class CompletionServer:
         except httpx.HTTPStatusError as error:
             is_key_wrong = error.response.status_code in (401, 403)
             key = "; set the environment variable that responses.api_key_variable names" if is_key_wrong else ""
-            raise ValueError(
+            raise UserError(
                 "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
                 f"but at {self.url}{path} {error}{key or '; correct the address or serve the target there'}"
             ) from error
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ConnectionError(
+            raise UserError(
                 f"responses.url: must be a running server, but {self.url}{path} does not answer "
                 f"({self._transport.reason(error)}); start it or correct the address"
             ) from error
         except (ValueError, RequestFailed) as error:
-            raise ValueError(
+            raise UserError(
                 f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} cannot be "
                 f"read as JSON ({error}); correct the address"
             ) from error

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtptrain.data.identity import refuse_other
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import publish, write_json, write_text
 
 from .dialogue import Ending, RegeneratedConversation
@@ -61,7 +62,7 @@ class ResponsesStore:
         """Find the finished rows, and truncate partial lines left by a killed run. Only one process may call this.
 
         Raises:
-            ValueError: the existing responses are damaged, or are from a different target, data or settings.
+            UserError: the existing responses are damaged, or are from a different target, data or settings.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         versions: list[str] = []
@@ -174,7 +175,7 @@ def _parse(line: bytes, path: Path) -> RegeneratedConversation:
         content = json.loads(line)
         return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: every line must be a conversation with responses, but one is not ({error}); delete {path} and "
             "run data_prep.responses again"
         ) from error

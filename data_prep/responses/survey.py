@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 from mtptrain.data.rows import ConversationRefused, Message
+from mtptrain.utils.errors import UserError
 
 from ..conversations import Conversations
 from ..prompts_report import group_refusals
@@ -54,7 +55,7 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
     """Counts turns and hashes sources in one pass over all conversations.
 
     Raises:
-        ValueError: no conversation can be used.
+        UserError: no conversation can be used.
     """
     survey = Survey(refused=dict(conversations.refused))
     digests = {path: hashlib.sha256() for path in paths}
@@ -73,7 +74,7 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
     survey.sources = {path: digest.hexdigest() for path, digest in digests.items()}
     if not survey.turns:
         reasons = ", ".join(f"{group.count} refused: {group.reason}" for group in group_refusals(survey.refused))
-        raise ValueError(
+        raise UserError(
             "prompts.paths: must hold at least one conversation that the target can answer, but there is none in "
             f"{', '.join(paths)}{f' ({reasons})' if reasons else ''}; correct the paths or the data"
         )

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import httpx
 from tqdm import tqdm
 
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import hide_passwords, hide_secrets, printable
 
@@ -30,7 +31,7 @@ class Transport:
     def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
         """
         Raises:
-            ValueError: the address has a user or password that is not percent-encoded.
+            UserError: the address has a user or password that is not percent-encoded.
         """
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
         self._secrets = secrets_of(self._url, api_key)
@@ -52,7 +53,7 @@ class Transport:
 
         Raises:
             OSError, httpx.HTTPError, httpx.InvalidURL, RequestFailed: as `_fetch_body`.
-            ValueError: the answer is not JSON.
+            UserError: the answer is not JSON.
         """
         url = (self._url.removesuffix("/v1") if is_beside else self._url) + path
         try:
@@ -128,14 +129,14 @@ def secrets_of(url: str, api_key: str | None) -> list[str]:
     """Returns what a server is sent to identify the user, in each form in which its messages may repeat it.
 
     Raises:
-        ValueError: the address has an `@` that does not end its user and password.
+        UserError: the address has an `@` that does not end its user and password.
     """
     try:
         user_info = httpx.URL(url).userinfo.decode()
     except httpx.InvalidURL:
         user_info = ""
     if "@" in url.split("://")[-1].split("?")[0] and not user_info:
-        raise ValueError(
+        raise UserError(
             "responses.url: the user and password must be percent-encoded, but hold a character such as / or # as it "
             "is; write it as %2F or %23"
         )

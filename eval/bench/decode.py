@@ -43,6 +43,7 @@ from mtptrain.serving.break_even import OWN_LOOP, RoundCost, predicted_speed_up,
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import device_name, init_ranks
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from ..drawing import drawing
@@ -91,14 +92,14 @@ def main(cfg: DictConfig) -> None:
 
 
 def check(config: PipelineConfig) -> None:
-    """Raises ValueError for settings that cannot be measured."""
+    """Raises UserError for settings that cannot be measured."""
     if config.acceptance.max_new_tokens < 2:
-        raise ValueError(
+        raise UserError(
             "acceptance.max_new_tokens: must be at least 2, because the first token is not timed, but is "
             f"{config.acceptance.max_new_tokens}; raise it"
         )
     if config.bench.out and not Path(config.bench.out).parent.is_dir():
-        raise ValueError(
+        raise UserError(
             f"bench.out: must be a JSON file in a folder that exists, but is {config.bench.out}; correct it"
         )
     for depths in config.bench.draft_depths:
@@ -109,11 +110,11 @@ def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
     """Returns the prompts to measure, and prompts of other sources to predict from.
 
     Raises:
-        ValueError: one of the two halves cannot fill the largest batch.
+        UserError: one of the two halves cannot fill the largest batch.
     """
     halves: list[Batch] = [half[: bench.decode_prompts] for half in halves_of(prompts)]
     if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
-        raise ValueError(
+        raise UserError(
             f"bench.batch_sizes: must be at most {num_prompts}, the number of prompts in the smaller half (one half is "
             f"measured, the other gives the prediction), but the largest is {max(bench.batch_sizes)}; lower it, or "
             "raise bench.decode_prompts and acceptance.num_prompts"

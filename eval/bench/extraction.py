@@ -55,6 +55,7 @@ from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.step_packing import document_costs
 from mtptrain.utils.distributed import init_ranks
+from mtptrain.utils.errors import UserError
 
 from .random_data import random_documents, random_store
 
@@ -120,7 +121,7 @@ def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
     if config.bench.target is None:
         return load_target(resolve_target(config.target.path, config.target.revision), dtype, device)
     if config.bench.target != "8b":
-        raise ValueError(
+        raise UserError(
             f"bench.target: must be `8b` or left out for the recipe's target, but is {config.bench.target!r}; correct "
             "it or leave it out"
         )
@@ -227,7 +228,7 @@ def bench_vllm(
         return {}
     try:
         find_python(config.serving.python)
-    except (FileNotFoundError, ValueError) as missing:
+    except UserError as missing:
         print(f"vLLM is left out: {missing}")
         return {}
     target_dir = resolve_target(config.target.path, config.target.revision)

@@ -37,6 +37,7 @@ from mtptrain.settings.precision import compute_dtype
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
+from mtptrain.utils.errors import UserError
 
 from .step_memory import resident_bytes, tensor_bytes
 from .train_steps import Case, Ours, PeerProcess, Plain, Shape, case_of, target_of
@@ -76,17 +77,15 @@ def main(cfg: DictConfig) -> None:
 def check(config: PipelineConfig) -> None:
     known = ", ".join(f"`{name}`" for name in GPU_TARGETS)
     if config.bench.target is not None and config.bench.target not in GPU_TARGETS:
-        raise ValueError(
-            f"bench.target: must be one of {known} or left out, but is {config.bench.target!r}; correct it"
-        )
+        raise UserError(f"bench.target: must be one of {known} or left out, but is {config.bench.target!r}; correct it")
     if config.bench.target is not None and not torch.cuda.is_available():
-        raise ValueError(
+        raise UserError(
             "bench.target: must be left out on a machine without a GPU, because its steps take hours on a CPU, but is "
             f"{config.bench.target}; leave it out"
         )
     for size in (*config.bench.hidden_sizes, config.bench.prompt_sizes[0]):
         if size % 64:
-            raise ValueError(
+            raise UserError(
                 "bench.hidden_sizes, bench.prompt_sizes: hidden sizes must be multiples of 64, the size of an "
                 f"attention head, but one is {size}; choose a multiple"
             )

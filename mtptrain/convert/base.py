@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.layers import HeadDims, head_dims
 from mtptrain.target.families import head_rope_parameters
+from mtptrain.utils.errors import UserError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -110,7 +111,7 @@ def rename(tensors: Tensors, names: dict[str, str]) -> Tensors:
     """Returns the tensors under their new names. Tensors that `names` does not list keep their names.
 
     Raises:
-        ValueError: two tensors get one name.
+        UserError: two tensors get one name.
     """
     return renamed(tensors, lambda name: names.get(name, name))
 
@@ -119,13 +120,13 @@ def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
     """Returns the tensors under the names that a function gives them.
 
     Raises:
-        ValueError: two tensors get one name.
+        UserError: two tensors get one name.
     """
     old_names: dict[str, str] = {}
     for name in tensors:
         other = old_names.setdefault(new_name(name), name)
         if other != name:
-            raise ValueError(
+            raise UserError(
                 f"head.init_from: a tensor must have one name, but {other} and {name} are both {new_name(name)}; "
                 "remove the one that the engine does not read"
             )

@@ -16,6 +16,7 @@ from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import _refuse_quantised, load_frozen_parts
 from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
+from mtptrain.utils.errors import UserError
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Tensors with one row for each token of the vocabulary."""
@@ -41,9 +42,8 @@ def load_draft_model(
         setting: name of the setting, for error messages.
 
     Raises:
-        FileNotFoundError: `path` is neither a model directory nor a hub name, or the model has no weights.
-        ValueError: `path` does not hold a language model with the target's tokenizer, or its weights do not match its
-            config.
+        UserError: `path` is neither a model directory nor a hub name, or the model has no weights, or `path` does not
+            hold a language model with the target's tokenizer, or its weights do not match its config.
     """
     published_config(path, read_target_config(target_dir), setting)
     config = DraftModelHead.Config(init_from=path)
@@ -59,8 +59,8 @@ def initial_weights(
     """Returns the directory of `init_from` and its weights, padded to the target's vocabulary.
 
     Raises:
-        FileNotFoundError: `init_from` is neither a model directory nor a hub name, or the model has no weights.
-        ValueError: the tokenizer is not the target's, or the tensors are not those that the model's config describes.
+        UserError: `init_from` is neither a model directory nor a hub name, or the model has no weights, or the
+            tokenizer is not the target's, or the tensors are not those that the model's config describes.
     """
     assert config.init_from is not None
     target_config = read_target_config(target_dir)
@@ -81,7 +81,7 @@ def initial_weights(
     )
     if wrong is not None:
         found = f"of shape {tuple(tensors[wrong].shape)}" if wrong in tensors else "absent"
-        raise ValueError(
+        raise UserError(
             f"{setting}: {wrong} of {directory} must be of shape {expected[wrong]}, as its config describes, but is "
             f"{found}; choose another language model, or copy or download it again"
         )
@@ -95,8 +95,8 @@ def check_start(config: HeadConfig, target_dir: Path) -> None:
     Other heads, and draft models of other runs, are not checked here.
 
     Raises:
-        FileNotFoundError: the model does not exist, or has no weights.
-        ValueError: its tokenizer is not the target's, or its weights do not match its config.
+        UserError: the model does not exist, or has no weights, or its tokenizer is not the target's, or its weights do
+            not match its config.
     """
     if not isinstance(config, DraftModelHead.Config) or config.init_from is None:
         return
@@ -142,25 +142,25 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
     If the model or the target has no tokenizer files, it suffices that their vocabularies have the same size.
 
     Raises:
-        ValueError: the tokenizers differ or cannot be compared, or tokens have no embedding.
+        UserError: the tokenizers differ or cannot be compared, or tokens have no embedding.
     """
     vocab_size, target_size = (read_target_config(each).vocab_size for each in (directory, target_dir))
     without = [each for each in (directory, target_dir) if not any((each / name).is_file() for name in TOKENIZER_FILES)]
     if without:
         if vocab_size == target_size:
             return
-        raise ValueError(
+        raise UserError(
             f"{setting}: the model and the target must both have tokenizer files, because their vocab_size differs "
             f"({vocab_size} and {target_size}), but {without[0]} has none; copy them there"
         )
     vocab = load_tokenizer(directory).get_vocab()
     if vocab != load_tokenizer(target_dir).get_vocab():
-        raise ValueError(
+        raise UserError(
             f"{setting}: must have the target's tokenizer, but the vocabulary of {directory} differs from that of "
             f"{target_dir}; choose a smaller model of the same family"
         )
     if vocab_size <= max(vocab.values()):
-        raise ValueError(
+        raise UserError(
             f"{setting}: must have an embedding for each token of its tokenizer, ids up to {max(vocab.values())}, but "
             f"{directory} has vocab_size {vocab_size}; choose another model"
         )
@@ -210,7 +210,7 @@ def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
     """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model.
 
     Raises:
-        ValueError: the draft model differs from the target in family or sizes, or has more layers, or a tensor of the
+        UserError: the draft model differs from the target in family or sizes, or has more layers, or a tensor of the
             target is quantised.
     """
     target = read_target_config(target_dir)
@@ -220,11 +220,11 @@ def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
         wrong.append(("num_hidden_layers", f"at most {target.num_hidden_layers}", head.config.num_hidden_layers))
     for name, wanted, found in wrong:
         if name not in DraftModelHead.Config.__dataclass_fields__:
-            raise ValueError(
+            raise UserError(
                 f"head.start_from_target: the draft model's {name} must be {wanted}, as in the target, but is {found}; "
                 "set head.start_from_target=false"
             )
-        raise ValueError(
+        raise UserError(
             f"head.{name}: must be {wanted}, as in the target, with head.start_from_target=true, but is {found}; leave "
             "it out, or set head.start_from_target=false"
         )

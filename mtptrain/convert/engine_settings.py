@@ -19,6 +19,7 @@ from mtptrain.serving.depth_choice import (
 )
 from mtptrain.serving.exports import served_model, speculative_config
 from mtptrain.target.families import read_target_config
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json, write_text
 
 VLLM_FILE, SGLANG_FILE, README = "vllm.json", "sglang.json", "README.md"
@@ -98,7 +99,7 @@ def sglang_part(
     """Write SGLang's settings and return their section of the README, or return the reason why there are none."""
     try:
         form = format_for("sglang", head, read_target_config(target_dir))
-    except ValueError as error:
+    except UserError as error:
         return f"No settings: {error}."
     if form.method not in ADAPTIVE_ALGORITHMS:
         return f"No settings: SGLang drafts a fixed number of tokens with {form.method}."

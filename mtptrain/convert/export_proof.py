@@ -16,6 +16,7 @@ from mtptrain.hidden_states.store import MANIFEST, HiddenStore
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.target.model import TargetStates, Verified
 from mtptrain.training.batches import pack_states
+from mtptrain.utils.errors import UserError
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
 """K is DRAFTS, or T for a head with `is_bound_to_depths`."""
@@ -35,7 +36,7 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
     """Draft for the same documents with both heads in fp32, and return the number of compared tokens.
 
     Raises:
-        RuntimeError: the exported head proposes different tokens from the trained one.
+        UserError: the exported head proposes different tokens from the trained one.
     """
     parts = load_frozen_parts(target_dir).to(torch.device("cpu"), torch.float32)
     documents = stored_documents(store_dir, head, parts) or [random_document(head, parts)]
@@ -43,7 +44,7 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
     for tokens, states in documents:
         ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
         if not torch.equal(ours, theirs):
-            raise RuntimeError(
+            raise UserError(
                 "export: the exported head must propose the same tokens as the trained one, but proposes others for "
                 "the same hidden states; the export was not put in place; report this with the run's config.yaml"
             )

@@ -20,6 +20,7 @@ from mtptrain.convert.vllm import (
 )
 from mtptrain.heads.config import HeadConfig
 from mtptrain.target.mimo import MiMoConfig
+from mtptrain.utils.errors import UserError
 
 FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "mtp"): VllmMtp,
@@ -40,17 +41,17 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
     """Returns the format of a head for an engine and a target.
 
     Raises:
-        ValueError: the engine cannot serve the head; the message gives the reason and an alternative.
+        UserError: the engine cannot serve the head; the message gives the reason and an alternative.
     """
     if (engine, head.name) not in FORMATS:
         engines = [served for served, name in FORMATS if name == head.name]
         if not engines:
             exported = ", ".join(sorted({name for _, name in FORMATS}))
-            raise ValueError(
+            raise UserError(
                 f"head: must be one of {exported} to be exported, but is {head.name}, which no engine has a class for; "
                 "measure it with eval.acceptance, or train another head"
             )
-        raise ValueError(
+        raise UserError(
             f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "
             f"for it; set export.engine={engines[0]} if it serves this target (see README.md)"
         )
@@ -64,5 +65,5 @@ def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig) -> N
     """Warn before a long computation that the head could not be exported for the engine afterwards."""
     try:
         format_for(engine, head, target)
-    except ValueError as error:
+    except UserError as error:
         warnings.warn(f"this head can be trained and measured, but not exported: {error}", stacklevel=2)

@@ -12,6 +12,7 @@ from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead, RestoredNorm
 from mtptrain.target.families import head_dim, sliding_window
 from mtptrain.target.mimo import MiMoConfig
+from mtptrain.utils.errors import UserError
 
 FindViolation = Callable[[Any, PreTrainedConfig], object]
 """Returns the value of the head or target that the engine does not support, or None."""
@@ -210,12 +211,12 @@ def check_servable(engine: str, head: HeadConfig, target: PreTrainedConfig) -> N
     """Check that an engine can serve a head with a target.
 
     Raises:
-        ValueError: a limit is violated; the message names the first such limit.
+        UserError: a limit is violated; the message names the first such limit.
     """
     for limit in LIMITS:
         violation = limit.find_violation(head, target) if (limit.engine, limit.head) == (engine, head.name) else None
         if violation is not None:
-            raise ValueError(
+            raise UserError(
                 f"{limit.setting}: must be {limit.must_be} to export head {head.name} for {engine}, but is "
                 f"{violation}: {limit.reason}; {limit.instead}"
             )

@@ -26,6 +26,7 @@ from mtptrain.heads.files import build_head, check_head_target, check_values, fi
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
 
 REPEATED = {
@@ -62,8 +63,7 @@ def trained_or_initial_head(
         device: device of the head.
 
     Raises:
-        FileNotFoundError: neither head exists.
-        ValueError: the head has another config or belongs to another target.
+        UserError: neither head exists, or the head has another config or belongs to another target.
     """
     target_config = read_target_config(target_dir)
     if config.init_from is None or (best_dir / "head.json").is_file():
@@ -98,7 +98,7 @@ def start_from_target(head: Head, target_dir: Path) -> None:
     Head `draft_model` starts from other weights of the target: see `start_from_target_model`.
 
     Raises:
-        ValueError: no projection of the target's layer has the shape of the head's, the head has neither `fc` nor
+        UserError: no projection of the target's layer has the shape of the head's, the head has neither `fc` nor
             `eh_proj`, a tensor of the target is quantised, or a draft model differs from the target.
     """
     if isinstance(head, DraftModelHead):
@@ -114,13 +114,13 @@ def start_from_target(head: Head, target_dir: Path) -> None:
             copied.append(name)
     if not any(name.endswith("proj.weight") for name in copied):
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(layer.items())[:4])
-        raise ValueError(
+        raise UserError(
             "head.start_from_target: the target's last layer must have projections of the head's shapes, but "
             f"{target_dir} has {sizes}; set head.start_from_target=false"
         )
     fuse = dict(head.named_parameters()).get("eh_proj.weight", dict(head.named_parameters()).get("fc.weight"))
     if fuse is None:
-        raise ValueError(
+        raise UserError(
             "head.start_from_target: the head must have a projection of the target's states, eh_proj or fc, but "
             f"{type(head).__name__} has none; set head.start_from_target=false"
         )
@@ -156,12 +156,12 @@ def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def check_one_start(config: HeadConfig) -> None:
     if config.start_from_target and not HEADS[config.name].starts_from_target:
-        raise ValueError(
+        raise UserError(
             f"head.start_from_target: must be false with head {config.name}, which cannot start as the target's last "
             "layer, but is true; set head.start_from_target=false"
         )
     if config.start_from_target and config.init_from is not None:
-        raise ValueError(
+        raise UserError(
             "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
             f"{config.init_from}; unset one of them"
         )
@@ -176,8 +176,8 @@ def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
         target_dir: the target's directory.
 
     Raises:
-        FileNotFoundError: the directory or repository does not exist.
-        ValueError: the files hold no head of a known format, or one with other settings or other tensors.
+        UserError: the directory or repository does not exist, or the files hold no head of a known format, or one with
+            other settings or other tensors.
     """
     return _read(path, config, target_dir)[1]
 
@@ -197,7 +197,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensor
     try:
         state = replace(published, tensors=tensors).state(config, target_config)
     except (KeyError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"head.init_from: {published.directory} must hold every tensor of its format, but does not ({error}); "
             "download it again"
         ) from error
@@ -215,14 +215,14 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
         choices = "".join(
             f" {_override(name, values[0])}" for name, values in settings.items() if values[0] not in (None, False)
         )
-        raise ValueError(
+        raise UserError(
             f"head.init_from: {directory} must hold the head {config.name}, as in the recipe, but holds the head "
             f"{published.name}; set head={published.name}{choices}, or choose another head"
         )
     ours = effective_settings(config, target_config)
     different = {name: values for name, values in settings.items() if ours[name] not in values}
     if different:
-        raise ValueError(
+        raise UserError(
             f"head.init_from: the head's settings must be those of {directory}, but differ in "
             + ", ".join(
                 f"head.{name} ({_either(values)} there, {ours[name]} here)" for name, values in different.items()
@@ -296,12 +296,12 @@ def without_zero_biases(tensors: Tensors, expected: Tensors, directory: Path) ->
     """Returns the tensors without zero biases, which some engines need in the file but the head does not have.
 
     Raises:
-        ValueError: such a bias is not zero.
+        UserError: such a bias is not zero.
     """
     biases = [name for name in tensors if name.endswith(".bias") and name not in expected]
     for name in biases:
         if tensors[name].any():
-            raise ValueError(
+            raise UserError(
                 f"head.init_from: {name} of {directory} must be zero, because the head has no such bias, but is not; "
                 "choose another head"
             )
@@ -315,7 +315,7 @@ def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: He
             tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state)
         )
         if shape != expected_shape:
-            raise ValueError(
+            raise UserError(
                 f"head.init_from: {name} of {directory} must be {_describe(expected_shape)} for head {config.name} and "
                 f"this target, but is {_describe(shape)}; choose another head"
             )

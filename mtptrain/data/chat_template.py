@@ -16,6 +16,8 @@ from jinja2 import Environment
 from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
 
+from mtptrain.utils.errors import UserError
+
 LIMIT_S = 10.0
 """CPU seconds that a template may take to render a conversation. Real templates take milliseconds."""
 LIMIT_BYTES = 2**30
@@ -37,10 +39,10 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the chat template of a tokenizer.
 
     Raises:
-        ValueError: the tokenizer has none.
+        UserError: the tokenizer has none.
     """
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UserError(
             "target.path: the tokenizer must have a chat template to render messages, but that of "
             f"{tokenizer.name_or_path} has none; choose an instruction-tuned target, add chat_template.jinja to its "
             "directory, or use plain text"
@@ -90,14 +92,14 @@ def prompt_text(
         where: where the messages come from, such as a file and line, for error messages.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or the template rejects the messages.
+        UserError: the tokenizer has no chat template, or the template rejects the messages.
         EndlessTemplate: the template takes too long.
     """
     require_chat_template(tokenizer)
     try:
         return render_text(tokenizer, messages, is_prompt=True)
     except TemplateError as error:
-        raise ValueError(
+        raise UserError(
             f"{where}: the messages must be accepted by the chat template of {tokenizer.name_or_path}, but the "
             f"template reports: {' '.join(str(error).split())}; correct the messages or the template"
         ) from error

@@ -18,6 +18,7 @@ from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
 from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, manifest_of, read_json, save_tensors, write_json
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
@@ -70,13 +71,13 @@ def check_draft_token_ids(
     if "d2t" in state:
         ids = state["d2t"] + torch.arange(len(state["d2t"]))
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
-            raise ValueError(
+            raise UserError(
                 f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's "
                 f"0..{vocab_size - 1}, but lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}"
                 "; the head belongs to another target"
             )
         if t2d is None and len(ids) >= SURELY_ADJACENT and bool((state["d2t"].diff() > 0).all()):
-            raise ValueError(
+            raise UserError(
                 f"head.init_from: d2t of {directory} must be offsets, draft token i being token i + d2t[i], but looks "
                 "like token ids, because it never repeats a value, so that no two draft tokens would be adjacent; "
                 "subtract 0, 1, 2, ... from it"
@@ -85,7 +86,7 @@ def check_draft_token_ids(
         return
     marked = t2d.bool().nonzero().flatten()
     if tuple(t2d.shape) != (vocab_size,) or not torch.equal(marked, ids.sort().values):
-        raise ValueError(
+        raise UserError(
             f"head.init_from: t2d of {directory} must mark among {vocab_size} tokens the {len(ids)} that the head "
             f"drafts{' according to d2t' * ('d2t' in state)}, but marks {len(marked)} among {len(t2d)}, not the same "
             "ones; download the head again"
@@ -106,7 +107,7 @@ def require_draft_vocab(directory: Path) -> Path:
     """Returns the file of a run's draft vocabulary.
 
     Raises:
-        FileNotFoundError: data_prep.draft_vocab has not been run.
+        UserError: data_prep.draft_vocab has not been run.
     """
     require(directory / MANIFEST, PROGRAM)
     return require(directory / DRAFT_VOCAB, PROGRAM)
@@ -116,8 +117,8 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
     """Returns a run's `d2t` i64[D].
 
     Raises:
-        FileNotFoundError: data_prep.draft_vocab has not been run.
-        ValueError: its size, target vocabulary or prompts differ from the run's, or a file is damaged.
+        UserError: data_prep.draft_vocab has not been run, or its size, target vocabulary or prompts differ from the
+            run's, or a file is damaged.
     """
     tensors, path = require_draft_vocab(directory), directory / MANIFEST
     advice = f"run {PROGRAM} again"
@@ -145,8 +146,8 @@ def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: P
     The draft vocabulary, if the head has one, is read from `draft_vocab_dir` first.
 
     Raises:
-        FileNotFoundError: the draft vocabulary has not been chosen.
-        ValueError: the draft vocabulary was chosen for other prompts or sizes.
+        UserError: the draft vocabulary has not been chosen, or the draft vocabulary was chosen for other prompts or
+            sizes.
     """
     if head.d2t is not None:
         vocab_size = len(parts.lm_head)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_json
 
 
@@ -134,7 +135,7 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
         shard_tokens: expected and found tokens per shard; passed only if more shards will be written.
 
     Raises:
-        ValueError: the identities differ.
+        UserError: the identities differ.
     """
     expected_facts, found_facts = expected.facts(), found.facts()
     if shard_tokens:
@@ -155,7 +156,7 @@ def refuse_different_facts(
         if expected.get(name) != found.get(name)
     ]
     if differences:
-        raise ValueError(f"{path}: {'; '.join(differences)}{note}; {remedy}")
+        raise UserError(f"{path}: {'; '.join(differences)}{note}; {remedy}")
 
 
 def identity_from_json(content: dict[str, Any]) -> StoreIdentity:

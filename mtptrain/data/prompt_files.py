@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from mtptrain.data.identity import TokenizerIdentity
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
     manifest_of,
     parse_json,
@@ -82,13 +83,13 @@ class Documents:
 
         Raises:
             OSError: the file does not exist, or cannot be opened.
-            ValueError: the file is not a split of prompts.
+            UserError: the file is not a split of prompts.
         """
         refuse_unopenable(path)
         try:
             return Documents(**load_file(path))
         except (SafetensorError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}: must be a split of prompts, but is not: {error}; rerun data_prep.prompts"
             ) from error
 
@@ -130,7 +131,7 @@ class DocumentEntry:
         try:
             return DocumentEntry(**{**content, "split": Split(content["split"])})
         except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{where}: must be the entry of a document, but is not ({error!r}); rerun data_prep.prompts"
             ) from error
 
@@ -156,12 +157,12 @@ class PromptsManifest:
         """Read the manifest, which data_prep.prompts writes last.
 
         Raises:
-            ValueError: another version of mtptrain wrote it, or it is damaged.
+            UserError: another version of mtptrain wrote it, or it is damaged.
         """
         path = directory / "manifest.json"
         content = read_json(path, "rerun data_prep.prompts")
         if content.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
+            raise UserError(
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun "
                 "data_prep.prompts"
             )

@@ -12,6 +12,7 @@ from mtptrain.heads.layer_head import LayerHead
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class HeadDrafter:
         """Rebuild the head's keys of accepted tokens from the target's states, as engines do and as training assumes.
         Otherwise keep the keys that the head wrote while drafting, computed from its own states."""
         if not rebuild_cache and not isinstance(head, LayerHead):
-            raise ValueError(
+            raise UserError(
                 f"acceptance.rebuild_cache: must be true for {type(head).__name__}, which cannot keep the keys of its "
                 "drafts, but is false; leave it out"
             )
@@ -121,7 +122,7 @@ class TreeDrafter(HeadDrafter):
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
         super().__init__(head, parts, num_speculative_tokens)
         if not head.drafts_trees:
-            raise ValueError(
+            raise UserError(
                 f"acceptance.baselines: must not contain tree for {type(head).__name__}, which drafts chains only, but "
                 "does; remove it"
             )

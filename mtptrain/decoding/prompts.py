@@ -13,6 +13,7 @@ from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.errors import UserError
 
 CHOOSING_FRACTION = 0.25
 """Share of the held-out files or conversations that training uses to choose its best head. Reports use the rest."""
@@ -52,10 +53,10 @@ def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0
 
 
 def check_num_drafts(prompts: Mapping[str, Sequence[int]], num_speculative_tokens: int, context_tokens: int) -> None:
-    """Raises ValueError if the drafts after the longest prompt do not fit the target's context."""
+    """Raises UserError if the drafts after the longest prompt do not fit the target's context."""
     longest = max(map(len, prompts.values()))
     if longest + num_speculative_tokens > context_tokens:
-        raise ValueError(
+        raise UserError(
             f"acceptance.num_speculative_tokens: must be at most {context_tokens - longest}, so that the drafts after "
             f"the longest prompt of {longest} tokens fit a context of {context_tokens} tokens, but is "
             f"{num_speculative_tokens}; lower it, or use shorter prompts"
@@ -75,11 +76,11 @@ def check_head_context(
         setting: name of the setting that chose the head, for the error message.
 
     Raises:
-        ValueError: the longest prompt does not fit with its answer and drafts.
+        UserError: the longest prompt does not fit with its answer and drafts.
     """
     needed = max(map(len, prompts)) + max_new_tokens + num_speculative_tokens
     if head.context_tokens is not None and needed > head.context_tokens:
-        raise ValueError(
+        raise UserError(
             f"{setting}: must read the longest prompt with its response and drafts, {needed} tokens, but has a context "
             f"(max_position_embeddings) of {head.context_tokens}; leave out long prompts, lower "
             "acceptance.num_speculative_tokens, or choose another model"
@@ -87,9 +88,9 @@ def check_head_context(
 
 
 def check_document_lengths(longest_tokens: int, head: Head) -> None:
-    """Raises ValueError if a document is longer than the head's own context."""
+    """Raises UserError if a document is longer than the head's own context."""
     if head.context_tokens is not None and longest_tokens > head.context_tokens:
-        raise ValueError(
+        raise UserError(
             f"prompts.max_document_tokens: documents must have at most {head.context_tokens} tokens, the "
             f"max_position_embeddings of the draft model, but the longest has {longest_tokens}; set it to "
             f"{head.context_tokens} or less and run data_prep.prompts and data_prep.hidden_states again"
@@ -124,14 +125,14 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
     that holds the first answer, so that all questions have equal weight and no prompt begins in the middle of a turn.
 
     Raises:
-        FileNotFoundError: stage 1 has not run.
-        ValueError: `part` would be empty, or no conversation has its first answer in its first window.
+        UserError: stage 1 has not run, or `part` would be empty, or no conversation has its first answer in its first
+            window.
     """
     documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
     every_entry = DocumentEntry.read_all(prompts_dir)
     ids = documents.document_ids
     if unknown := [int(document_id) for document_id in ids if not 0 <= document_id < len(every_entry)]:
-        raise ValueError(
+        raise UserError(
             f"{prompts_dir / f'{Split.validation}.safetensors'}: document_ids must be those of the {len(every_entry)} "
             f"lines of {DOCUMENTS_FILE}, but one is {unknown[0]}; run data_prep.prompts again"
         )
@@ -151,7 +152,7 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     A group's part depends on its name alone, except that with two or more groups no part is left empty.
 
     Raises:
-        ValueError: the part would be empty.
+        UserError: the part would be empty.
     """
     if part is HeldOut.all:
         return groups
@@ -160,7 +161,7 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     num_choosing = min(max(num_choosing, 1), len(groups) - 1)
     wanted = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
     if not wanted:
-        raise ValueError(
+        raise UserError(
             "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by "
             f"and one to report on, but holds out {len(groups)}; raise it and run data_prep.prompts and "
             "data_prep.hidden_states again; or train with train.validation_prompts=0 and run no eval.choose_head"
@@ -181,7 +182,7 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
         indices: indices of the documents to choose from.
 
     Raises:
-        ValueError: no conversation has its first answer in its first window.
+        UserError: no conversation has its first answer in its first window.
     """
     first: dict[str, int] = {}
     prompt_tokens = {index: int(documents.mask(index).argmax()) for index in indices}
@@ -190,7 +191,7 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
         if entries[index].window == 0 and prompt_tokens[index] <= prompt_tokens[first.setdefault(group, index)]:
             first[group] = index
     if not first:
-        raise ValueError(
+        raise UserError(
             "prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but "
             f"none of the {len({entries[index].name for index in indices})} does; raise it or "
             "prompts.validation_fraction, and run data_prep.prompts and data_prep.hidden_states again"
@@ -207,7 +208,7 @@ def held_out_prompts(
     that are too short are skipped, as are those whose prompt and answer would exceed the context.
 
     Raises:
-        ValueError: no document yields a prompt.
+        UserError: no document yields a prompt.
     """
     prompts: dict[str, list[int]] = {}
     for index in sorted(range(len(documents)), key=lambda index: name_hash(str(documents.document_ids[index]))):
@@ -218,7 +219,7 @@ def held_out_prompts(
         if len(prompts) == num_prompts:
             break
     if not prompts:
-        raise ValueError(
+        raise UserError(
             f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens (in a "
             f"conversation: all tokens before its first answer) that leaves room for {max_new_tokens} new tokens in a "
             f"context of {context_tokens}, but none of {len(documents)} does; lower it, acceptance.max_new_tokens or "

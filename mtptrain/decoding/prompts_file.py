@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.data.chat_template import prompt_text, tokenize_rendered
 from mtptrain.data.questions import first_user_turn, text_hash
 from mtptrain.data.rows import ConversationRefused, Message, parse_row, refuse_dropped_prompts, refuse_unread_columns
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
 
 KINDS = ("input_ids", "text", "messages", "turns")
@@ -49,15 +50,14 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
     (mtptrain/data/rows.py): honoured, passed over because they only describe the line, or refused by name.
 
     Raises:
-        FileNotFoundError: the path is not that of a file.
-        ValueError: the file is too large, a line does not have this form, an id occurs twice, a token is not in the
-            vocabulary, or there is no prompt.
+        UserError: the path is not that of a file, or the file is too large, a line does not have this form, an id
+            occurs twice, a token is not in the vocabulary, or there is no prompt.
     """
     if not path.is_file():
         reason = "is not a file" if path.exists() else "does not exist"
-        raise FileNotFoundError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
+        raise UserError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
     if (size := path.stat().st_size) > MAX_TEXT_BYTES:
-        raise ValueError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
+        raise UserError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
     prompts = Prompts({})
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
@@ -65,10 +65,10 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
         row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
         prompt_id = str(row["id"] if "id" in row else row["question_id"])
         if prompt_id in prompts.input_ids:
-            raise ValueError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
+            raise UserError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
         outside = [token for token in input_ids if not 0 <= token < vocab_size]
         if outside:
-            raise ValueError(
+            raise UserError(
                 f"{path}:{number}: tokens must be in the target's vocabulary of {vocab_size}, but one is {outside[0]}; "
                 "tokenize the prompts for this target"
             )
@@ -80,7 +80,7 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
         if (question := _first_turn(row)) is not None:
             prompts.questions[prompt_id] = text_hash(question)
     if not prompts.input_ids:
-        raise ValueError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
+        raise UserError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts
 
 
@@ -99,7 +99,7 @@ def _prompt_of(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> t
     kinds = [kind for kind in KINDS if isinstance(row, dict) and kind in row]
     if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(
+        raise UserError(
             f"{where}: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
             f"{keys}; correct it"
         )
@@ -116,21 +116,21 @@ def _prompt_of(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> t
                 or not row["turns"]
                 or not all(isinstance(turn, str) for turn in row["turns"])
             ):
-                raise ValueError(
+                raise UserError(
                     f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it"
                 )
             parsed = parse_row({"messages": [{"role": "user", "content": turn} for turn in row["turns"]]})
             return row, _render_whole(tokenizer, parsed[:1], where)
     except ConversationRefused as refused:
-        raise ValueError(f"{where}: must be read as a whole, but has {refused}; correct it") from refused
+        raise UserError(f"{where}: must be read as a whole, but has {refused}; correct it") from refused
     if kinds[0] == "input_ids":
         if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
-            raise ValueError(
+            raise UserError(
                 f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it"
             )
         return row, row["input_ids"]
     if not isinstance(row["text"], str):
-        raise ValueError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
+        raise UserError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
     return row, list(tokenizer(row["text"])["input_ids"])
 
 
@@ -139,7 +139,7 @@ def _render_whole(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
     Raises:
         ConversationRefused: the last message is an answer, or the template leaves out a text.
-        ValueError: see `prompt_text`.
+        UserError: see `prompt_text`.
     """
     if messages[-1]["role"] == "assistant":
         raise ConversationRefused("an answer as its last message, after which no answer is asked for")

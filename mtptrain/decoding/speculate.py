@@ -27,6 +27,7 @@ from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import eager
+from mtptrain.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def speculate(
         observe: called with every round.
 
     Raises:
-        ValueError: a prompt is empty, or prompt and answer exceed the target's context.
+        UserError: a prompt is empty, or prompt and answer exceed the target's context.
     """
     # 1. Allocate the sequences and a cache, with room for a round that goes past the last token.
     check_prompts(prompts, max_new_tokens, target.config.max_position_embeddings)
@@ -288,16 +289,16 @@ def _round_counts(draft: Draft, num_accepted: torch.Tensor, num_depths: int) -> 
 def check_prompts(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, context_tokens: int, names: Sequence[str] = ()
 ) -> None:
-    """Raises ValueError if a prompt is empty, or if prompt and answer exceed the target's context.
+    """Raises UserError if a prompt is empty, or if prompt and answer exceed the target's context.
 
     The message begins with the prompt's name if `names` are given, or else with its index.
     """
     for index, prompt in enumerate(prompts):
         name = names[index] if names else f"prompt {index}"
         if not len(prompt):
-            raise ValueError(f"{name}: must hold at least one token, but is empty; leave it out")
+            raise UserError(f"{name}: must hold at least one token, but is empty; leave it out")
         if len(prompt) + max_new_tokens > context_tokens:
-            raise ValueError(
+            raise UserError(
                 f"{name}: prompt and answer must fit the target's context of {context_tokens} tokens, but are "
                 f"{len(prompt)} + {max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )

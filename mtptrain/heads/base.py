@@ -123,7 +123,7 @@ class Head(nn.Module, ABC):
         """Refuse settings with which the head could be built but not trained, before any long work.
 
         Raises:
-            ValueError: the head cannot be trained.
+            UserError: the head cannot be trained.
         """
 
     @abstractmethod

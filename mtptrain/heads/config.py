@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.settings import between, between_or_none
 
 MAX_SIZE = 2**20
@@ -53,11 +54,11 @@ def config_of(kind: type[ConfigT], stored: Mapping[str, Any], path: Path) -> Con
     """Returns the settings of a head that `save_head` stored in the file `path`; settings added since have defaults.
 
     Raises:
-        ValueError: a stored setting is unknown.
+        UserError: a stored setting is unknown.
     """
     unknown = sorted(stored.keys() - {field.name for field in fields(kind)})
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{path}: must hold only settings of head {kind().name} that this version of mtptrain has, but has "
             f"{unknown[0]}={stored[unknown[0]]}; use the version that trained the head, or train again"
         )

@@ -135,7 +135,7 @@ class DflashHead(Head):
         """Returns the configured layers, or the default.
 
         Raises:
-            ValueError: the layers are not different layers of the target in rising order.
+            UserError: the layers are not different layers of the target in rising order.
         """
         num_layers = int(target_config.num_hidden_layers)
         if config.capture_layers is not None:

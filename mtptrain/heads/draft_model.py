@@ -26,6 +26,7 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.hub import config_dir
 from mtptrain.target.model import Verified, family_mask
 from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 from mtptrain.utils.settings import between, between_or_none
 
@@ -86,7 +87,7 @@ class DraftModelHead(Head):
         window, family = sliding_window(found), found.model_type
         if family not in TRAINED_MODEL_TYPES or window is not None:
             what = family if window is None else f"{family} with a sliding window of {window} tokens"
-            raise ValueError(
+            raise UserError(
                 f"head.init_from: a draft model that is trained must be one of {', '.join(TRAINED_MODEL_TYPES)} with "
                 f"full attention, but is {what}; choose another model, or measure this one untrained with "
                 "acceptance.draft_model"
@@ -195,9 +196,8 @@ def model_config(config: DraftModelHead.Config, target_config: PreTrainedConfig)
     """Returns the config of the language model, with the target's vocabulary size.
 
     Raises:
-        FileNotFoundError: `init_from` is neither a directory nor a hub name.
-        ValueError: `init_from` is not a language model, is quantised or has a larger vocabulary than the target, or
-            sizes are invalid or contradict `init_from`.
+        UserError: `init_from` is neither a directory nor a hub name, or `init_from` is not a language model, is
+            quantised or has a larger vocabulary than the target, or sizes are invalid or contradict `init_from`.
     """
     found = _random_config(config, target_config) if config.init_from is None else _published(config, target_config)
     found.vocab_size = target_config.vocab_size
@@ -213,7 +213,7 @@ def _published(config: DraftModelHead.Config, target_config: PreTrainedConfig) -
     for name in (*SIZES, "tie_word_embeddings"):
         wanted, there = getattr(config, name), getattr(found, name)
         if wanted not in (None, there):
-            raise ValueError(
+            raise UserError(
                 f"head.{name}: must be left out or {there}, as in head.init_from={config.init_from}, but is {wanted}; "
                 "remove it"
             )
@@ -231,7 +231,7 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
     if (Path(path) / "head.json").is_file():
         stored: dict[str, Any] = read_json(Path(path) / "head.json", "copy it again, or train again")["head"]
         if stored["name"] != "draft_model":
-            raise ValueError(
+            raise UserError(
                 f"{setting}: must be a language model, but {path} holds the head {stored['name']}; set it to a "
                 f"language model, or train with head={stored['name']}"
             )
@@ -239,18 +239,18 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
     directory = config_dir(path, setting=setting)
     try:
         found = read_target_config(directory)
-    except ValueError as error:
-        raise ValueError(
+    except UserError as error:
+        raise UserError(
             f"{setting}: must be a language model that mtptrain can run, but {directory} is not: "
             f"{str(error).removeprefix('target.path: ')}"
         ) from error
     if getattr(found, "quantization_config", None) is not None:
-        raise ValueError(
+        raise UserError(
             f"{setting}: must be an unquantised model, whose weights can be trained, but {directory} has a "
             "quantization_config; choose the unquantised checkpoint"
         )
     if found.vocab_size > target_config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{setting}: the vocabulary must have at most {target_config.vocab_size} rows, as many as the target's, "
             f"but {directory} has vocab_size {found.vocab_size}; choose a model with the target's vocabulary"
         )
@@ -264,10 +264,10 @@ def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> P
     sizes = {name: getattr(target, name) if size is None else size for name, size in sizes.items()}
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"head.{name}: must be a number of at least 1, but is {size}; correct it")
+            raise UserError(f"head.{name}: must be a number of at least 1, but is {size}; correct it")
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if sizes["hidden_size"] % (2 * heads) or heads % kv_heads:
-        raise ValueError(
+        raise UserError(
             "head.num_attention_heads: must divide head.hidden_size into head dims that are even numbers, and "
             f"be a multiple of head.num_key_value_heads, but the three are {heads}, {sizes['hidden_size']} and "
             f"{kv_heads}; change one of them"

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.config import MAX_SIZE, LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.settings import between_or_none
 
 
@@ -67,7 +68,7 @@ class Eagle3Head(LayerHead):
         """Returns the configured layers, or the engines' default.
 
         Raises:
-            ValueError: the layers are not different layers of the target in rising order.
+            UserError: the layers are not different layers of the target in rising order.
         """
         num_layers = int(target_config.num_hidden_layers)
         if config.capture_layers is not None:
@@ -114,12 +115,12 @@ def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str 
         default: description of the layers for the error message, if they are a default.
 
     Raises:
-        ValueError: they are not different layers of the target in rising order.
+        UserError: they are not different layers of the target in rising order.
     """
     if can_capture(layers, num_layers):
         return layers
     example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
-    raise ValueError(
+    raise UserError(
         f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, where 0 is the "
         f"target's embeddings and {num_layers} its last decoder layer, but are {list(layers)}"
         f"{f', {default}' if default else ''}; set them, for example head.capture_layers={example}"

@@ -14,6 +14,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig, config_of
 from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import read_json, remove_files, save_tensors, tensor_shapes, write_json
 
 TARGET_WEIGHTS = "target_weights_sha256"
@@ -34,7 +35,7 @@ def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) ->
     """Build a new head like `build_head`, but refuse one that cannot be trained.
 
     Raises:
-        ValueError: the head cannot be trained, or does not fit the target.
+        UserError: the head cannot be trained, or does not fit the target.
     """
     HEADS[config.name].check_trainable(config, target_config)
     return build_head(config, target_config)
@@ -93,12 +94,11 @@ def check_head_target(directory: Path, target_dir: Path) -> None:
     """Check that a head was trained for this target's weights.
 
     Raises:
-        FileNotFoundError: the directory has no head.
-        ValueError: the head was trained for other weights; the message has both hashes.
+        UserError: the directory has no head, or the head was trained for other weights; the message has both hashes.
     """
     stored, found = _read_facts(directory, TARGET_WEIGHTS)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
     if stored != found:
-        raise ValueError(
+        raise UserError(
             f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the "
             "head belongs to another target; set target.path to that target, or train again"
         )
@@ -114,9 +114,8 @@ def load_head(
     """Load a head for inference, in its stored dtype if `dtype` is None.
 
     Raises:
-        FileNotFoundError: the directory has no head.
-        ValueError: the head has other settings, its tensors do not fit the target, or a file or its weights are
-            damaged.
+        UserError: the directory has no head, or the head has other settings, its tensors do not fit the target, or a
+            file or its weights are damaged.
     """
     stored, wanted = (
         json.loads(json.dumps(each)) for each in (with_defaults(_read_settings(directory)), asdict(config))
@@ -125,7 +124,7 @@ def load_head(
         key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START
     )
     if different:
-        raise ValueError(
+        raise UserError(
             f"{directory / 'head.json'}: the head's settings must match the config, but differ in "
             + ", ".join(f"head.{key} ({stored.get(key)} stored, {wanted.get(key)} in the config)" for key in different)
             + "; change the config or train again"
@@ -137,7 +136,7 @@ def load_head(
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if found != expected:
         name = sorted(set(expected.items()) ^ set(found.items()))[0][0]
-        raise ValueError(
+        raise UserError(
             f"{directory / 'head.safetensors'}: {name} must be {describe_shape(expected.get(name))} for this target, "
             f"but is {describe_shape(found.get(name))}: the head belongs to another target; train again"
         )
@@ -155,20 +154,20 @@ def check_values(path: Path, expected: dict[str, torch.Tensor], state: dict[str,
         advice: what to do about damaged weights.
 
     Raises:
-        ValueError: a tensor has integers in place of floating-point numbers, or a number that is not finite.
+        UserError: a tensor has integers in place of floating-point numbers, or a number that is not finite.
     """
     for name, tensor in state.items():
         if not expected[name].is_floating_point():
             continue
         if not tensor.is_floating_point():
-            raise ValueError(f"{path}: {name} must hold floating-point numbers, but has {tensor.dtype}; {advice}")
+            raise UserError(f"{path}: {name} must hold floating-point numbers, but has {tensor.dtype}; {advice}")
         if tensor.dtype.itemsize == 1:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} must hold numbers of 16 bits or more, because the scales of quantised weights are not "
                 f"read, but has {tensor.dtype}; {advice}"
             )
         if not tensor.isfinite().all():
-            raise ValueError(f"{path}: {name} must hold finite numbers, but has NaN or infinity; {advice}")
+            raise UserError(f"{path}: {name} must hold finite numbers, but has NaN or infinity; {advice}")
 
 
 def describe_shape(shape: tuple[int, ...] | None) -> str:
@@ -187,7 +186,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     """Returns the head's settings in `head.json`, which are those of a known head."""
     settings = _read_facts(directory, "head")["head"]
     if not isinstance(settings, dict) or str(settings.get("name")) not in HEADS:
-        raise ValueError(
+        raise UserError(
             f"{directory / 'head.json'}: head must be the settings of one of {', '.join(HEADS)}, but is {settings}; "
             f"{RESTORE}"
         )
@@ -198,8 +197,8 @@ def stored_config(directory: Path) -> HeadConfig:
     """Returns the config of the head that `save_head` wrote to a directory.
 
     Raises:
-        FileNotFoundError: the directory has no head.
-        ValueError: `head.json` is damaged, or holds a head or a setting that this version does not know.
+        UserError: the directory has no head, or `head.json` is damaged, or holds a head or a setting that this version
+            does not know.
     """
     settings = _read_settings(directory)
     config: HeadConfig = config_of(HEADS[settings["name"]].Config, settings, directory / "head.json")
@@ -209,7 +208,5 @@ def stored_config(directory: Path) -> HeadConfig:
 def _read_facts(directory: Path, required: str) -> dict[str, Any]:
     """Read the `head.json` that `save_head` wrote, which must have the entry `required`."""
     if not (directory / "head.json").is_file():
-        raise FileNotFoundError(
-            f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first"
-        )
+        raise StageMissing(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
     return read_json(directory / "head.json", RESTORE, [required])

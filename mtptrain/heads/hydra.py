@@ -74,7 +74,7 @@ class HydraHead(Head):
         The head feeds back its inputs [B, 2 H], to which each later depth appends an embedding.
 
         Raises:
-            ValueError: the head has fewer than `num_drafts` depths.
+            UserError: the head has fewer than `num_drafts` depths.
         """
         check_num_drafts(num_drafts, len(self.mlps))
         newest = verified.tokens.gather(1, verified.num_tokens[:, None] - 1)[:, 0]  # [B]

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtptrain.heads.config import LayerConfig
 from mtptrain.target.families import check_rope, head_rope_parameters
+from mtptrain.utils.errors import UserError
 
 SERVED_HEAD_DIMS = (64, 128)
 """Head dims that a head may have: the attention backends of all engines have kernels for both."""
@@ -94,7 +95,7 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
             head dim.
 
     Raises:
-        ValueError: the head dim is not one of `SERVED_HEAD_DIMS`, or the key heads do not divide the attention heads.
+        UserError: the head dim is not one of `SERVED_HEAD_DIMS`, or the key heads do not divide the attention heads.
     """
     hidden_size = target_config.hidden_size
     heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)
@@ -103,18 +104,18 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
     if head_dim is None and (hidden_size % heads or hidden_size // heads not in SERVED_HEAD_DIMS):
         counts = [str(hidden_size // dim) for dim in reversed(SERVED_HEAD_DIMS) if hidden_size % dim == 0]
         advice = f"head.num_attention_heads to {' or '.join(counts)}" if counts else "head=eagle3 head.head_dim=64"
-        raise ValueError(
+        raise UserError(
             f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of "
             f"{SERVED_HEAD_DIMS}, which all engines have kernels for, but is {hidden_size / heads:g} with {heads} "
             f"heads; set {advice}"
         )
     if head_dim not in (None, *SERVED_HEAD_DIMS):
-        raise ValueError(
+        raise UserError(
             f"head.head_dim: must be one of {SERVED_HEAD_DIMS}, which all engines have kernels for, but is {head_dim}; "
             "set one of them"
         )
     if heads % kv_heads:
-        raise ValueError(
+        raise UserError(
             f"head.num_key_value_heads: must divide the {heads} attention heads, but is {kv_heads}; set "
             "head.num_key_value_heads"
         )

@@ -19,6 +19,7 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.settings import between
 
 
@@ -78,7 +79,7 @@ class MedusaHead(Head):
         """Compute all depths from the row whose next token is the newest one; see `Head.draft_first`.
 
         Raises:
-            ValueError: the head has fewer than `num_drafts` depths.
+            UserError: the head has fewer than `num_drafts` depths.
         """
         check_num_drafts(num_drafts, len(self.blocks))
         hidden_states = last_states(verified)  # [B, H]
@@ -102,10 +103,10 @@ def check_num_drafts(num_drafts: int, num_depths: int) -> None:
     """Check that a head with an MLP per depth has one for each draft.
 
     Raises:
-        ValueError: the head has fewer MLPs than drafts.
+        UserError: the head has fewer MLPs than drafts.
     """
     if num_drafts > num_depths:
-        raise ValueError(
+        raise UserError(
             f"num_speculative_tokens: must be at most {num_depths}, the number of depths that the head was trained "
             f"for, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
         )

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.utils.errors import UserError
 
 
 class PeagleHead(Eagle3Head):
@@ -44,11 +45,11 @@ def mask_token_id(config: MaskSettings, target_config: PreTrainedConfig) -> int:
     """Returns the id of the mask token.
 
     Raises:
-        ValueError: the vocabulary does not have the configured id.
+        UserError: the vocabulary does not have the configured id.
     """
     last = int(target_config.vocab_size) - 1
     if config.mask_token_id is not None and not 0 <= config.mask_token_id <= last:
-        raise ValueError(
+        raise UserError(
             f"head.mask_token_id: must be within 0..{last}, the target's vocabulary, but is {config.mask_token_id}; "
             "set the id of a token that texts do not contain"
         )

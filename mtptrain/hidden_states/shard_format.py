@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from mtptrain.config import StoreDtype
+from mtptrain.utils.errors import UserError
 
 HIDDEN_STATES, AUX_HIDDEN_STATES = "hidden_states", "aux_hidden_states"
 CHECKSUMS = "document_checksums"
@@ -38,9 +39,9 @@ def is_fp8(dtype: StoreDtype, name: str) -> bool:
 
 
 def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> None:
-    """Raises ValueError for `fp8_aux` if no layers are captured."""
+    """Raises UserError for `fp8_aux` if no layers are captured."""
     if dtype is StoreDtype.fp8_aux and not capture_layers:
-        raise ValueError(
+        raise UserError(
             "hidden_states.store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux, "
             "which keeps only the captured layers in eight bits; set hidden_states.store_dtype=fp8"
         )

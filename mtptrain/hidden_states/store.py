@@ -32,6 +32,7 @@ from mtptrain.data.prompt_files import PromptsManifest
 from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, OPTIONAL, document_checksum, index_checksum
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils import files
+from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import file_sha256
 
 SCHEMA_VERSION = 2
@@ -78,18 +79,18 @@ class StoreManifest:
         """Read `directory`/manifest.json.
 
         Raises:
-            FileNotFoundError: the store does not exist or is unfinished.
-            ValueError: the file is damaged or has another schema version.
+            StageMissing: the store does not exist or is unfinished.
+            UserError: the file is damaged or has another schema version.
         """
         path = directory / MANIFEST
         if not path.exists():
             state = "the extraction is unfinished" if (directory / PLAN).exists() else "it does not"
-            raise FileNotFoundError(
+            raise StageMissing(
                 f"{path}: must exist, but {state}; run data_prep.hidden_states with the same recipe and run_dir"
             )
         content = read_json(path)
         if content.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
+            raise UserError(
                 f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; delete "
                 f"{directory} and run data_prep.hidden_states again"
             )
@@ -97,7 +98,7 @@ class StoreManifest:
             shards = tuple(ShardRecord(**record) for record in content.pop("shards"))
             return StoreManifest(identity=identity_from_json(content.pop("identity")), shards=shards, **content)
         except (KeyError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}: must have exactly the fields of a manifest, but does not ({error}); delete {directory} and "
                 "run data_prep.hidden_states again"
             ) from error
@@ -131,8 +132,8 @@ class HiddenStore:
         """Open a store. This reads only the manifest.
 
         Raises:
-            FileNotFoundError: the store does not exist or is unfinished.
-            ValueError: the manifest is damaged or has another schema version.
+            UserError: the store does not exist or is unfinished, or the manifest is damaged or has another schema
+                version.
         """
         return HiddenStore(directory, StoreManifest.read(directory))
 
@@ -159,15 +160,14 @@ class HiddenStore:
         """Returns the document at `index`, without a copy, after checking its bytes.
 
         Raises:
-            FileNotFoundError: its shard is missing.
-            ValueError: its shard is truncated, or the document was changed or damaged.
+            UserError: its shard is missing, or its shard is truncated, or the document was changed or damaged.
         """
         path, shard, local = self._locate(index)
         tensors = _tensors_of(shard, local)
         expected, checksum = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(tensors)
         document = _document(shard, local, tensors)
         if checksum != expected:
-            raise ValueError(
+            raise UserError(
                 f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, "
                 f"but is {checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; "
                 "run it with verify=true to check the whole store"
@@ -223,13 +223,13 @@ def expected_identity(
     """Returns the identity that a run's store must have: target, settings and the prompts in `prompts_file`.
 
     Raises:
-        ValueError: the prompts were not made with the target's tokenizer and chat template.
+        UserError: the prompts were not made with the target's tokenizer and chat template.
     """
     tokenizer = load_tokenizer(target_dir)
     expected, stored = TokenizerIdentity.of(tokenizer), PromptsManifest.read(prompts_file.parent).tokenizer
     for name, value in vars(expected).items():
         if getattr(stored, name) != value:
-            raise ValueError(
+            raise UserError(
                 f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target {config.target.path}, "
                 f"but is {getattr(stored, name)}; run data_prep.prompts again with this target"
             )
@@ -244,8 +244,8 @@ def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
     """Open a store for training, after checking its identity and the length of every shard.
 
     Raises:
-        FileNotFoundError: the store does not exist or is unfinished, or a shard is missing.
-        ValueError: the store has a different identity (the message lists every difference), or a shard is truncated.
+        UserError: the store does not exist or is unfinished, or a shard is missing, or the store has a different
+            identity (the message lists every difference), or a shard is truncated.
     """
     store = HiddenStore.open(directory)
     refuse_other(directory / MANIFEST, expected, store.manifest.identity)
@@ -276,7 +276,7 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
         for index, record in records.items():
             try:
                 _check_bytes(store.directory, index, record)
-            except (FileNotFoundError, ValueError) as error:
+            except UserError as error:
                 damaged[index] = str(error)
             bar.update(record.num_bytes)
     return damaged
@@ -286,7 +286,7 @@ def verify(store: HiddenStore, shards: Iterable[int] | None = None, show_progres
     """Raise ValueError if `find_damage` finds a damaged shard."""
     damaged = find_damage(store, shards, show_progress)
     if damaged:
-        raise ValueError("\n".join(damaged.values()))
+        raise UserError("\n".join(damaged.values()))
 
 
 def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
@@ -294,7 +294,7 @@ def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
     path = directory / record.file
     digest = file_sha256(path)
     if digest != record.sha256:
-        raise ValueError(
+        raise UserError(
             f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or "
             f"damaged after it was written; {REMEDY}"
         )
@@ -308,7 +308,7 @@ def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
         file.seek(record.num_bytes - record.num_tokens)
         checksum = index_checksum(header_and_tables, file.read(record.num_tokens))
     if checksum != record.index_checksum:
-        raise ValueError(
+        raise UserError(
             f"{path}: the checksum of header, tables and loss mask of shard {index} must be {record.index_checksum}, "
             f"but is {checksum}: bytes were changed or damaged after it was written; {REMEDY}"
         )
@@ -318,9 +318,9 @@ def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
     path = directory / record.file
     remedy = "run data_prep.hidden_states, which recomputes only this shard"
     if not path.exists():
-        raise FileNotFoundError(f"{path}: shard {index} must exist, but does not; {remedy}")
+        raise UserError(f"{path}: shard {index} must exist, but does not; {remedy}")
     if not has_length(path, record):
-        raise ValueError(
+        raise UserError(
             f"{path}: shard {index} must have {record.num_bytes} bytes, but has {path.stat().st_size}; {remedy}"
         )
 

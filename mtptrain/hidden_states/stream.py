@@ -30,6 +30,7 @@ from mtptrain.hidden_states.store import (
 )
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.distributed import Ranks, StopSignal
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 STREAM = "stream.json"
@@ -63,14 +64,14 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     """Returns the number of windows that training has released so far.
 
     Raises:
-        ValueError: training reads the shards in a different order, so both programs would wait forever.
+        UserError: training reads the shards in a different order, so both programs would wait forever.
     """
     path = store_dir / STREAM
     if not path.exists():
         return 0
     content = read_json(path)
     if content["windows"] != [list(window) for window in windows]:
-        raise ValueError(
+        raise UserError(
             f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in "
             f"training; start both programs with the same seed and train.stream_shards, or delete {store_dir} to start "
             "again"
@@ -171,7 +172,7 @@ class StreamedStore(HiddenStore):
             )
             record = read_record(self.directory, index)
             if record is None:
-                raise RuntimeError(
+                raise UserError(
                     f"{path}: must stay until training releases it, but does not exist; run both programs again"
                 )
             self._records[index] = record
@@ -195,10 +196,10 @@ def open_stream(
     """Wait until extraction has created the store, and open it for reading while extraction fills it.
 
     Raises:
-        ValueError: the store is finished, or was made with other settings.
+        UserError: the store is finished, or was made with other settings.
     """
     if (directory / MANIFEST).exists():
-        raise ValueError(
+        raise UserError(
             f"train.stream: must be false if the hidden states are finished, but is true and {directory / MANIFEST} "
             "exists; set train.stream=false to train on all of them, or choose another run_dir"
         )
@@ -223,7 +224,7 @@ class Releases:
             steps: the document indices of every micro-batch of every step.
 
         Raises:
-            ValueError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
+            UserError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
         """
         self.store = store
         self._steps = steps
@@ -236,7 +237,7 @@ class Releases:
         # For each window, the number of steps after which neither it nor an earlier one is read again.
         self._unread_after = np.maximum.accumulate(last)
         if (self._unread_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
-            raise ValueError(
+            raise UserError(
                 f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but windows "
                 f"of {len(store.windows[0])} shards are too small; raise train.stream_shards or "
                 "hidden_states.shard_tokens"

@@ -40,6 +40,7 @@ from mtptrain.hidden_states.store import (
     has_length,
     read_json,
 )
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, publish, write_json
 
 _SHARD = re.compile(r"shard_(\d{5}|[1-9]\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
@@ -84,7 +85,7 @@ def begin_store(
         The manifest if the store is finished and every shard has its full length; otherwise None.
 
     Raises:
-        ValueError: the directory holds a store with another identity or shard size.
+        UserError: the directory holds a store with another identity or shard size.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():
@@ -181,13 +182,13 @@ class ShardFile:
         The captured layers come before the last layer. The states may have any float dtype.
 
         Raises:
-            ValueError: a state is not finite.
+            UserError: a state is not finite.
             OSError: the disk is full.
         """
         first, end = self._tokens["document_offsets"][document : document + 2].tolist()
         assert streams.shape[:2] == (end - first, self._num_captured + 1), "streams of another document"
         if not is_finite(streams):
-            raise ValueError(
+            raise UserError(
                 f"{self._path}: hidden states must be finite, but those of document "
                 f"{int(self._tokens['document_ids'][document])} of documents.jsonl are not; delete "
                 f"{self._path.parent}, then set hidden_states.dtype=float32, or remove the document from the data and "

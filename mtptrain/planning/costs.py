@@ -82,7 +82,7 @@ def head_parameters(config: HeadConfig, target_config: PreTrainedConfig) -> int:
     """Returns a head's number of trained parameters. The head is built on the meta device.
 
     Raises:
-        ValueError: the head does not fit the target.
+        UserError: the head does not fit the target.
     """
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build_head(config, target_config).parameters())

@@ -98,8 +98,8 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         free_bytes: free bytes on the disk of run_dir; looked up by default.
 
     Raises:
-        FileNotFoundError: the target does not exist.
-        ValueError: mtptrain or the backend does not support the target's family, or the head does not fit the target.
+        UserError: the target does not exist, or mtptrain or the backend does not support the target's family, or the
+            head does not fit the target.
     """
     # 1. Check that the settings fit the target.
     settings = config.hidden_states

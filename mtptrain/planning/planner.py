@@ -26,8 +26,8 @@ def print_plan(config: PipelineConfig) -> Plan:
     """Print the plan of a run, and warn about everything that will not fit.
 
     Raises:
-        FileNotFoundError: the target does not exist.
-        ValueError: the target's family is not supported, or the head does not fit the target.
+        UserError: the target does not exist, or the target's family is not supported, or the head does not fit the
+            target.
     """
     plan = make_plan(config)
     table = Table(title=f"plan of {config.run_dir}: memory and time are estimates", show_header=False)

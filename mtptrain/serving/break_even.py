@@ -18,6 +18,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import START, TARGET_WEIGHTS
 from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
 OWN_LOOP = "mtptrain"
@@ -173,7 +174,7 @@ def read_costs(config: PipelineConfig, target_dir: Path) -> list[RoundCost]:
     Costs of a target whose weights are not on this machine are not used either, since the weights cannot be compared.
 
     Raises:
-        ValueError: the file is damaged.
+        UserError: the file is damaged.
     """
     path = break_even_dir(config) / "report.json"
     if not path.is_file() or not any(target_dir.glob("*.safetensors")):
@@ -184,6 +185,6 @@ def read_costs(config: PipelineConfig, target_dir: Path) -> list[RoundCost]:
     try:
         return [RoundCost(**{name: row[name] for name in RoundCost.__dataclass_fields__}) for row in report["rows"]]
     except (LookupError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: must have all figures of every row, but some are missing ({error!r}); {REMEASURE}"
         ) from error

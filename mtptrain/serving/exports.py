@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.run_dir import require
 from mtptrain.target.families import head_dim
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
 SERVING = "serving.json"
@@ -23,18 +24,18 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
     """Returns the contents of the exported head's `serving.json`, which says how an engine loads the head.
 
     Raises:
-        FileNotFoundError: nothing was exported.
-        ValueError: the file is damaged, or the export is for another engine or contains another head.
+        UserError: nothing was exported, or the file is damaged, or the export is for another engine or contains another
+            head.
     """
     path = require(head_dir / SERVING, "mtptrain.export")
     facts = read_json(path, "run mtptrain.export again", REQUIRED)
     if facts["engine"] != engine:
-        raise ValueError(
+        raise UserError(
             f"{path}: engine must be {engine}, but is {facts['engine']}; run mtptrain.export with "
             f"export.engine={engine}, or set serving.head_dir"
         )
     if facts["head_sha256"] != head_sha256:
-        raise ValueError(
+        raise UserError(
             f"{path}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
             f"{facts['head_sha256']}, the hash of another head; run mtptrain.export again, or correct serving.head_dir"
         )

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from mtptrain.serving.server_process import WorkerProcess
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import hide_passwords
 
 
@@ -107,7 +108,7 @@ class LoadGenerator:
         self._python, self._log_path = python, log_path
 
     def __enter__(self) -> "LoadGenerator":
-        """Start the process and read vLLM's version. Raises RuntimeError if the process ended."""
+        """Start the process and read vLLM's version. Raises UserError if the process ended."""
         self._worker = WorkerProcess(self._python, ["load"], self._log_path, subprocess.PIPE)
         try:
             facts = self._answer()
@@ -128,7 +129,7 @@ class LoadGenerator:
         """Send the requests and return their latencies. Call `finished` with the number of requests finished so far.
 
         Raises:
-            RuntimeError: `vllm bench serve` or one of its requests failed.
+            UserError: `vllm bench serve` or one of its requests failed.
         """
         pipe = self._worker.process.stdin
         assert pipe is not None
@@ -136,13 +137,13 @@ class LoadGenerator:
         while "done" in (answer := self._answer()):
             finished(answer["done"])
         if "error" in answer:
-            raise RuntimeError(
+            raise UserError(
                 f"vllm bench serve: must send its requests, but failed; its log is {self._log_path}, and the error "
                 f"is:\n{answer['error']}"
             )
         errors = [error for error in json.loads(Path(answer["result"]).read_text())["errors"] if error]
         if errors:
-            raise RuntimeError(
+            raise UserError(
                 f"{hide_passwords(load.url)}: the server must answer every request, but {len(errors)} of "
                 f"{load.num_requests} failed at concurrency {load.concurrency}; the first error "
                 f"is:\n{errors[0].strip()}"
@@ -155,7 +156,7 @@ class LoadGenerator:
         line = pipe.readline()
         if not line:
             status = self._worker.process.wait()
-            raise RuntimeError(
+            raise UserError(
                 f"vllm bench serve: must answer, but ended with status {status}; its log is {self._log_path}, and its "
                 f"last lines are:\n{self._worker.last_lines()}"
             )

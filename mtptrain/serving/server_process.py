@@ -14,6 +14,7 @@ import httpx
 from mtptrain.serving.vllm_client import SHOWN_LINES
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.utils.distributed import free_port
+from mtptrain.utils.errors import UserError
 
 BENCH_WORKER = Path(__file__).with_name("bench_worker.py")
 SHUTDOWN_TIMEOUT_S = 20.0
@@ -76,7 +77,7 @@ class ManagedServer:
         """Returns the server once it answers.
 
         Raises:
-            RuntimeError: the server ended, or did not answer in time.
+            UserError: the server ended, or did not answer in time.
         """
         port = free_port()
         address = ["--host", "127.0.0.1", "--port", str(port)]
@@ -98,12 +99,12 @@ class ManagedServer:
         while not _answers(url):
             status = self._worker.process.poll()
             if status is not None:
-                raise RuntimeError(
+                raise UserError(
                     f"vllm serve: must start, but ended with status {status}; its log is {self._log_path}, and its "
                     f"last lines are:\n{self._worker.last_lines()}"
                 )
             if time.monotonic() > deadline:
-                raise RuntimeError(
+                raise UserError(
                     f"serving_bench.start_timeout_s: the server must answer within {self._timeout_s:g} s, but does "
                     f"not; read {self._log_path}, or raise the timeout"
                 )

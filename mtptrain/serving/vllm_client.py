@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtptrain.serving.exports import warn_of_untested_vllm
+from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -96,17 +97,16 @@ def find_python(python: str | None) -> Path:
     """Returns the Python interpreter for vLLM: `python`, or that of `.venv-vllm` at the top of the checkout.
 
     Raises:
-        FileNotFoundError: the interpreter does not exist.
-        ValueError: vLLM is not installed for it.
+        UserError: the interpreter does not exist, or vLLM is not installed for it.
     """
     path = DEFAULT_PYTHON if python is None else Path(python)
     advice = "run `make .venv-vllm/.installed`, or set serving.python to the Python of an environment with vLLM"
     if not path.is_file():
-        raise FileNotFoundError(f"serving.python: must be a Python with vLLM, but {path} does not exist; {advice}")
+        raise UserError(f"serving.python: must be a Python with vLLM, but {path} does not exist; {advice}")
     check = [str(path), "-I", "-c", FIND_VLLM]
     found = subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
     if found.returncode:
-        raise ValueError(f"serving.python: must be a Python with vLLM, but {path} has none; {advice}")
+        raise UserError(f"serving.python: must be a Python with vLLM, but {path} has none; {advice}")
     if found.stdout.strip():
         warn_of_untested_vllm(found.stdout.strip(), f"serving.python={path}")
     return path
@@ -116,9 +116,8 @@ def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[Eng
     """Run the jobs one after another in one process, each with its own engine, and return their results in order.
 
     Raises:
-        FileNotFoundError: the interpreter does not exist.
-        ValueError: vLLM is not installed for it.
-        RuntimeError: the process ended early. An engine's own error is returned in its result instead.
+        UserError: the interpreter does not exist, or vLLM is not installed for it, or the process ended early. An
+            engine's own error is returned in its result instead.
     """
     version, results = _run_worker(jobs, find_python(python))
     return [_engine_run(version, result) for result in results]
@@ -158,7 +157,7 @@ def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[di
                     sys.stderr.write(line.removeprefix(PROGRESS).lstrip())
                     sys.stderr.flush()
         if process.returncode or not result_path.is_file():
-            raise RuntimeError(
+            raise UserError(
                 f"vLLM: the worker must end with a result, but ended with status {process.returncode}; its last "
                 "lines:\n" + "".join(lines[-SHOWN_LINES:])
             )
@@ -189,9 +188,7 @@ class VllmProcess:
         """Returns greedy answers to prompts of token ids, and how much the counters grew.
 
         Raises:
-            FileNotFoundError: the interpreter does not exist.
-            ValueError: vLLM is not installed for it.
-            RuntimeError: the engine failed.
+            UserError: the interpreter does not exist, or vLLM is not installed for it, or the engine failed.
         """
         job = GenerateJob(
             name="vllm",
@@ -211,5 +208,5 @@ class VllmProcess:
         if run.error:
             head_dir = self.speculative_config.get("model")  # None if the export also holds the target
             served = self.target_dir if head_dir is None else f"{head_dir} for {self.target_dir}"
-            raise RuntimeError(f"vLLM: must serve {served}, but raised:\n{run.error}")
+            raise UserError(f"vLLM: must serve {served}, but raised:\n{run.error}")
         return run

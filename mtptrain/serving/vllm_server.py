@@ -10,6 +10,7 @@ import httpx
 
 from mtptrain.serving.exports import warn_of_untested_vllm
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import hide_passwords
 
@@ -38,8 +39,7 @@ class VllmServer:
         """Ask the server for its version, model and context length.
 
         Raises:
-            ConnectionError: the server does not answer.
-            ValueError: the server is not vLLM.
+            UserError: the server does not answer, or the server is not vLLM.
         """
         self.url = url.rstrip("/")
         self.shown_url = hide_passwords(self.url)
@@ -57,9 +57,8 @@ class VllmServer:
         """Returns greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
 
         Raises:
-            ConnectionError: the server does not answer.
-            ValueError: the server answers with an error.
-            RuntimeError: the server serves other requests in the meantime, which makes its counters useless.
+            UserError: the server does not answer, or the server answers with an error, or the server serves other
+                requests in the meantime, which makes its counters useless.
         """
         before = self.counters()
 
@@ -92,13 +91,13 @@ class VllmServer:
         """Returns how much the drafting counters grew; None if the server does not draft.
 
         Raises:
-            RuntimeError: the server finished other requests than these in the meantime, or its counters keep changing.
+            UserError: the server finished other requests than these in the meantime, or its counters keep changing.
         """
         after = self._settled_counters()
         counts = {name: after[name] - before.get(name, 0) for name in after}
         num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
         if num_finished != num_requests:
-            raise RuntimeError(
+            raise UserError(
                 f"{self.shown_url}: the server must serve no other requests during the check, but finished "
                 f"{num_finished} requests instead of {num_requests}; repeat the check when it is idle"
             )
@@ -112,7 +111,7 @@ class VllmServer:
         """Returns the counters once they stop changing: the server answers a request before counting its last step.
 
         Raises:
-            RuntimeError: they do not stop changing.
+            UserError: they do not stop changing.
         """
         counters, deadline = self.counters(), time.monotonic() + SETTLE_LIMIT_S
         while time.monotonic() < deadline:
@@ -120,7 +119,7 @@ class VllmServer:
             if (later := self.counters()) == counters:
                 return counters
             counters = later
-        raise RuntimeError(
+        raise UserError(
             f"{self.shown_url}: the server must serve no other requests during the check, but its counters still "
             f"change {SETTLE_LIMIT_S:g} s after the last answer; repeat the check when it is idle"
         )
@@ -129,8 +128,8 @@ class VllmServer:
         """Returns what `read` makes of the response to a GET request, or to a POST request with JSON content.
 
         Raises:
-            ConnectionError: the server does not answer.
-            ValueError: the server answers with an error, or `read` cannot read the answer.
+            UserError: the server does not answer, or the server answers with an error, or `read` cannot read the
+                answer.
         """
         body = self._fetch(path, content)
         try:
@@ -151,19 +150,19 @@ class VllmServer:
             reason = f"answers {error.response.status_code}: {_shown(body)}"
             if content is None:
                 raise self._not_vllm(path, reason) from error
-            raise ValueError(
+            raise UserError(
                 f"serving.url: must answer every prompt, but {self.shown_url}{path} {reason}; see the server's log"
             ) from error
         except (httpx.TransportError, httpx.InvalidURL, OverflowError, UnicodeError) as error:
-            raise ConnectionError(
+            raise UserError(
                 f"serving.url: must be a running vLLM server, but {self.shown_url} does not answer ({error}); start "
                 "`vllm serve` or correct the address"
             ) from error
         except httpx.HTTPError as error:
             raise self._not_vllm(path, f"does not answer properly ({error})") from error
 
-    def _not_vllm(self, path: str, reason: str) -> ValueError:
-        return ValueError(
+    def _not_vllm(self, path: str, reason: str) -> UserError:
+        return UserError(
             f"serving.url: must be a vLLM server, but {self.shown_url}{path} {reason}; start `vllm serve` or correct "
             "the address"
         )

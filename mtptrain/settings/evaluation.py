@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mtptrain.settings.data import Dtype
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.settings import at_least, directory_path, each_at_least, random_seed, random_seeds, share
 
 
@@ -86,39 +87,39 @@ class AcceptanceConfig:
 
 
 def check_acceptance(settings: AcceptanceConfig) -> None:
-    """Raises ValueError for settings that contradict each other."""
+    """Raises UserError for settings that contradict each other."""
     distinct = {f"{each:g}" for each in (settings.temperature, *settings.temperatures)}
     if len(distinct) <= len(settings.temperatures) or not all(
         0.01 <= each < math.inf for each in settings.temperatures
     ):
-        raise ValueError(
+        raise UserError(
             "acceptance.temperatures: must be finite numbers of at least 0.01 that differ from each other and from "
             f"acceptance.temperature={settings.temperature:g}, which is always measured, but are "
             f"{settings.temperatures}; correct them"
         )
     if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
-        raise ValueError(
+        raise UserError(
             "acceptance.top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are "
             f"{settings.top_p} and {settings.top_k}; leave them out, or set acceptance.temperature"
         )
     if len(set(settings.baselines)) < len(settings.baselines):
-        raise ValueError(
+        raise UserError(
             "acceptance.baselines: must name each baseline at most once, but is "
             f"[{','.join(settings.baselines)}]; remove the duplicates"
         )
     if settings.sample_drafts and Baseline.tree in settings.baselines:
-        raise ValueError(
+        raise UserError(
             "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`, but is true: a tree "
             "holds the most likely tokens; drop `tree`, or set acceptance.sample_drafts=false"
         )
     if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
-        raise ValueError(
+        raise UserError(
             "acceptance.draft_model: must be set if and only if acceptance.baselines names `model`, but is "
             f'{settings.draft_model}; set both, for example acceptance.draft_model=DIR "acceptance.baselines=[model]"'
         )
     most = settings.tree_top_k + (settings.num_speculative_tokens - 1) * settings.tree_top_k**2
     if Baseline.tree in settings.baselines and settings.tree_nodes > most:
-        raise ValueError(
+        raise UserError(
             f"acceptance.tree_nodes: must be at most {most}, the candidates of {settings.num_speculative_tokens} "
             f"depths with acceptance.tree_top_k={settings.tree_top_k}, but is {settings.tree_nodes}; lower it or raise "
             "acceptance.tree_top_k"
@@ -190,30 +191,30 @@ class ServingBenchConfig:
 
 
 def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) -> None:
-    """Raises ValueError for settings that contradict each other."""
+    """Raises UserError for settings that contradict each other."""
     concurrency, depths, largest = settings.concurrency, settings.num_speculative_tokens, max(settings.concurrency)
     if concurrency != sorted(set(concurrency)):
-        raise ValueError(
+        raise UserError(
             f"serving_bench.concurrency: must increase, but is {concurrency}; sort it and name each number once"
         )
     if depths != sorted(set(depths)) or min(depths, default=1) < 1:
-        raise ValueError(
+        raise UserError(
             f"serving_bench.num_speculative_tokens: must increase and begin at 1 or above, but is {depths}; sort it, "
             "name each K once, and leave out 0, which is always measured"
         )
     if settings.break_even and (setting := "url" if serving.url else "head_dir" if serving.head_dir else None):
-        raise ValueError(
+        raise UserError(
             f"serving.{setting}: must be left out with serving_bench.break_even=true, which starts engines with a head "
             f"of random weights, but is {getattr(serving, setting)}; leave one of them out"
         )
     if settings.num_requests is not None and settings.num_requests < largest:
-        raise ValueError(
+        raise UserError(
             f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "
             f"{settings.num_requests}, too few to keep {largest} in flight; raise it or lower the concurrency"
         )
     if serving.url is not None and (depths or settings.server_args):
         name = "num_speculative_tokens" if depths else "server_args"
-        raise ValueError(
+        raise UserError(
             f"serving_bench.{name}: must be left out with serving.url, because a running server keeps its own "
             f"settings, but is {depths or settings.server_args}; leave one of them out"
         )

@@ -16,6 +16,7 @@ from yaml import YAMLError
 
 from mtptrain.settings.data import Dtype
 from mtptrain.utils.cpu import has_bf16_instructions
+from mtptrain.utils.errors import UserError
 
 AUTO = "auto"
 
@@ -97,7 +98,7 @@ def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
     """Returns a value of the config that a stage began with; None if it has not begun or did not have the setting.
 
     Raises:
-        ValueError: the config is damaged.
+        UserError: the config is damaged.
     """
     path = stage_dir / "config.yaml"
     if not path.is_file():
@@ -107,7 +108,7 @@ def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
     except KeyError:
         return None
     except (YAMLError, TypeError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: must be the config that the stage began with, but cannot be read ({type(error).__name__}); "
             f"restore it, or delete {stage_dir} to begin again"
         ) from error

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from mtptrain.utils.errors import UserError
+
 CAUSAL_OR_MASKED = "mtptrain_causal_or_masked"
 """The name under which `causal_or_masked_attention` is registered with transformers.
 
@@ -17,11 +19,11 @@ UNUSED_KEYWORDS = ("dropout", "position_ids", "use_cache", "cache_position", "ou
 
 
 def refuse_keywords(module: torch.nn.Module, keywords: Mapping[str, object]) -> None:
-    """Raises ValueError for an argument that an attention function of ours would ignore, such as `s_aux` (sinks) or
+    """Raises UserError for an argument that an attention function of ours would ignore, such as `s_aux` (sinks) or
     `softcap`: the target's states and logits would silently be others."""
     for name, value in keywords.items():
         if value is not None and name not in UNUSED_KEYWORDS:
-            raise ValueError(
+            raise UserError(
                 f"target.path: attention must need no more than queries, keys, values, a scale and a window, but "
                 f"{type(module).__name__} passes {name}; choose another target"
             )

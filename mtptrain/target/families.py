@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mtptrain.target.hub import DOWNLOAD_AGAIN
 from mtptrain.target.mimo import MiMoConfig, is_mimo
-from mtptrain.utils.errors import error_summary
+from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2", "mimo")
@@ -48,7 +48,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     """Returns the target's config.
 
     Raises:
-        ValueError: the model family or one of its settings is not supported, or one of the config files is damaged.
+        UserError: the model family or one of its settings is not supported, or one of the config files is damaged.
     """
     config, path = _read_config(target_dir), target_dir / "config.json"
     family = config.model_type
@@ -56,13 +56,13 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
         text_family = getattr(getattr(config, "text_config", None), "model_type", None)
         is_usable = text_family in SUPPORTED_MODEL_TYPES
         mtp = ", so its own MTP layers cannot be trained or measured" if family in FAMILIES_WITH_MTP else ""
-        raise ValueError(
+        raise UserError(
             f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {family!r} in "
             f"{path}{mtp}; choose "
             + (f"its text model alone, a checkpoint with model_type {text_family!r}" if is_usable else "another target")
         )
     if getattr(config, "use_bidirectional_attention", False):
-        raise ValueError(
+        raise UserError(
             f"target.path: a token must not attend to later tokens, but use_bidirectional_attention is set in {path}; "
             "choose another target"
         )
@@ -72,7 +72,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     if generation_config is not None:
         _check_eos(generation_config, config.vocab_size, target_dir / "generation_config.json")
     if _ignores_windows(config):
-        raise ValueError(
+        raise UserError(
             f"target.path: transformers must implement the sliding windows of {family!r}, but ignores "
             f"those in {path}, which engines apply; remove sliding_window and layer_types from this file, or choose "
             "another target"
@@ -83,13 +83,13 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
 def _read_config(target_dir: Path) -> PreTrainedConfig:
     path, adapter = target_dir / "config.json", target_dir / "adapter_config.json"
     if adapter.is_file():
-        raise ValueError(
+        raise UserError(
             f"{adapter}: must not exist, because transformers may add its adapter to the weights, and an engine may "
             "not, but does; merge the adapter into the weights, or move this file away"
         )
     settings = read_json(path, DOWNLOAD_AGAIN)
     if not isinstance(model_type := settings.get("model_type"), str):
-        raise ValueError(
+        raise UserError(
             f"{path}: model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {model_type!r}; "
             f"{DOWNLOAD_AGAIN}"
         )
@@ -99,19 +99,19 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
             return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
         return AutoConfig.from_pretrained(target_dir, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
         ) from error
 
 
 def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
-    """Raises ValueError if a config can only be used with code from the checkpoint or from the hub.
+    """Raises UserError if a config can only be used with code from the checkpoint or from the hub.
 
     The code in `auto_map` of a family that transformers has is ignored.
     """
     model_type = settings["model_type"]
     if settings.get("auto_map") and model_type not in CONFIG_MAPPING and not is_mimo(settings):
-        raise ValueError(
+        raise UserError(
             f"{path}: model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, because mtptrain never runs a "
             f"target's own code, but is {model_type!r}, which auto_map looks for in {settings['auto_map']}; choose "
             "another target"
@@ -119,7 +119,7 @@ def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
     for name in ("attn_implementation", "experts_implementation"):
         for value in (settings.get(name), settings.get(f"_{name}")):
             if value is not None and "/" in str(value):  # a repository of kernels
-                raise ValueError(
+                raise UserError(
                     f"{path}: {name} must be unset, because mtptrain never runs code that a target names, but is "
                     f"{value!r}; remove it"
                 )
@@ -135,19 +135,19 @@ def _rope_thetas(config: PreTrainedConfig) -> list[Any]:
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
     for theta in _rope_thetas(config):
         if not (isinstance(theta, int | float) and 0 < theta < math.inf):
-            raise ValueError(f"{path}: rope_theta must be a number above 0, but is {theta!r}; {DOWNLOAD_AGAIN}")
+            raise UserError(f"{path}: rope_theta must be a number above 0, but is {theta!r}; {DOWNLOAD_AGAIN}")
     for name in SIZES:
         size = getattr(config, name, None)
         if size is not None and size < 1:
-            raise ValueError(f"{path}: {name} must be at least 1, but is {size}; {DOWNLOAD_AGAIN}")
+            raise UserError(f"{path}: {name} must be at least 1, but is {size}; {DOWNLOAD_AGAIN}")
     num_mtp_layers = getattr(config, "num_nextn_predict_layers", None)
     if not isinstance(num_mtp_layers, int | None):
-        raise ValueError(
+        raise UserError(
             f"{path}: num_nextn_predict_layers must be a whole number, but is {num_mtp_layers!r}; {DOWNLOAD_AGAIN}"
         )
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
     if heads % shared:
-        raise ValueError(
+        raise UserError(
             f"{path}: num_attention_heads must be a multiple of num_key_value_heads, but they are {heads} and "
             f"{shared}; {DOWNLOAD_AGAIN}"
         )
@@ -162,7 +162,7 @@ def read_generation_config(target_dir: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(target_dir)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
         ) from error
 
@@ -171,7 +171,7 @@ def _check_eos(source: GenerationConfig, vocab_size: int, path: Path) -> None:
     ids = source.eos_token_id
     for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
         if not (isinstance(token, int) and 0 <= token < vocab_size):
-            raise ValueError(
+            raise UserError(
                 f"{path}: eos_token_id must be token ids below vocab_size={vocab_size}, but is {ids!r}; "
                 f"{DOWNLOAD_AGAIN}"
             )
@@ -218,19 +218,19 @@ def check_rope(config: PreTrainedConfig) -> None:
     """Refuse RoPE that the heads, or transformers' classes of the supported families, do not implement.
 
     Raises:
-        ValueError: the target's RoPE depends on the length of the text, so that packed and cached forwards would
+        UserError: the target's RoPE depends on the length of the text, so that packed and cached forwards would
             differ, or rotates a part of each attention head only.
     """
     rope_parameters = head_rope_parameters(config)
     rope_type, name = rope_parameters["rope_type"], "partial_rotary_factor"
     share = rope_parameters.get(name) or getattr(config, name, None) or 1
     if rope_type not in STATIC_ROPE_TYPES:
-        raise ValueError(
+        raise UserError(
             f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, "
             "which changes with the length of the text; choose another target"
         )
     if share != 1:
-        raise ValueError(
+        raise UserError(
             f"target.path: the target's {name} must be 1, because transformers rotates whole attention "
             f"heads in a {config.model_type} and engines would not, but is {share}; choose another target"
         )

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD, PLAIN_DTYPES, check_weights
 from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
 from mtptrain.target.hub import weight_files
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import tensor_shapes
 
 
@@ -73,9 +74,8 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """Read only the embeddings, final norm and lm_head from the target's safetensors files.
 
     Raises:
-        FileNotFoundError: the target has no weights.
-        ValueError: a tensor is missing or quantised, the weights do not match the config, or the family is not
-            supported.
+        UserError: the target has no weights, or a tensor is missing or quantised, the weights do not match the config,
+            or the family is not supported.
     """
     config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)
@@ -93,8 +93,7 @@ def refuse_quantised_parts(target_dir: Path) -> None:
     """Refuse a checkpoint with quantised embeddings, final norm or lm_head. Reads only the headers of its files.
 
     Raises:
-        FileNotFoundError: the target has no weights.
-        ValueError: one of these tensors is quantised.
+        UserError: the target has no weights, or one of these tensors is quantised.
     """
     _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD)))
 
@@ -105,7 +104,7 @@ def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
         for name, (dtype, _) in sorted(tensor_shapes(path).items()):
             module, _, parameter = name.rpartition(".")
             if name.startswith(prefixes) and (dtype not in PLAIN_DTYPES or "scale" in parameter):
-                raise ValueError(
+                raise UserError(
                     f"target.path: {module} must be unquantised, because training reads it without scales, but {path} "
                     f"has {name} in {dtype}; choose the unquantised checkpoint, or one in which this module is not "
                     "quantised"
@@ -118,8 +117,7 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     For families whose norms multiply by 1 + weight, the returned norm weights include the 1.
 
     Raises:
-        FileNotFoundError: the target has no weights.
-        ValueError: a tensor is quantised, or the family is not supported.
+        UserError: the target has no weights, or a tensor is quantised, or the family is not supported.
     """
     config = read_target_config(target_dir)
     prefix, offset = (
@@ -139,6 +137,6 @@ def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
     if tensor_names:
         first_names = sorted(tensor_names)[:3]
         rest = f" and {len(tensor_names) - 3} more" if len(tensor_names) > 3 else ""
-        raise ValueError(
+        raise UserError(
             f"{target_dir}: the checkpoint must hold {', '.join(first_names)}{rest}, but does not; download it again"
         )

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from mtptrain.target.gguf_header import GGUFHeader, read_header
 from mtptrain.target.gguf_model import model_config, model_tensor, tensor_names
 from mtptrain.target.gguf_tokenizer import check_tokenizer, special_token_ids, write_tokenizer
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import publish, sync
 
 SUFFIX = ".gguf"
@@ -45,10 +46,10 @@ def dequantised_dir(path: Path, setting: str) -> Path:
 
     Raises:
         OSError: the file does not exist or cannot be read, or the copy cannot be written.
-        ValueError: the file is damaged, is not one that this program understands, or its copy does not fit the disk.
+        UserError: the file is damaged, is not one that this program understands, or its copy does not fit the disk.
     """
     if not path.is_file():
-        raise FileNotFoundError(
+        raise UserError(
             f"{setting}: must be an existing file if it ends in {SUFFIX}, but {str(path)!r} does not exist; correct "
             "the path"
         )
@@ -100,7 +101,7 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
     weight_bytes = sum(4 * math.prod(header.tensors[name].shape) for name in names)
     free_bytes = shutil.disk_usage(directory.parent).free
     if weight_bytes + _MARGIN_BYTES > free_bytes:
-        raise ValueError(
+        raise UserError(
             f"{directory.parent}: {(weight_bytes + _MARGIN_BYTES) / 1e9:,.1f} GB must be free for the dequantised copy "
             f"of {header.path}, but {free_bytes / 1e9:,.1f} GB are; free some, or set MTPTRAIN_CACHE to a directory on "
             "a larger disk"

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
+from mtptrain.utils.errors import UserError
+
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 DOWNLOAD_AGAIN = "download it again"
 CHOOSE_ANOTHER = "choose another file, or a model directory"
@@ -56,11 +58,11 @@ def read_header(path: Path) -> GGUFHeader:
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: the file is not GGUF, is damaged or incomplete, or has tensors that cannot be dequantised.
+        UserError: the file is not GGUF, is damaged or incomplete, or has tensors that cannot be dequantised.
     """
     with path.open("rb") as file:
         if (start := file.read(len(MAGIC))) != MAGIC:
-            raise ValueError(
+            raise UserError(
                 f"{path}: must be a GGUF file, which begins with {MAGIC!r}, but begins with {start!r}; {CHOOSE_ANOTHER}"
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -72,17 +74,17 @@ def read_header(path: Path) -> GGUFHeader:
                     metadata = dict(reader.key_and_value() for _ in range(num_keys))
                     infos = dict(reader.tensor_info() for _ in range(num_tensors))
             except (struct.error, UnicodeDecodeError, KeyError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{path}: must be a complete GGUF file, but its header is cut off or damaged near byte "
                     f"{reader.position:,} of {len(data):,}; {DOWNLOAD_AGAIN}"
                 ) from error
             if version not in VERSIONS:
-                raise ValueError(
+                raise UserError(
                     f"{path}: the version of the GGUF format must be 2 or 3, in little-endian order, but is {version}; "
                     "convert the model again with a current llama.cpp"
                 )
             if (len(metadata), len(infos)) != (num_keys, num_tensors):
-                raise ValueError(f"{path}: must name each key and tensor once, but repeats one; {DOWNLOAD_AGAIN}")
+                raise UserError(f"{path}: must name each key and tensor once, but repeats one; {DOWNLOAD_AGAIN}")
             return GGUFHeader(path, metadata, _placed(path, infos, metadata, reader.position, len(data)))
 
 
@@ -137,7 +139,7 @@ def _placed(
 ) -> dict[str, GGUFTensor]:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"{path}: general.alignment must be at least 1, but is {alignment!r}; {DOWNLOAD_AGAIN}")
+        raise UserError(f"{path}: general.alignment must be at least 1, but is {alignment!r}; {DOWNLOAD_AGAIN}")
     data_start = math.ceil(header_bytes / alignment) * alignment
     tensors = {}
     for name, (shape, kind_id, offset) in infos.items():
@@ -145,12 +147,12 @@ def _placed(
         block_values, block_bytes = GGML_QUANT_SIZES[kind]
         num_bytes, end = math.prod(shape) // block_values * block_bytes, data_start + offset
         if num_bytes == 0 or shape[-1] % block_values:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} must have rows of whole {kind.name} blocks of {block_values} values, but has the "
                 f"shape {shape}; {DOWNLOAD_AGAIN}"
             )
         if (end := end + num_bytes) > file_bytes:
-            raise ValueError(
+            raise UserError(
                 f"{path}: must be a complete GGUF file, but has {file_bytes:,} bytes, and its tensor {name} ends at "
                 f"byte {end:,}; {DOWNLOAD_AGAIN}"
             )
@@ -164,7 +166,7 @@ def _dequantisable(path: Path, name: str, kind_id: int) -> GGMLQuantizationType:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except (ValueError, NotImplementedError) as error:
         known = {each.value: each.name for each in GGMLQuantizationType}
-        raise ValueError(
+        raise UserError(
             f"{path}: tensors must have a type that the package gguf can dequantise, but {name} has type "
             f"{known.get(kind_id, kind_id)}; quantise the model in another type, such as Q4_K_M"
         ) from error

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.target.gguf_header import CHOOSE_ANOTHER, DOWNLOAD_AGAIN, GGUFHeader
-from mtptrain.utils.errors import error_summary
+from mtptrain.utils.errors import UserError, error_summary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names that llama.cpp and transformers share. Mistral's files are of the architecture llama."""
@@ -59,21 +59,21 @@ def model_config(header: GGUFHeader) -> PreTrainedConfig:
     """Returns the config of the model that a GGUF file holds.
 
     Raises:
-        ValueError: the file is not a whole model, its architecture is not supported, or a setting is missing, not
+        UserError: the file is not a whole model, its architecture is not supported, or a setting is missing, not
             understood, or not one that transformers implements.
     """
     path, architecture = header.path, _architecture(header)
     prefix = architecture + "."
     keys = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     if unknown := sorted(keys.keys() - {*SIZES, *OTHER_KEYS}):
-        raise ValueError(
+        raise UserError(
             f"{path}: settings must be among those that this program can translate, but {prefix}{unknown[0]} is not; "
             f"{CHOOSE_ANOTHER}"
         )
     if missing := [key for key in (*SIZES, "attention.layer_norm_rms_epsilon") if key not in keys]:
-        raise ValueError(f"{path}: must have the setting {prefix}{missing[0]}, but does not; {DOWNLOAD_AGAIN}")
+        raise UserError(f"{path}: must have the setting {prefix}{missing[0]}, but does not; {DOWNLOAD_AGAIN}")
     if wrong := [key for key, value in keys.items() if not _is_possible(key, value)]:
-        raise ValueError(
+        raise UserError(
             f"{path}: {prefix}{wrong[0]} must be {'a text' if wrong[0] in TEXTS else 'a number above 0'}, but is "
             f"{keys[wrong[0]]!r}; {CHOOSE_ANOTHER}"
         )
@@ -86,7 +86,7 @@ def model_config(header: GGUFHeader) -> PreTrainedConfig:
         ("expert_used_count", 0),
     ):
         if keys.get(key, only) != only:
-            raise ValueError(f"{path}: {prefix}{key} must be {only}, but is {keys[key]!r}; {CHOOSE_ANOTHER}")
+            raise UserError(f"{path}: {prefix}{key} must be {only}, but is {keys[key]!r}; {CHOOSE_ANOTHER}")
     settings = {
         "vocab_size": keys.get("vocab_size", len(header.metadata.get("tokenizer.ggml.tokens", ()))),
         "num_key_value_heads": keys.get("attention.head_count_kv", heads),
@@ -111,14 +111,14 @@ def _is_possible(key: str, value: Any) -> bool:
 def _architecture(header: GGUFHeader) -> str:
     path, metadata = header.path, header.metadata
     if (kind := metadata.get("general.type", "model")) != "model":
-        raise ValueError(f"{path}: general.type must be 'model', but is {kind!r}; give the file of the model itself")
+        raise UserError(f"{path}: general.type must be 'model', but is {kind!r}; give the file of the model itself")
     if metadata.get("split.count", 1) not in (0, 1):
-        raise ValueError(
+        raise UserError(
             f"{path}: must be a whole model in one file, but is one of {metadata['split.count']} parts; merge them "
             "with llama.cpp's `llama-gguf-split --merge`"
         )
     if (architecture := metadata.get("general.architecture")) not in ARCHITECTURES:
-        raise ValueError(
+        raise UserError(
             f"{path}: general.architecture must be one of {', '.join(ARCHITECTURES)}, but is {architecture!r}; choose "
             "another file, or the model directory that it was converted from"
         )
@@ -129,7 +129,7 @@ def _rope(header: GGUFHeader, prefix: str, keys: dict[str, Any], head_dim: int) 
     path, theta = header.path, float(keys.get("rope.freq_base", 10000.0))
     scaling = keys.get("rope.scaling.type", "linear")  # llama.cpp's default; without a factor, it changes nothing
     if scaling not in ("none", "linear"):
-        raise ValueError(
+        raise UserError(
             f"{path}: {prefix}rope.scaling.type must be none or linear, but is {scaling!r}; choose another file, or "
             "the model directory that it was converted from"
         )
@@ -142,7 +142,7 @@ def _rope(header: GGUFHeader, prefix: str, keys: dict[str, Any], head_dim: int) 
         parameters = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
         expected = llama3_factors(parameters["factor"], theta, head_dim)
         if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
-            raise ValueError(
+            raise UserError(
                 f"{path}: {ROPE_FACTORS} must hold the RoPE factors of Llama 3.1 or later, but holds others; choose "
                 "another file, or the model directory that it was converted from"
             )
@@ -161,7 +161,7 @@ def tensor_names(header: GGUFHeader, config: PreTrainedConfig) -> dict[str, str]
     """Returns the name in transformers of each tensor of the file. Every tensor of the model is among them.
 
     Raises:
-        ValueError: a tensor is missing, superfluous, or has another shape than the settings say.
+        UserError: a tensor is missing, superfluous, or has another shape than the settings say.
     """
     path = header.path
     try:
@@ -178,17 +178,17 @@ def tensor_names(header: GGUFHeader, config: PreTrainedConfig) -> dict[str, str]
     for name, translated in names.items():
         shape = header.tensors[name].shape
         if translated not in expected:
-            raise ValueError(
+            raise UserError(
                 f"{path}: tensors must be those of a {config.model_type} model with {config.num_hidden_layers} layers, "
                 f"but {name} is not; {CHOOSE_ANOTHER}"
             )
         if shape != expected[translated]:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} must have the shape {expected[translated]} that the file's settings describe, but has "
                 f"{shape}; {DOWNLOAD_AGAIN}"
             )
     if missing := sorted(expected.keys() - set(names.values())):
-        raise ValueError(f"{path}: must hold the tensor of {missing[0]}, but does not; {DOWNLOAD_AGAIN}")
+        raise UserError(f"{path}: must hold the tensor of {missing[0]}, but does not; {DOWNLOAD_AGAIN}")
     return names
 
 
@@ -198,8 +198,8 @@ def _translated(name: str) -> str:
     return (f"model.layers.{layer[1]}." if layer else "") + f"{MODULES.get(module, module)}.{parameter}"
 
 
-def _unbuildable(path: Path, error: Exception) -> ValueError:
-    return ValueError(
+def _unbuildable(path: Path, error: Exception) -> UserError:
+    return UserError(
         f"{path}: settings must describe a model that transformers can build, but transformers reports "
         f"{error_summary(error)}; {DOWNLOAD_AGAIN}"
     )

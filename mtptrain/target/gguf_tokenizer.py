@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mtptrain.target.gguf_header import CHOOSE_ANOTHER, DOWNLOAD_AGAIN, GGUFHeader
-from mtptrain.utils.errors import error_summary
+from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
 BYTE_LEVEL = "gpt2"
@@ -53,40 +53,40 @@ def check_tokenizer(header: GGUFHeader) -> None:
     """Refuse a tokenizer that transformers would not read as llama.cpp does.
 
     Raises:
-        ValueError: the file has no tokenizer, or one of its settings is not understood.
+        UserError: the file has no tokenizer, or one of its settings is not understood.
     """
     path, settings = header.path, _settings(header)
     if (kind := settings.get("model")) != BYTE_LEVEL:
-        raise ValueError(
+        raise UserError(
             f"{path}: tokenizer.ggml.model must be {BYTE_LEVEL}, but is {kind!r}; choose another file, or the model "
             "directory that it was converted from"
         )
     if missing := [key for key in LISTS if not isinstance(settings.get(key), list)]:
-        raise ValueError(f"{path}: must have the list tokenizer.ggml.{missing[0]}, but does not; {DOWNLOAD_AGAIN}")
+        raise UserError(f"{path}: must have the list tokenizer.ggml.{missing[0]}, but does not; {DOWNLOAD_AGAIN}")
     if unknown := sorted(settings.keys() - set(ALLOWED)):
-        raise ValueError(
+        raise UserError(
             f"{path}: settings of the tokenizer must be among those that this program can translate, but "
             f"tokenizer.ggml.{unknown[0]} is not; {CHOOSE_ANOTHER}"
         )
     if (split := settings.get("pre")) not in SPLITS:
-        raise ValueError(
+        raise UserError(
             f"{path}: tokenizer.ggml.pre must be one of {', '.join(SPLITS)}, but is {split!r}; choose another file, or "
             "the model directory that it was converted from"
         )
     for key in SWITCHED_OFF:
         if settings.get(key, False):
-            raise ValueError(f"{path}: tokenizer.ggml.{key} must be False, but is {settings[key]}; {CHOOSE_ANOTHER}")
+            raise UserError(f"{path}: tokenizer.ggml.{key} must be False, but is {settings[key]}; {CHOOSE_ANOTHER}")
     if not isinstance(template := header.metadata.get("tokenizer.chat_template", ""), str):
-        raise ValueError(f"{path}: tokenizer.chat_template must be a text, but is {template!r}; {DOWNLOAD_AGAIN}")
+        raise UserError(f"{path}: tokenizer.chat_template must be a text, but is {template!r}; {DOWNLOAD_AGAIN}")
     num_tokens = len(settings["tokens"])
     if len(settings["token_type"]) != num_tokens:
-        raise ValueError(
+        raise UserError(
             f"{path}: tokenizer.ggml.token_type must have an entry for each of the {num_tokens} tokens, but has "
             f"{len(settings['token_type'])}; {DOWNLOAD_AGAIN}"
         )
     for key, value in settings.items():
         if key.endswith("_token_id") and not (isinstance(value, int) and 0 <= value < num_tokens):
-            raise ValueError(
+            raise UserError(
                 f"{path}: tokenizer.ggml.{key} must be below the number of tokens {num_tokens}, but is {value!r}; "
                 f"{DOWNLOAD_AGAIN}"
             )
@@ -96,7 +96,7 @@ def write_tokenizer(header: GGUFHeader, directory: Path) -> None:
     """Write the tokenizer of a GGUF file that `check_tokenizer` has accepted.
 
     Raises:
-        ValueError: transformers cannot build it, or would cut a control token into pieces.
+        UserError: transformers cannot build it, or would cut a control token into pieces.
     """
     path, settings = header.path, _settings(header)
     split, tokens = settings["pre"], settings["tokens"]
@@ -106,7 +106,7 @@ def write_tokenizer(header: GGUFHeader, directory: Path) -> None:
             path.absolute().parent, gguf_file=path.name, add_bos_token=split in WHOLE_WORDS_FIRST
         )
     except Exception as error:  # the tokenizers library raises plain Exception
-        raise ValueError(
+        raise UserError(
             f"{path}: the tokenizer must be readable by transformers, which reports {error_summary(error)}; "
             f"{DOWNLOAD_AGAIN}"
         ) from error
@@ -120,7 +120,7 @@ def write_tokenizer(header: GGUFHeader, directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     for token, (text, kind) in enumerate(zip(tokens, settings["token_type"], strict=True)):
         if kind == CONTROL and (found := tokenizer.encode(text, add_special_tokens=False)) != [token]:
-            raise ValueError(
+            raise UserError(
                 f"{path}: transformers must read the control token {text!r} as {token}, but reads it as {found}; "
                 f"{CHOOSE_ANOTHER}"
             )

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mtptrain.target.gguf import dequantised_dir, is_gguf
-from mtptrain.utils.errors import error_summary
+from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json, tensor_shapes
 
 HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
@@ -34,16 +34,14 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
         setting: name of the setting, for error messages.
 
     Raises:
-        FileNotFoundError: `path` is none of these, or the directory has no config.json.
-        ValueError: the GGUF file is damaged or not supported.
+        UserError: `path` is none of these, or the directory has no config.json, or the GGUF file is damaged or not
+            supported.
     """
     if path == DEMO:
         return DEMO_DIR
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{setting}: must be a model directory, but {path!r} has no config.json; correct the path"
-            )
+            raise UserError(f"{setting}: must be a model directory, but {path!r} has no config.json; correct the path")
         return Path(path)
     if is_gguf(path):
         return dequantised_dir(Path(path), setting)
@@ -64,8 +62,7 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
         setting: name of the setting, for error messages.
 
     Raises:
-        FileNotFoundError: there is no such model.
-        ValueError: the GGUF file is damaged or not supported.
+        UserError: there is no such model, or the GGUF file is damaged or not supported.
     """
     if path == DEMO or Path(path).is_dir() or is_gguf(path):
         return resolve_target(path, revision, setting)
@@ -75,10 +72,10 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
         raise unknown_target(path, error, "download its config.json first", setting) from error
 
 
-def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> FileNotFoundError:
+def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> UserError:
     """Returns the error for a `path` that is neither a directory nor a file and for which the hub raised `answer`."""
     reason = (str(answer).splitlines() or [type(answer).__name__])[0]
-    return FileNotFoundError(
+    return UserError(
         f"{setting}: must be a local directory, a GGUF file, a hub name or `{DEMO}`, but {path!r} is neither a "
         f"directory nor a file and the hub answered: {reason}; correct the path or {advice}"
     )
@@ -93,7 +90,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a checkpoint.
 
     Raises:
-        ValueError: transformers cannot read it, or it needs code from the checkpoint.
+        UserError: transformers cannot read it, or it needs code from the checkpoint.
     """
     refuse_own_tokenizer(target_dir)
     try:
@@ -103,7 +100,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
         for path in sorted(target_dir.glob("*token*.json")):
             if path.is_file():
                 read_json(path, DOWNLOAD_AGAIN)
-        raise ValueError(
+        raise UserError(
             f"{target_dir}: the tokenizer must be readable by transformers, which reports {error_summary(error)}; "
             f"{DOWNLOAD_AGAIN}"
         ) from error
@@ -111,7 +108,7 @@ def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def refuse_own_tokenizer(target_dir: Path) -> None:
-    """Raises ValueError if the tokenizer is a class in the checkpoint's own code, which is never run.
+    """Raises UserError if the tokenizer is a class in the checkpoint's own code, which is never run.
 
     Without that code, transformers might choose another class without a word, which would give other tokens.
     """
@@ -119,7 +116,7 @@ def refuse_own_tokenizer(target_dir: Path) -> None:
     settings = read_json(path, DOWNLOAD_AGAIN) if path.is_file() else {}
     name = settings.get("tokenizer_class")
     if settings.get("auto_map") and not (isinstance(name, str) and hasattr(transformers, name)):
-        raise ValueError(
+        raise UserError(
             f"{path}: tokenizer_class must be a class of transformers, because mtptrain never runs a target's own "
             f"code, but is {name!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
         )
@@ -129,16 +126,15 @@ def weight_files(target_dir: Path) -> list[Path]:
     """Returns the safetensors files of a checkpoint, single or sharded.
 
     Raises:
-        FileNotFoundError: there are none, or one that the index names is missing.
-        ValueError: the index of a sharded checkpoint is damaged, names files outside its directory, or is next to an
-            unsharded checkpoint.
+        UserError: there are none, or one that the index names is missing, or the index of a sharded checkpoint is
+            damaged, names files outside its directory, or is next to an unsharded checkpoint.
     """
     index = target_dir / "model.safetensors.index.json"
     if index.is_file():
         files = [target_dir / name for name in indexed_files(index)]
         single = target_dir / "model.safetensors"
         if single.is_file() and single not in files:
-            raise ValueError(
+            raise UserError(
                 f"{target_dir}: must have either {single.name} or {index.name}, but has both, and transformers "
                 "would read only the first; remove the one that does not belong to the checkpoint"
             )
@@ -146,7 +142,7 @@ def weight_files(target_dir: Path) -> list[Path]:
         files = sorted(target_dir.glob("*.safetensors"))
     missing = [path for path in files if not path.is_file()]
     if missing or not files:
-        raise FileNotFoundError(
+        raise UserError(
             f"{target_dir}: weights must be safetensors files, but "
             f"{missing[0] if missing else target_dir / '*.safetensors'} does not exist; convert or download the "
             "checkpoint"
@@ -158,15 +154,15 @@ def indexed_files(index: Path) -> list[str]:
     """Returns the names of the files in an index of tensors, each once.
 
     Raises:
-        ValueError: the index names no files, or some outside its directory.
+        UserError: the index names no files, or some outside its directory.
     """
     weight_map: Any = read_json(index, DOWNLOAD_AGAIN).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{index}: must name the file of each tensor in weight_map, but does not; {DOWNLOAD_AGAIN}")
+        raise UserError(f"{index}: must name the file of each tensor in weight_map, but does not; {DOWNLOAD_AGAIN}")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
-        raise ValueError(
+        raise UserError(
             f"{index}: must name files in its own directory, but names {outside[0]!r}; copy the file there and correct "
             "the index"
         )
@@ -180,8 +176,7 @@ def weights_fingerprint(target_dir: Path) -> str:
     """Returns a hash of every safetensors header and of eight samples of each tensor, each of at most 4 KiB.
 
     Raises:
-        FileNotFoundError: a weight file is missing.
-        ValueError: a file is damaged or incomplete.
+        UserError: a weight file is missing, or a file is damaged or incomplete.
     """
     digest = hashlib.sha256()
     for path in weight_files(target_dir):

@@ -6,6 +6,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mtptrain.target.hub import DOWNLOAD_AGAIN, weight_files
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
 
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -17,17 +18,17 @@ def verify_weights(target_dir: Path) -> None:
     Reads all remaining files completely, which takes minutes for a large target.
 
     Raises:
-        ValueError: no file has a known hash, or the hash of a file differs from the hub's.
+        UserError: no file has a known hash, or the hash of a file differs from the hub's.
     """
     known = {path: sha256 for path in weight_files(target_dir) if (sha256 := hub_sha256(path))}
     if not known:
-        raise ValueError(
+        raise UserError(
             f"target.verify: the hub's hashes of the weights must be known, but {target_dir} has none; download the "
             "target with huggingface_hub, or set target.verify=false"
         )
     for path, wanted in tqdm(known.items(), desc="weights", unit="file"):
         if (found := file_sha256(path)) != wanted:
-            raise ValueError(f"{path}: must have the hub's sha256 {wanted}, but has {found}; {DOWNLOAD_AGAIN}")
+            raise UserError(f"{path}: must have the hub's sha256 {wanted}, but has {found}; {DOWNLOAD_AGAIN}")
 
 
 def hub_sha256(path: Path) -> str | None:

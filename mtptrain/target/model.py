@@ -22,7 +22,7 @@ from mtptrain.target.few_rows import FrozenLinear, use_few_rows
 from mtptrain.target.frozen_parts import FrozenParts, _refuse_missing
 from mtptrain.target.hub import weight_files
 from mtptrain.target.position_cache import PositionCache, TreeRows
-from mtptrain.utils.errors import error_summary
+from mtptrain.utils.errors import UserError, error_summary
 
 
 class Target:
@@ -35,7 +35,7 @@ class Target:
         """Freeze a model, without copying it.
 
         Raises:
-            ValueError: accelerate has offloaded a part that drafting needs.
+            UserError: accelerate has offloaded a part that drafting needs.
         """
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
@@ -44,7 +44,7 @@ class Target:
         parts = FrozenParts.of(model.config, weights)
         device = parts.embed_tokens.device
         if "meta" in (device.type, parts.norm_weight.device.type, parts.lm_head.device.type):
-            raise ValueError(
+            raise UserError(
                 "target.path: embeddings, final norm and lm_head of the target must fit the GPUs of one machine, but "
                 "accelerate has offloaded some of them; use more GPUs, or a smaller dtype"
             )
@@ -193,9 +193,8 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     """Returns the whole target on one device, or spread over several by accelerate if it does not fit.
 
     Raises:
-        FileNotFoundError: the target has no weights.
-        ValueError: the family is not supported, a tensor is missing, `check_placement` refuses the target, or
-            `Target` does.
+        UserError: the target has no weights, or the family is not supported, a tensor is missing, `check_placement`
+            refuses the target, or `Target` does.
     """
     config = read_target_config(target_dir)
     check_placement(target_dir, dtype, device)
@@ -222,14 +221,13 @@ def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) 
     """Refuse a target that `load_target` could not place, before any long work.
 
     Raises:
-        FileNotFoundError: the target has no weights.
-        ValueError: the weights do not belong to the config, transformers cannot run their quantisation here, or the
-            target needs several devices but several ranks share the machine.
+        UserError: the target has no weights, or the weights do not belong to the config, transformers cannot run their
+            quantisation here, or the target needs several devices but several ranks share the machine.
     """
     check_weights(target_dir)
     check_quantisation(target_dir, dtype, device)
     if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        raise ValueError(
+        raise UserError(
             f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one "
             "process, which spreads it over all devices; in training, set train.validation_prompts=0"
         )
@@ -239,7 +237,7 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
     """Refuse a quantised target if transformers lacks the package or the hardware that its format needs.
 
     Raises:
-        ValueError: the package or the hardware is missing, or the format is unknown or badly described.
+        UserError: the package or the hardware is missing, or the format is unknown or badly described.
     """
     quantisation = getattr(read_target_config(target_dir), "quantization_config", None)
     if quantisation is None:
@@ -248,7 +246,7 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
         quantiser = AutoHfQuantizer.from_config(deepcopy(quantisation), pre_quantized=True)
         quantiser.validate_environment(dtype=dtype, device_map={"": device})
     except Exception as error:  # each quantiser checks its section in its own way, such as pydantic's ValidationError
-        raise ValueError(
+        raise UserError(
             "target.path: transformers must be able to run the quantised weights that quantization_config in "
             f"{target_dir / 'config.json'} describes, but reports {error_summary(error)}; install what it names, or "
             "run this target in vLLM only: hidden_states.backend=vllm, train.validation_prompts=0, and "

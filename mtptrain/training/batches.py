@@ -19,6 +19,7 @@ from mtptrain.hidden_states.fp8 import decode, decode_into
 from mtptrain.hidden_states.shard_format import scales_of
 from mtptrain.hidden_states.store import HiddenStore, StoredDocument
 from mtptrain.training.step_packing import Anchors, Step, balance, document_costs, pack_documents, shuffled
+from mtptrain.utils.errors import UserError
 
 X = TypeVar("X")
 
@@ -265,7 +266,7 @@ class BatchSchedule:
         self._packed = self._pack(epoch=0)
         self.steps_per_epoch = len(self._packed)
         if self.steps_per_epoch == 0:
-            raise ValueError(
+            raise UserError(
                 "train.micro_batches_per_step: must be at most the number of documents with draft positions, but is "
                 f"{micro_batches_per_step}, and {store.directory} has {np.count_nonzero(self.costs)} such documents; "
                 "lower it, or train on more documents"

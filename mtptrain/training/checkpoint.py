@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from mtptrain.heads.files import STEP_NAME, with_defaults
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_json, remove_files, save_tensors, sync, write_json
 
 if TYPE_CHECKING:
@@ -115,12 +116,12 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     that it is ignored.
 
     Raises:
-        RuntimeError: every checkpoint is torn.
+        UserError: every checkpoint is torn.
     """
     newest: tuple[Path | None, dict[Path, str]] = _newest_whole(directory) if ranks.is_first else (None, {})
     chosen, faults = ranks.gather(newest)[0]
     if faults and chosen is None:
-        raise RuntimeError(
+        raise UserError(
             f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore "
             "one, or remove the folder to start again from step 0"
         )
@@ -152,7 +153,7 @@ def find_fault(folder: Path) -> str | None:
     path = folder / STATE
     try:
         marker = read_json(folder / MARKER, "the checkpoint is torn")
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     if not path.is_file():
         return f"{path}: must exist, but does not"
@@ -175,7 +176,7 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     """Refuse to resume from a checkpoint with a different head, data or optimization settings.
 
     Raises:
-        ValueError: a setting differs; the message lists every difference.
+        UserError: a setting differs; the message lists every difference.
     """
     stored = read_json(folder / MARKER)
     if "head" in stored:
@@ -187,7 +188,7 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
         if stored.get(name) != value
     ]
     if different:
-        raise ValueError(
+        raise UserError(
             f"{folder}: to resume from this checkpoint, {'; '.join(different)}; restore these settings, or start again "
             "in another run_dir"
         )
@@ -197,14 +198,14 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
     """Load a checkpoint, which may have been written by a different number of ranks.
 
     Raises:
-        RuntimeError: the checkpoint does not hold the tensors of this head.
+        UserError: the checkpoint does not hold the tensors of this head.
     """
     path = folder / STATE
     with safe_open(path, framework="pt") as file:
         held = set(file.keys())
         wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in STATE_SUFFIXES} | set(RUN)
         if held != wanted:
-            raise RuntimeError(
+            raise UserError(
                 f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; "
                 f"remove {folder} to resume from an older checkpoint, or from step 0 if there is none"
             )

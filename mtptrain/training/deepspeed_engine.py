@@ -1,12 +1,18 @@
 """Everything that depends on DeepSpeed's internals: its settings, gradients and optimizer state."""
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    # DeepSpeed looks for its accelerator when it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
 from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -17,6 +23,7 @@ from deepspeed.utils import (
 
 from mtptrain.heads.base import Head
 from mtptrain.utils.distributed import Ranks, close_at_exit, prepare_single_process
+from mtptrain.utils.errors import UserError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -43,57 +50,57 @@ SET_BY_TRAINER = (
 
 
 def check_deepspeed(config: dict[str, Any]) -> None:
-    """Raises ValueError for settings that the trainer does not support or that it sets itself."""
+    """Raises UserError for settings that the trainer does not support or that it sets itself."""
     for name in ("zero_optimization", "bf16", "fp16", "data_types"):
         if not isinstance(config.get(name, {}), dict):
-            raise ValueError(
+            raise UserError(
                 f"deepspeed.{name}: must be a section of settings, but is {config[name]!r}; remove it and set "
                 "deepspeed=zero1"
             )
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
-        raise ValueError(
+        raise UserError(
             f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its "
             "weights to stay whole; set deepspeed=zero2"
         )
     if config.get("bf16", {}).get("enabled") and stage == 0:
-        raise ValueError(
+        raise UserError(
             "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: without ZeRO, DeepSpeed keeps its "
             "fp32 weights in a different form; set deepspeed=zero1"
         )
     if config.get("fp16", {}).get("enabled"):
-        raise ValueError(
+        raise UserError(
             "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; remove it and set "
             "deepspeed=zero1"
         )
     for name, why in REFUSED_ZERO_SETTINGS.items():
         if zero.get(name):
-            raise ValueError(
+            raise UserError(
                 f"deepspeed.zero_optimization.{name}: must not be set, but is {zero[name]}: {why}; remove it"
             )
     if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
-        raise ValueError(
+        raise UserError(
             "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: the trainer computes "
             "the gradient norm, and DeepSpeed then supports fp32 only with ZeRO 2; set deepspeed=zero2"
         )
     for name in SET_BY_TRAINER:
         if name in config:
-            raise ValueError(
+            raise UserError(
                 f"deepspeed.{name}: must not be set, but is {config[name]}: the trainer sets it itself; remove it"
             )
 
 
 def check_device(device: torch.device, config: dict[str, Any]) -> None:
-    """Raises ValueError if the device has no attention kernel for the dtype."""
+    """Raises UserError if the device has no attention kernel for the dtype."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(
+        raise UserError(
             "deepspeed.bf16.enabled: must be possible on a GPU, since flash attention does not support fp32, but "
             f"{torch.cuda.get_device_name(device)} has no bf16 instructions; use a GPU of compute capability 8.0 or "
             "more, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     if device.type == "cuda" and not config.get("bf16", {}).get("enabled"):
-        raise ValueError(
+        raise UserError(
             "deepspeed.bf16.enabled: must be true on a GPU, but is false: flash attention does not support fp32; set "
             "deepspeed=zero1"
         )

@@ -16,7 +16,7 @@ from mtptrain.heads.base import StepFlops
 from mtptrain.training.batches import Batch
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
-from mtptrain.utils.errors import error_summary
+from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import write_text
 from mtptrain.utils.masking import hide_passwords
 
@@ -58,7 +58,7 @@ def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb
     """Start a wandb run in the group of `run_dir`, offline unless WANDB_MODE says otherwise.
 
     Raises:
-        ValueError: wandb cannot start, for example without a key or a connection.
+        UserError: wandb cannot start, for example without a key or a connection.
     """
     os.environ.setdefault("WANDB_MODE", "offline")
     try:
@@ -71,7 +71,7 @@ def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb
             settings={"silent": True},
         )
     except (wandb.Error, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"train.tracker: wandb must start with WANDB_MODE={os.environ['WANDB_MODE']}, but reports: "
             f"{error_summary(error)}; mend that, or set WANDB_MODE=offline or train.tracker=none"
         ) from error

@@ -10,6 +10,7 @@ from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStore
 from mtptrain.hidden_states.stream import StreamedStore
 from mtptrain.training.checkpoint import complete_checkpoints
 from mtptrain.training.step_packing import PACKING_VERSION
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
 
 OPTIMISATION_SETTINGS = (
@@ -30,10 +31,10 @@ OPTIMISATION_SETTINGS = (
 
 
 def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
-    """Raises ValueError if `train.resume=never` would overwrite checkpoints."""
+    """Raises UserError if `train.resume=never` would overwrite checkpoints."""
     checkpoints = complete_checkpoints(checkpoint_dir)
     if config.train.resume is Resume.never and checkpoints:
-        raise ValueError(
+        raise UserError(
             f"train.resume: must be auto if a checkpoint exists, but is never and {checkpoints[-1]} exists; set "
             "train.resume=auto to continue from it, or choose another run_dir"
         )

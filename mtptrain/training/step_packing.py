@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtptrain.hidden_states.store import HiddenStore
+from mtptrain.utils.errors import UserError
 
 Step = list[list[int]]
 """Document indices of each micro-batch."""
@@ -112,10 +113,10 @@ def pack_documents(
             streamed store, which does not hold the documents of all these steps at once.
 
     Raises:
-        ValueError: a document is longer than `batch_tokens`.
+        UserError: a document is longer than `batch_tokens`.
     """
     if lengths.max() > batch_tokens:
-        raise ValueError(
+        raise UserError(
             f"train.batch_tokens: must be at least the {lengths.max()} tokens of the longest document, but is "
             f"{batch_tokens}; raise it or lower prompts.max_document_tokens and run data_prep.prompts and "
             "data_prep.hidden_states again"

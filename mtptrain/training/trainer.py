@@ -20,6 +20,7 @@ from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.cpu import keep_freed_memory
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Trainer:
         """Check the losses and gradient norms of all steps since the last check, up to `step`. Waits for the device.
 
         Raises:
-            RuntimeError: a loss or a gradient norm is not finite.
+            UserError: a loss or a gradient norm is not finite.
         """
         unchecked, self._unchecked = self._unchecked, []
         if not unchecked:
@@ -134,7 +135,7 @@ class Trainer:
         """Check the loss of the last batches with the updated weights, before the weights are saved.
 
         Raises:
-            RuntimeError: the loss, or a loss or gradient norm since the last check, is not finite.
+            UserError: the loss, or a loss or gradient norm since the last check, is not finite.
         """
         self.check_finite(step)
         ones = torch.ones(len(batches[0].num_drafts), device=self.ranks.device)
@@ -148,7 +149,7 @@ class Trainer:
         bad_of_all = sorted(chain.from_iterable(self.ranks.gather(bad)))
         if bad_of_all:
             step, rank, document_ids = bad_of_all[0]
-            raise RuntimeError(
+            raise UserError(
                 f"train: {what} must be finite, but a value at step {step} is not, with documents "
                 f"{list(document_ids)} on rank {rank}; lower train.lr (if the run has checkpoints, first delete the "
                 "folder train in run_dir, because they fix the settings), or look at these documents; saved "
@@ -159,7 +160,7 @@ class Trainer:
         """Returns the record of step `step` (from 1) for `metrics.jsonl`.
 
         Raises:
-            RuntimeError: a loss or a gradient norm since the last record is not finite.
+            UserError: a loss or a gradient norm since the last record is not finite.
         """
         self.check_finite(step)
         losses = metrics.by_depth("losses")
@@ -196,9 +197,9 @@ def warmup_cosine(step: int, warmup_steps: int, num_steps: int, min_ratio: float
 
 
 def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:
-    """Raises ValueError if the micro-batches of a step cannot be divided evenly among the ranks."""
+    """Raises UserError if the micro-batches of a step cannot be divided evenly among the ranks."""
     if micro_batches_per_step % world_size:
-        raise ValueError(
+        raise UserError(
             f"train.micro_batches_per_step: must be a multiple of the number of ranks, {world_size}, but is "
             f"{micro_batches_per_step}; set it to {-(-micro_batches_per_step // world_size) * world_size} or change "
             "--nproc-per-node"

@@ -54,9 +54,8 @@ class Validation:
         """Choose the prompts; the target is loaded when it is first needed.
 
         Raises:
-            FileNotFoundError: stage 1 has not been run, or the target has no weights.
-            ValueError: no prompt fits, a prompt and its drafts exceed the target's or the head's context, or the target
-                does not fit the ranks' devices.
+            UserError: stage 1 has not been run, or the target has no weights, or no prompt fits, a prompt and its
+                drafts exceed the target's or the head's context, or the target does not fit the ranks' devices.
         """
         self.dtype = getattr(torch, config.acceptance.dtype)
         check_placement(target_dir, self.dtype, ranks.device)

@@ -1,25 +1,28 @@
 """Reports the error that ends a program: one line on stderr if the input was refused, the stack otherwise."""
 
-import dis
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from textwrap import shorten
-from traceback import walk_tb
-from types import FrameType
 from typing import NoReturn
 
 from tqdm import tqdm
 
-from mtptrain import imports_are_done
+from mtptrain.utils.startup import imports_are_done
 
 DEBUG = "MTPTRAIN_DEBUG"
 """Environment variable that shows the stack of every error if it is 1."""
 EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
 """Exit codes: the input was refused or the program failed; the command line is wrong; Ctrl-C (130 by convention)."""
-OWN_PACKAGES = ("mtptrain", "data_prep", "eval", "tools", "__main__")
+
+
+class UserError(ValueError):
+    """An error that the user can correct: programs print its message as one line. Any other is shown with its stack."""
+
+
+class StageMissing(UserError):
+    """A file of an earlier stage does not exist. The message names the command to run."""
 
 
 @contextmanager
@@ -68,45 +71,17 @@ def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFU
 def refusal(error: Exception, run_dir: str | None) -> str | None:
     """Returns the message of an error that the user can correct, or None for any other error.
 
-    The user can correct errors of the operating system, every ValueError, and each RuntimeError that the project itself
-    raises. A library's message seldom says what to do, so the place in the project's code is added to it. The error of
-    a failed write does not name the file, so the run's directory is named instead, if the program has one.
+    The user can correct every `UserError` and errors of the operating system. The error of a failed write does not name
+    the file, so the run's directory is named instead, if the program has one.
     """
-    is_own_kind = type(error) is RuntimeError or type(error).__module__.split(".")[0] in OWN_PACKAGES
-    is_refused = isinstance(error, OSError | ValueError) or (
-        isinstance(error, RuntimeError) and is_own_kind and is_raised_here(error)
-    )
-    if not is_refused:
-        return None
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
     message = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        message = error.strerror if run_dir is None else f"{error.strerror}, with run_dir={run_dir}"
-    if is_raised_here(error):
+    if isinstance(error, UserError):
         return message if is_list(message) else one_line(message)
-    return f"{type(error).__name__}: {one_line(message)} ({place(error)}; {DEBUG}=1 shows the stack)"
-
-
-def is_raised_here(error: Exception) -> bool:
-    """Returns whether a `raise` statement of the project raised the error, not a library or a failing expression."""
-    trace = error.__traceback__
-    assert trace is not None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    frame = trace.tb_frame
-    return is_own(frame) and dis.opname[frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
-
-
-def place(error: Exception) -> str:
-    """Returns the file and line of the innermost stack frame that belongs to the project."""
-    own = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_own(frame)]
-    frame, line = own[-1]
-    return f"at {'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line}"
-
-
-def is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).split(".")[0] in OWN_PACKAGES
+    if not isinstance(error, OSError):
+        return None
+    if error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return f"{error.strerror}, with run_dir={run_dir}" if error.strerror and run_dir else one_line(message)
 
 
 def is_list(message: str) -> bool:

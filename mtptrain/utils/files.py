@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mtptrain.utils.errors import UserError
+
 T = TypeVar("T")
 
 MAX_TEXT_BYTES = 2**30
@@ -84,12 +86,12 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value of a repeated key without a word.
 
     Raises:
-        ValueError: a key is repeated.
+        UserError: a key is repeated.
     """
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
+        raise UserError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
     return content
 
 
@@ -102,7 +104,7 @@ def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> 
         advice: what to do about a text that is not JSON.
 
     Raises:
-        ValueError: the text is not UTF-8, not JSON, nested too deep, has a number with thousands of digits, or an
+        UserError: the text is not UTF-8, not JSON, nested too deep, has a number with thousands of digits, or an
             object with a repeated key.
     """
     try:
@@ -110,32 +112,32 @@ def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> 
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
         return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError as error:
-        raise ValueError(f"{where}: must be JSON, but is nested too deep to be read; {advice}") from error
+        raise UserError(f"{where}: must be JSON, but is nested too deep to be read; {advice}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: must be UTF-8, but is not ({error}); {advice}") from error
+        raise UserError(f"{where}: must be UTF-8, but is not ({error}); {advice}") from error
     except ValueError as error:
-        raise ValueError(f"{where}: must be JSON, but is not ({error}); {advice}") from error
+        raise UserError(f"{where}: must be JSON, but is not ({error}); {advice}") from error
 
 
 def refuse_lone_surrogates(value: Any, where: str) -> None:
-    """Raises ValueError if a string in a JSON value has half a surrogate pair, which JSON allows but UTF-8 does not."""
+    """Raises UserError if a string in a JSON value has half a surrogate pair, which JSON allows but UTF-8 does not."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: texts must be valid Unicode, but one is not ({error}); correct it") from error
+        raise UserError(f"{where}: texts must be valid Unicode, but one is not ({error}); correct it") from error
 
 
 def read_json(path: Path, advice: str = "correct it", required: Collection[str] = ()) -> dict[str, Any]:
     """Returns the object that a JSON file holds.
 
     Raises:
-        ValueError: the file is not JSON, does not hold an object, or the object lacks a required entry.
+        UserError: the file is not JSON, does not hold an object, or the object lacks a required entry.
     """
     content = parse_json(path.read_bytes(), str(path), advice)
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold a JSON object, but holds a {type(content).__name__}; {advice}")
+        raise UserError(f"{path}: must hold a JSON object, but holds a {type(content).__name__}; {advice}")
     if missing := sorted(set(required) - content.keys()):
-        raise ValueError(f"{path}: must have the entries {', '.join(required)}, but lacks {missing[0]}; {advice}")
+        raise UserError(f"{path}: must have the entries {', '.join(required)}, but lacks {missing[0]}; {advice}")
     return content
 
 
@@ -151,11 +153,11 @@ def manifest_of(kind: type[T], content: Any, path: Path, program: str, advice: s
         place: the entry of the file that holds `content`, followed by a dot; empty for the whole file.
 
     Raises:
-        ValueError: an entry is missing, unknown or of the wrong type.
+        UserError: an entry is missing, unknown or of the wrong type.
     """
 
-    def refused(reason: str) -> ValueError:
-        return ValueError(f"{path}: must be the manifest that {program} writes, but {reason}; {advice}")
+    def refused(reason: str) -> UserError:
+        return UserError(f"{path}: must be the manifest that {program} writes, but {reason}; {advice}")
 
     if not isinstance(content, dict):
         raise refused(f"{place.rstrip('.') or 'the file'} is a {type(content).__name__}, not an object")
@@ -190,7 +192,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     Raises:
         OSError: the file does not exist, or cannot be opened.
-        ValueError: the header is damaged, or does not match the length of the file.
+        UserError: the header is damaged, or does not match the length of the file.
     """
     refuse_unopenable(path)
     try:
@@ -198,7 +200,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
     except SafetensorError as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: must be a complete safetensors file, but cannot be read ({error}); download or write it again"
         ) from error
 
@@ -238,12 +240,12 @@ def remove_files(directory: Path, names: Collection[str]) -> None:
 
 
 def refuse_overwriting(path: Path, setting: str, marks: Collection[str]) -> None:
-    """Raises ValueError if a program would write its output to a file that exists, but has none of these texts."""
+    """Raises UserError if a program would write its output to a file that exists, but has none of these texts."""
     if not path.exists():
         return
     content = path.read_bytes()[:MAX_TEXT_BYTES].decode(errors="replace") if path.is_file() else ""
     if not any(mark in content for mark in marks):
-        raise ValueError(
+        raise UserError(
             f"{setting}: must be a new file or an earlier output of this program, but {path} is something else; choose "
             "another name"
         )

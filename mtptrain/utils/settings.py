@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mtptrain.utils.errors import UserError
+
 T = TypeVar("T")
 
 BOUND = "bound"
@@ -119,9 +121,9 @@ def bounded_settings(settings: Any, prefix: str = "") -> dict[str, tuple[Bound, 
 
 
 def check_bounds(settings: Any) -> None:
-    """Raises ValueError if a setting is out of bounds."""
+    """Raises UserError if a setting is out of bounds."""
     for name, (bound, value) in bounded_settings(settings).items():
         if isinstance(value, int) and value >= 2**63 and bound.holds(value):
-            raise ValueError(f"{name}: must be below 2**63, but is {value}; correct it")
+            raise UserError(f"{name}: must be below 2**63, but is {value}; correct it")
         if not bound.holds(value):
-            raise ValueError(f"{name}: must {bound.requirement}, but is {value!r}; {bound.hint}")
+            raise UserError(f"{name}: must {bound.requirement}, but is {value!r}; {bound.hint}")

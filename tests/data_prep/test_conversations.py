@@ -9,6 +9,7 @@ from datasets import Dataset
 from data_prep.conversations import conversation_name, read_conversations
 from mtptrain.config import ConversationSchema
 from mtptrain.data.rows import parse_row
+from mtptrain.utils.errors import UserError
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
@@ -190,7 +191,7 @@ def test_a_schema_that_the_config_names_is_required(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/no/such/chats.jsonl", "chats.parquet", "/no/such/place"])
 def test_a_file_that_does_not_exist_is_named(path: str) -> None:
     with pytest.raises(
-        FileNotFoundError, match=rf"prompts\.paths: must name files or hub data sets, but '{path}' does not exist"
+        UserError, match=rf"prompts\.paths: must name files or hub data sets, but '{path}' does not exist"
     ):
         read_conversations([path])
 
@@ -214,5 +215,5 @@ def test_a_hub_name_that_cannot_be_loaded_is_named_with_the_hubs_answer(monkeypa
         r"'nobody/no-such-set' is not a file, and its split 'test' cannot be loaded from the hub: .*; correct "
         r"prompts\.paths"
     )
-    with pytest.raises(FileNotFoundError, match=match):
+    with pytest.raises(UserError, match=match):
         read_conversations(["nobody/no-such-set"], split="test")

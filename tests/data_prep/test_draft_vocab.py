@@ -19,6 +19,7 @@ from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.families import read_target_config
 from mtptrain.training.batches import draft_spans, make_batch
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
 from tests.conftest import make_target, run_program, write_text_files
 
@@ -178,9 +179,7 @@ def test_a_head_without_a_draft_vocabulary_to_choose_is_refused(
 
 
 def test_choosing_before_the_prompts_exist_says_what_to_run(config_for: Callable[..., PipelineConfig]) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"prompts/manifest\.json: must exist, but does not; run data_prep\.prompts"
-    ):
+    with pytest.raises(UserError, match=r"prompts/manifest\.json: must exist, but does not; run data_prep\.prompts"):
         prepare_draft_vocab(config_for(*SETTINGS))
 
 

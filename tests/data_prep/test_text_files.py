@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files, standard_library_dir
+from mtptrain.utils.errors import UserError
 
 
 def write(path: Path, content: bytes) -> None:
@@ -50,9 +51,7 @@ def test_standard_library_stands_for_that_of_the_running_python() -> None:
 
 
 def test_a_directory_that_does_not_exist_is_named() -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"
-    ):
+    with pytest.raises(UserError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
         read_text_files(["/no/such/place"], "*")
 
 

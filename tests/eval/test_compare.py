@@ -14,6 +14,7 @@ from eval.acceptance import remove_generations
 from eval.report_page import write_run_page
 from mtptrain.decoding.acceptance import intervals, summarise
 from mtptrain.decoding.speculate import Generation
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_config
 
 
@@ -321,7 +322,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is not one, or has an older"
     ):
         compare.read_reports([tmp_path / "other.json"])
-    with pytest.raises(FileNotFoundError, match=r"must be a report\.json of eval\.acceptance, but is not a file"):
+    with pytest.raises(UserError, match=r"must be a report\.json of eval\.acceptance, but is not a file"):
         compare.read_reports([tmp_path / "none.json"])
 
 

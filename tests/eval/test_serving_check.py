@@ -10,6 +10,7 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.divergence import Divergence
 from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun
+from mtptrain.utils.errors import UserError
 from tests.conftest import run_program
 
 
@@ -25,7 +26,7 @@ def test_a_check_of_sampled_decoding_is_refused(tmp_path: Path, tiny_target: Pat
 
 
 def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"serving\.json: must exist, but does not; run mtptrain\.export"):
+    with pytest.raises(UserError, match=r"serving\.json: must exist, but does not; run mtptrain\.export"):
         read_serving_facts(tmp_path, "vllm", "of this run")
 
 

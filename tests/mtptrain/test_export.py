@@ -28,6 +28,7 @@ from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.model import load_target
 from mtptrain.target.position_cache import PositionCache
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_json
 from tests.conftest import make_config, make_target, run_program
 from tests.mtptrain.convert.conftest import random_head
@@ -239,7 +240,7 @@ def test_a_head_that_comes_back_different_is_not_exported(
     config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
     monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
     with pytest.raises(
-        RuntimeError, match="the exported head must propose the same tokens as the trained one, but proposes"
+        UserError, match="the exported head must propose the same tokens as the trained one, but proposes"
     ):
         export(config)
     assert not (tmp_path / "run/export/sglang").exists()

@@ -1,4 +1,4 @@
-"""Tests what importing the package sets for OpenMP, and that Ctrl-C stops the import, and only the import."""
+"""Tests what programs set for OpenMP, that Ctrl-C stops their imports only, and that the library sets nothing."""
 
 import os
 import signal
@@ -12,24 +12,35 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def openmp_settings(package: str, **variables: str) -> str:
-    """Returns the settings that OpenMP prints when `import package` loads it."""
+PREPARE = "from mtptrain.utils.startup import prepare_process; prepare_process()"
+
+
+def test_importing_the_library_changes_nothing_in_the_process() -> None:
+    facts = "dict(os.environ), signal.getsignal(signal.SIGINT), set(threading.enumerate()), sys.excepthook"
+    code = f"import os, signal, sys, threading; before = {facts}; import mtptrain; assert before == ({facts})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def openmp_settings(code: str, **variables: str) -> str:
+    """Returns the settings that OpenMP prints when torch is loaded, after `code`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environment |= {"OMP_DISPLAY_ENV": "verbose", **variables}
-    command = [sys.executable, "-c", f"import {package}"]
+    command = [sys.executable, "-c", f"{code}; import torch"]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
     ).stderr
 
 
-@pytest.mark.parametrize("package", ["mtptrain", "data_prep", "eval"])
-def test_waiting_threads_give_up_their_core_soon(package: str) -> None:
-    assert "GOMP_SPINCOUNT = '1000'" in openmp_settings(package)
+@pytest.mark.parametrize(
+    "code", [PREPARE, "import data_prep", "import eval", "from mtptrain.__main__ import main; main()"]
+)
+def test_waiting_threads_of_programs_give_up_their_core_soon(code: str) -> None:
+    assert "GOMP_SPINCOUNT = '1000'" in openmp_settings(code)
 
 
 def test_what_the_user_sets_stays() -> None:
-    assert "GOMP_SPINCOUNT = '77'" in openmp_settings("mtptrain", GOMP_SPINCOUNT="77")
-    assert "GOMP_SPINCOUNT = '1000'" not in openmp_settings("mtptrain", OMP_WAIT_POLICY="ACTIVE")
+    assert "GOMP_SPINCOUNT = '77'" in openmp_settings(PREPARE, GOMP_SPINCOUNT="77")
+    assert "GOMP_SPINCOUNT = '1000'" not in openmp_settings(PREPARE, OMP_WAIT_POLICY="ACTIVE")
 
 
 @pytest.mark.parametrize("module", ["mtptrain", "data_prep.prompts"])
@@ -50,21 +61,21 @@ MODULES = {
 }
 """Modules that are interrupted while they are imported. The first treats Ctrl-C as numpy's lazy imports may."""
 PROGRAMS = {
-    "import that catches it": ("import mtptrain\nimport catches", "stopped by Ctrl-C before anything started\n", 130),
-    "code of a user": (f"import mtptrain\ntry:\n    {CTRL_C}\nexcept KeyboardInterrupt:\n    exit(7)", "", 7),
+    "import that catches it": (f"{PREPARE}\nimport catches", "stopped by Ctrl-C before anything started\n", 130),
+    "code of a user": (f"{PREPARE}\ntry:\n    {CTRL_C}\nexcept KeyboardInterrupt:\n    exit(7)", "", 7),
     "import of a started program": (
-        "from mtptrain.utils.errors import errors_as_lines\nwith errors_as_lines():\n    import presses",
+        f"{PREPARE}\nfrom mtptrain.utils.errors import errors_as_lines\nwith errors_as_lines():\n    import presses",
         "stopped by Ctrl-C; the same command starts again\n",
         130,
     ),
     "handler of a user": (
-        "import signal\nsignal.signal(signal.SIGINT, lambda *_: exit(8))\nimport mtptrain, presses",
+        f"import signal\nsignal.signal(signal.SIGINT, lambda *_: exit(8))\n{PREPARE}\nimport presses",
         "",
         8,
     ),
     "import in a thread": (
-        "import threading\nthread = threading.Thread(target=__import__, args=('mtptrain',))\nthread.start()\n"
-        "thread.join()\nimport mtptrain, signal\n"
+        "import signal, threading\nfrom mtptrain.utils.startup import prepare_process\n"
+        "thread = threading.Thread(target=prepare_process)\nthread.start()\nthread.join()\n"
         "exit(9 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)",
         "",
         9,

@@ -27,6 +27,7 @@ from mtptrain.hidden_states.extraction.vllm_streams import (
     visible_devices,
 )
 from mtptrain.target.families import read_target_config
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.programs import is_running
 
@@ -98,7 +99,7 @@ def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(
     scratch_dir = tmp_path / "rank"
     with (
         pytest.raises(
-            RuntimeError, match=r"(?s)must extract hidden states of .*, but its process ended with status 1; .*director"
+            UserError, match=r"(?s)must extract hidden states of .*, but its process ended with status 1; .*director"
         ),
         streams_of(target_dir, vllm_python, scratch_dir) as streams,
     ):
@@ -113,7 +114,7 @@ def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(
 ) -> None:
     message = r"(?s)serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs; install the package vllm"
     with (
-        pytest.raises(RuntimeError, match=message),
+        pytest.raises(UserError, match=message),
         VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, tmp_path / "rank", 0, "cuda", vllm_python) as streams,
     ):
         for shard in streams.extract([A]):
@@ -122,7 +123,7 @@ def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(
 
 def test_an_engine_that_is_killed_is_reported(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
     with (
-        pytest.raises(RuntimeError, match=r"but its process ended with status -9"),
+        pytest.raises(UserError, match=r"but its process ended with status -9"),
         streams_of(target_dir, vllm_python, tmp_path / "rank") as streams,
     ):
         shards = streams.extract([A, B])
@@ -278,7 +279,7 @@ def test_states_that_are_not_of_every_token_of_the_prompt_are_refused(
 ) -> None:
     window = _Window(7, [PROMPT, PROMPT], Path())
     window.check(1, torch.zeros(3, 2, 4), torch.from_numpy(PROMPT), 2)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(UserError, match=message):
         window.check(1, torch.zeros(shape), torch.tensor(token_ids), 2)
 
 

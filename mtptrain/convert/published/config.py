@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
 from mtptrain.target.checkpoint_check import MODEL_OPT_QUANTISATION
 from mtptrain.target.families import head_rope_parameters
-from mtptrain.utils.errors import error_summary
+from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
 Config = dict[str, Any]
@@ -269,7 +269,7 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
     """Returns the config of a head of this kind, with the keys of sections as `section.key` and without nulls.
 
     Raises:
-        ValueError: a key is not in the whitelist, or its value cannot be honoured.
+        UserError: a key is not in the whitelist, or its value cannot be honoured.
     """
     path = directory / "config.json"
     stored, config = read_json(path, "copy or download it again"), {}
@@ -284,7 +284,7 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
             config.setdefault(key.partition(".")[2], config[key])
     if unknown := [key for key in config if key not in RULES[kind]]:
         found = ", ".join(f"{key}={shown(config[key])}" for key in unknown)
-        raise ValueError(
+        raise UserError(
             f"{path}: must hold only settings that mtptrain understands, because others may change what the head "
             f"drafts, but has {found}; choose another head, or remove {', '.join(unknown)} from a copy of the file if "
             "you know that nothing changes"
@@ -292,9 +292,9 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
     for key, value in config.items():
         wanted = RULES[kind][key](value, config, target_config)
         if wanted is not None:
-            raise ValueError(f"{path}: {key} must be {wanted}, but is {shown(value)}; choose another head")
+            raise UserError(f"{path}: {key} must be {wanted}, but is {shown(value)}; choose another head")
         if key in SECTIONS and not isinstance(value, dict):
-            raise ValueError(f"{path}: {key} must hold settings, but is {shown(value)}; download the head again")
+            raise UserError(f"{path}: {key} must hold settings, but is {shown(value)}; download the head again")
     return config
 
 
@@ -315,14 +315,14 @@ def arithmetic(
         theta: the engines' rope_theta for a config without one.
 
     Raises:
-        ValueError: the head's RoPE parameters are not complete.
+        UserError: the head's RoPE parameters are not complete.
     """
     names = ("original_max_position_embeddings", "max_position_embeddings", "rms_norm_eps", *ROPE_NAMES)
     given = deepcopy({name: config[name] for name in names if name in config})  # transformers adds to its sections
     try:
         own = LlamaConfig.from_dict({"rope_theta": theta} | given)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: the RoPE parameters must be readable by transformers, which reports {error_summary(error)}; "
             "download the head again"
         ) from error
@@ -338,7 +338,7 @@ def _refuse_quantisation(path: Path) -> None:
     if path.is_file():
         algorithms = read_json(path, "copy or download it again", ["quantization"])["quantization"]
         if algorithms is not None and algorithms != dict.fromkeys(algorithms):
-            raise ValueError(
+            raise UserError(
                 f"{path}: must name no quantisation, because our heads are not quantised, but has {shown(algorithms)}; "
                 "choose another head"
             )

@@ -47,6 +47,7 @@ from mtptrain.heads.files import stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
 from mtptrain.target.hub import indexed_files
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json, tensor_shapes
 
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
@@ -102,15 +103,15 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     """Returns the head in a directory or hub repository. Its format is recognised from its files.
 
     Raises:
-        FileNotFoundError: the directory or repository does not exist.
-        ValueError: the files hold no head of a known format, or one with parts that our heads do not have.
+        UserError: the directory or repository does not exist, or the files hold no head of a known format, or one with
+            parts that our heads do not have.
     """
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
         return _own(directory, target_config)
     files = tensor_files(directory)
     if not (directory / "config.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"head.init_from: must hold head.json or config.json, but {directory} has neither; choose another directory"
         )
     config: dict[str, Any] = read_json(directory / "config.json", "copy or download it again")
@@ -124,7 +125,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         return PublishedHead(directory, "medusa", medusa_settings(directory, config, medusa), medusa, None, None)
     architecture = _architecture(config)
     if any(UNKNOWN_MTP.match(name) for name in names):
-        raise ValueError(
+        raise UserError(
             "head.init_from: an MTP layer must have DeepSeek's or MiMo's layout to become head mtp, but that of the "
             f"{architecture} in {directory} has another one (mtp.*); choose another checkpoint"
         )
@@ -161,7 +162,7 @@ def _refuse_lost_biases(directory: Path, config: Config, names: Collection[str])
     """Refuse a config that announces biases which the files do not hold."""
     for key, layer in (("attention_bias", "q_proj"), ("mlp_bias", "gate_proj"), ("bias", "fc")):
         if config.get(key) is True and not any(name.endswith(f"{layer}.bias") for name in names):
-            raise ValueError(
+            raise UserError(
                 f"{directory / 'config.json'}: {key} must be false, because the files have no {layer}.bias, but is "
                 "true; download the head again"
             )
@@ -170,7 +171,7 @@ def _refuse_lost_biases(directory: Path, config: Config, names: Collection[str])
 def _refuse_mask_embedding(directory: Path) -> None:
     """Refuse a trained embedding of the mask token, which engines read from a file of its own."""
     if (directory / MASK_EMBEDDING).is_file():
-        raise ValueError(
+        raise UserError(
             f"{directory / MASK_EMBEDDING}: must not exist, because head dflash takes the embedding of its mask token "
             "from the target, but does; choose another head"
         )
@@ -187,7 +188,7 @@ def _refuse_class(directory: Path, architecture: str) -> NoReturn:
     known = ", ".join(f"{' or '.join(classes_of(head))} (head {head})" for head in dict(KNOWN.values()))
     is_language_model = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     advice = "set head=draft_model to draft with this language model, or " if is_language_model else ""
-    raise ValueError(
+    raise UserError(
         f"head.init_from: must hold head.json, a model with an MTP layer (model.layers.N.eh_proj), or a published head "
         f"of class {known}, but {directory} holds a {architecture}; {advice}choose another head"
     )
@@ -202,14 +203,14 @@ def resolve_init(path: str) -> Path:
     """Returns the local directory of a head; a hub repository is downloaded if needed.
 
     Raises:
-        FileNotFoundError: `path` is neither a directory nor a hub name.
+        UserError: `path` is neither a directory nor a hub name.
     """
     if Path(path).is_dir():
         return Path(path)
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", MASK_EMBEDDING]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
+        raise UserError(
             f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and "
             f"cannot be downloaded: {str(error).splitlines()[0]}; correct the path or download the head first"
         ) from error
@@ -219,13 +220,13 @@ def tensor_files(directory: Path) -> list[Path]:
     """Returns the safetensors files of a directory: those that its index names, or all of them without an index.
 
     Raises:
-        ValueError: the directory has none, or not all that the index names.
+        UserError: the directory has none, or not all that the index names.
     """
     files, index = sorted(directory.glob("*.safetensors")), directory / INDEX
     if index.is_file():
         named = indexed_files(index)
         if absent := [name for name in named if directory / name not in files]:
-            raise ValueError(f"{index}: must name files beside it, but {absent[0]} is missing; download the head again")
+            raise UserError(f"{index}: must name files beside it, but {absent[0]} is missing; download the head again")
         return [directory / name for name in named]
     if not files:
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in directory.glob(pattern))
@@ -235,7 +236,7 @@ def tensor_files(directory: Path) -> list[Path]:
             if pickles
             else f"choose a head that has them, or convert its .bin or .pt file to safetensors first {pickled}"
         )
-        raise ValueError(f"head.init_from: weights must be safetensors files, but {directory} has none; {advice}")
+        raise UserError(f"head.init_from: weights must be safetensors files, but {directory} has none; {advice}")
     return files
 
 
@@ -250,7 +251,7 @@ def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
     for path in files:
         names = tensor_names([path])
         if twice := sorted(names & read):
-            raise ValueError(f"{path}: {twice[0]} must be in one file only, but another has it too; remove one of them")
+            raise UserError(f"{path}: {twice[0]} must be in one file only, but another has it too; remove one of them")
         read |= names
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in names if name.startswith(prefix)}
@@ -286,7 +287,7 @@ def _native_mtp(directory: Path, names: set[str], target_config: PreTrainedConfi
     refuse_several(prefixes, directory)
     behind = f"model.layers.{target_config.num_hidden_layers}."
     if prefixes[0] != behind:
-        raise ValueError(
+        raise UserError(
             f"head.init_from: the MTP layer of {directory} must be {behind.rstrip('.')}, behind the layers of this "
             f"target, but is {prefixes[0].rstrip('.')}; choose the checkpoint of this target"
         )
@@ -296,7 +297,7 @@ def _native_mtp(directory: Path, names: set[str], target_config: PreTrainedConfi
         if any(name.startswith(prefixes[0]) and part in name for name in names)
     ]
     if foreign:
-        raise ValueError(
+        raise UserError(
             "head.init_from: an MTP layer must be dense and have plain attention, as head mtp has, but that of "
             f"{directory} has {' and '.join(foreign)}; choose another checkpoint"
         )
@@ -312,7 +313,7 @@ def _native_mtp(directory: Path, names: set[str], target_config: PreTrainedConfi
 def refuse_several(prefixes: Collection[str], directory: Path) -> None:
     """Refuse a checkpoint with several MTP layers, given the prefixes of their tensors."""
     if len(prefixes) > 1:
-        raise ValueError(
+        raise UserError(
             f"head.init_from: must hold one MTP layer, as head mtp has, but {directory} has {len(prefixes)} "
             f"({', '.join(sorted(prefixes))}); choose another checkpoint"
         )

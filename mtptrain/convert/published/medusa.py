@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors, renamed
+from mtptrain.utils.errors import UserError
 
 FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
 """Layer j of depth i is `i.j.linear`. The lm_head of depth i is `i.j`, where j is the number of layers."""
@@ -40,13 +41,13 @@ def medusa_settings(directory: Path, config: dict[str, Any], tensors: Tensors) -
     """Returns the head's settings, inferred from its tensor names.
 
     Raises:
-        ValueError: the config counts other depths or layers, by vLLM's keys, than the tensors have.
+        UserError: the config counts other depths or layers, by vLLM's keys, than the tensors have.
     """
     layers = {tuple(map(int, name.split(".")[1:4:2])) for name in tensors if name.startswith("blocks.")}
     counts = [len({each[part] for each in layers}) for part in (0, 1)]
     for key, count in zip(("num_heads", "num_hidden_layers"), counts, strict=True):
         if config.get(key, count) != count:
-            raise ValueError(
+            raise UserError(
                 f"{directory / 'config.json'}: {key} must be {count}, as many as have tensors, but is {config[key]}; "
                 "download the head again"
             )
@@ -61,12 +62,12 @@ def check_lm_heads(directory: Path, tensors: Tensors, target_config: PreTrainedC
     """Check that each lm_head has a row for each token of the target.
 
     Raises:
-        ValueError: an lm_head has another number of rows.
+        UserError: an lm_head has another number of rows.
     """
     vocab_size = target_config.vocab_size
     for name, tensor in sorted(tensors.items()):
         if name.startswith("lm_head") and len(tensor) != vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"head.init_from: {name} of {directory} must have {vocab_size} rows, the target's vocabulary, but has "
                 f"{len(tensor)}; the head belongs to another target"
             )

@@ -14,6 +14,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.layers import SERVED_HEAD_DIMS
 from mtptrain.serving.exports import SERVING
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
 Settings = dict[str, list[object]]
@@ -22,7 +23,7 @@ Settings = dict[str, list[object]]
 def layer_sizes(directory: Path, name: str, config: Config) -> Settings:
     missing = [key for key in ("hidden_size", "num_attention_heads", "intermediate_size") if key not in config]
     if missing:
-        raise ValueError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
+        raise UserError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
     heads = config["num_attention_heads"]
     sizes = {
         "num_attention_heads": heads,
@@ -31,7 +32,7 @@ def layer_sizes(directory: Path, name: str, config: Config) -> Settings:
         "head_dim": config.get("head_dim", config["hidden_size"] // heads),
     }
     if sizes["head_dim"] not in SERVED_HEAD_DIMS or heads % sizes["num_key_value_heads"]:
-        raise ValueError(
+        raise UserError(
             f"{directory / 'config.json'}: head_dim must be one of {SERVED_HEAD_DIMS}, as in our heads, and "
             f"num_key_value_heads must divide num_attention_heads, but they are {sizes['head_dim']}, "
             f"{sizes['num_key_value_heads']} and {heads}; choose another head"
@@ -59,7 +60,7 @@ def _draft_vocab_size(directory: Path, config: Config, tensors: Tensors, target_
     lm_head = tensors.get("lm_head.weight")
     rows = target_config.vocab_size if lm_head is None else len(lm_head)
     if config.get("draft_vocab_size", rows) != rows:
-        raise ValueError(
+        raise UserError(
             f"{directory / 'config.json'}: draft_vocab_size must be {rows}, the rows of the lm_head that the head uses"
             f", but is {config['draft_vocab_size']}; download the head again"
         )
@@ -71,7 +72,7 @@ def mask_token_id(directory: Path, config: Config, has_mask: bool) -> int | None
     ids = [config[name] for name in ("mask_token_id", "pard_token", "ptd_token_id") if name in config]
     if len(set(ids)) != int(has_mask):
         allowed = "one mask_token_id, because the head has a" if has_mask else "no mask_token_id, because it has no"
-        raise ValueError(
+        raise UserError(
             f"{directory / 'config.json'}: must have {allowed} mask_hidden, but has {ids}; download the head again"
         )
     return int(ids[0]) if has_mask else None
@@ -81,7 +82,7 @@ def dflash_settings(directory: Path, config: Config, tensors: Tensors, target_co
     needed = ("num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id")
     missing = [name for name in needed if name not in config]
     if missing:
-        raise ValueError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
+        raise UserError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
     layers = [layer + 1 for layer in config["dflash_config.target_layer_ids"]]
     return {
         "num_layers": [config["num_hidden_layers"]],
@@ -117,12 +118,12 @@ def _capturable(
     """Returns the choices of layers that a head can capture from the target. An error ends with the note.
 
     Raises:
-        ValueError: there are none.
+        UserError: there are none.
     """
     num_layers = target_config.num_hidden_layers
     fitting = [layers for layers in choices if can_capture(layers, num_layers)]
     if not fitting:
-        raise ValueError(
+        raise UserError(
             f"{directory / 'config.json'}: {key} must name different layers of the target's {num_layers} in rising "
             f"order, but mean the streams after {' or '.join(map(str, choices))} layers{note}; the head belongs to "
             "another target"

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from mtptrain.config import HiddenStatesConfig
 from mtptrain.serving.vllm_client import SHOWN_LINES, WORKER, find_python
 from mtptrain.target.families import read_target_config, sliding_window
+from mtptrain.utils.errors import UserError
 
 CPU_BATCH_TOKENS = 4096
 """Maximum number of tokens in one forward pass on a CPU. Larger batches do not fit into the CPU's caches."""
@@ -57,7 +58,7 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
     """Refuse targets from which vLLM cannot extract hidden states.
 
     Raises:
-        ValueError: vLLM does not capture the family's layers or does not support its sliding window or head size, or
+        UserError: vLLM does not capture the family's layers or does not support its sliding window or head size, or
             the target has multi-head latent attention.
     """
     family, reason = target_config.model_type, ""
@@ -73,7 +74,7 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
             f"num_attention_heads={_default_head_size(target_config)}"
         )
     if reason:
-        raise ValueError(
+        raise UserError(
             "hidden_states.backend: the target must be one that vLLM extracts hidden states from, but family "
             f"{family!r} {reason}; set hidden_states.backend=transformers"
         )
@@ -119,9 +120,8 @@ class VllmStreams:
             python: `serving.python`.
 
         Raises:
-            FileNotFoundError: the Python interpreter does not exist.
-            ValueError: that Python has no vLLM, vLLM cannot extract from this target, or CUDA_VISIBLE_DEVICES
-                lists too few GPUs.
+            UserError: the Python interpreter does not exist, or that Python has no vLLM, vLLM cannot extract from this
+                target, or CUDA_VISIBLE_DEVICES lists too few GPUs.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
@@ -175,7 +175,7 @@ class VllmStreams:
 
         Raises:
             OSError: the disk is full.
-            RuntimeError: the engine failed, or its states do not match the prompt.
+            UserError: the engine failed, or its states do not match the prompt.
         """
         running: _Window | None = None
         for number, prompts in enumerate(shards):
@@ -221,7 +221,7 @@ class VllmStreams:
                 "space, or set hidden_states.scratch_dir to a directory on a larger disk",
                 str(self.scratch_dir),
             )
-        raise RuntimeError(
+        raise UserError(
             f"vLLM: must extract hidden states of {self.target_dir}, but its process ended with status {status}; its "
             "last lines:\n" + "\n".join(lines[-SHOWN_LINES:])
         )
@@ -247,18 +247,18 @@ class _Window:
         """Check that states [n, layers, H] belong to the tokens of a prompt.
 
         Raises:
-            RuntimeError: they belong to other tokens, or have another shape.
+            UserError: they belong to other tokens, or have another shape.
         """
         prompt = self.prompts[index]
         where = f"vLLM: document {index} of the {len(self.prompts)} in shard {self.number} of this process"
         advice = "set hidden_states.backend=transformers, or use the version of vLLM that mtptrain was tested with"
         if len(states) != len(prompt) or states.shape[1] != num_streams:
-            raise RuntimeError(
+            raise UserError(
                 f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has "
                 f"{states.shape[1]} for {len(states)}; {advice}"
             )
         if not np.array_equal(token_ids.numpy(), prompt):
-            raise RuntimeError(
+            raise UserError(
                 f"{where} must have the states of its own {len(prompt)} tokens, but has those of other tokens; {advice}"
             )
 
@@ -267,7 +267,7 @@ def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_p
     """Returns the environment of a rank's engine, with its GPUs and `ENVIRONMENT`, and without torchrun's variables.
 
     Raises:
-        ValueError: CUDA_VISIBLE_DEVICES lists too few GPUs.
+        UserError: CUDA_VISIBLE_DEVICES lists too few GPUs.
     """
     kept = {name: value for name, value in environment.items() if not _is_torchrun_variable(name)}
     devices = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), local_rank, tensor_parallel_size)
@@ -287,12 +287,12 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
         tensor_parallel_size: number of GPUs per engine.
 
     Raises:
-        ValueError: `visible` lists too few GPUs for the ranks up to this one.
+        UserError: `visible` lists too few GPUs for the ranks up to this one.
     """
     end = (local_rank + 1) * tensor_parallel_size
     names = [str(index) for index in range(end)] if visible is None else visible.split(",")
     if visible and len(names) < end:
-        raise ValueError(
+        raise UserError(
             f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs after "
             f"those of the lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer "
             "ranks on a node, one for each engine"

@@ -9,6 +9,7 @@ from data_prep.hidden_states import extract_hidden_states
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, make_target
 from tests.data_prep.hidden_states.stage import (
     LENGTHS,
@@ -88,9 +89,7 @@ def test_prompts_of_another_tokenizer_or_template_are_refused(
 
 
 def test_without_stage_1_the_program_to_run_is_named(config_for: ConfigFor) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"prompts/manifest.json: must exist, but does not; run data_prep.prompts"
-    ):
+    with pytest.raises(UserError, match=r"prompts/manifest.json: must exist, but does not; run data_prep.prompts"):
         extract_hidden_states(config_for(), ONE_RANK)
 
 

@@ -9,6 +9,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.data import chat_template
+from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output
 
@@ -31,9 +32,7 @@ def test_no_paths_are_refused(config_for: ConfigFor) -> None:
 
 
 def test_a_missing_directory_is_refused(config_for: ConfigFor) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"
-    ):
+    with pytest.raises(UserError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
         prepare_prompts(config_for("prompts.paths=[/no/such/place]"))
 
 

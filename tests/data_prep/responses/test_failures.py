@@ -13,6 +13,7 @@ from data_prep.prompts import prepare_prompts
 from data_prep.responses import transport
 from mtptrain.data import chat_template
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, run_program
 from tests.data_prep.responses.stage import (
     CHATS,
@@ -117,7 +118,7 @@ def drip(body: bytes, pause_s: float) -> Iterator[bytes]:
 def test_a_response_that_drips_without_end_is_left_after_the_timeout(by_server: ConfigFor, server: FakeServer) -> None:
     server.behave = lambda request: (200, drip(b" ", 0.05))
     config = by_server("responses.timeout_s=0.5", "responses.max_retries=0", rows=CHATS[:1])
-    with pytest.raises(RuntimeError, match="at least one conversation must get a response"):
+    with pytest.raises(UserError, match="at least one conversation must get a response"):
         respond(config)
     assert [item["reason"] for item in failures(config)] == ["the server does not answer: timed out"]
 
@@ -128,7 +129,7 @@ def test_a_response_that_is_too_long_is_not_read_to_its_end(
     monkeypatch.setattr(transport, "MAX_BODY_BYTES", 10_000)
     server.behave = lambda request: (200, drip(b" " * 1000, 0.0))
     config = by_server(rows=CHATS[:1])
-    with pytest.raises(RuntimeError, match="at least one conversation must get a response"):
+    with pytest.raises(UserError, match="at least one conversation must get a response"):
         respond(config)
     assert [item["reason"] for item in failures(config)] == ["the server's answer is longer than 10,000 bytes"]
     assert len(server.requests) == 1, "the request must not be repeated"
@@ -145,11 +146,11 @@ def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: Confi
 
     server.behave, config = dies, by_server("responses.concurrency=2", "responses.max_retries=0", rows=rows)
     with pytest.raises(
-        RuntimeError, match=r"16 consecutive conversations failed, the last one because the server answers 503: Service"
+        UserError, match=r"16 consecutive conversations failed, the last one because the server answers 503: Service"
     ):
         respond(config)
     assert len(server.requests) < 30
-    with pytest.raises(FileNotFoundError, match=r"manifest\.json: must exist, but does not; run data_prep\.responses"):
+    with pytest.raises(UserError, match=r"manifest\.json: must exist, but does not; run data_prep\.responses"):
         prepare_prompts(config)
     server.requests.clear()
     server.behave = answer_by_prompt
@@ -162,7 +163,7 @@ def test_where_nothing_is_answered_the_run_fails(by_server: ConfigFor, server: F
     server.behave = lambda request: (500, b"")
     config = by_server("responses.max_retries=0", rows=CHATS[:3])
     with pytest.raises(
-        RuntimeError, match=r"at least one conversation must get a response, but none did; see failures\.jsonl"
+        UserError, match=r"at least one conversation must get a response, but none did; see failures\.jsonl"
     ):
         respond(config)
     assert len(failures(config)) == 3

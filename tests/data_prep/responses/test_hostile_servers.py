@@ -11,6 +11,7 @@ import pytest
 
 from data_prep.responses import transport
 from mtptrain.run_dir import write_provenance
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import hide_home, hide_passwords, hide_secrets
 from tests.conftest import make_config
 from tests.data_prep.responses.stage import ConfigFor, chat, failures, respond
@@ -69,7 +70,7 @@ def test_a_secret_that_the_server_repeats_is_not_shown(
     secrets = [PASSWORD, "p/ss-word", b64encode(b"me:p/ss-word").decode()] if is_password else [KEY]
     server.behave = lambda request: ECHOES[case](server.asked[-1]["authorization"] + "".join(secrets))
     config = by_server("responses.api_key_variable=SOME_KEY", "responses.max_retries=0", f"responses.url={url}")
-    with pytest.raises(RuntimeError) as failed:
+    with pytest.raises(UserError) as failed:
         respond(config)
     written = [path.read_text() for path in config.stage_dir("responses").iterdir()]
     captured = capfd.readouterr()
@@ -138,7 +139,7 @@ def test_token_ids_that_are_not_those_of_the_text_are_refused(
     if is_taken:
         assert respond(config).failed == 0
         return
-    with pytest.raises(RuntimeError, match="at least one conversation must get a response"):
+    with pytest.raises(UserError, match="at least one conversation must get a response"):
         respond(config)
     assert "token_ids must be those of its text, but decode to another text" in failures(config)[0]["reason"]
 
@@ -163,7 +164,7 @@ def test_an_error_is_read_only_at_its_beginning(by_server: ConfigFor, server: Fa
             yield chunk
 
     server.behave = lambda request: (400, endless())
-    with pytest.raises(RuntimeError):
+    with pytest.raises(UserError):
         respond(by_server("responses.max_retries=0", rows=ONE_CHAT))
     assert sum(sent) < 4_000 * transport.MAX_ERROR_BYTES
 

@@ -11,6 +11,7 @@ from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE
 from tests.data_prep.responses.stage import (
     CHATS,
@@ -75,7 +76,7 @@ def test_prompts_refuse_answers_that_are_missing_or_others(
 ) -> None:
     config = by_server()
     with pytest.raises(
-        FileNotFoundError, match=r"responses/manifest\.json: must exist, but does not; run data_prep\.responses with"
+        UserError, match=r"responses/manifest\.json: must exist, but does not; run data_prep\.responses with"
     ):
         prepare_prompts(config)
     respond(config)
@@ -106,7 +107,7 @@ def test_deleted_answers_are_named(by_server: ConfigFor) -> None:
     config = by_server()
     respond(config)
     (config.stage_dir("responses") / "conversations.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"responses/conversations\.jsonl: must exist, but does not; run data_"):
+    with pytest.raises(UserError, match=r"responses/conversations\.jsonl: must exist, but does not; run data_"):
         prepare_prompts(config)
 
 

@@ -137,7 +137,7 @@ def test_a_refused_input_is_one_line_and_its_stack_is_shown_on_demand(
     monkeypatch.setenv("MTPTRAIN_DEBUG", "1")
     result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
     assert result.returncode == 1
-    assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"FileNotFoundError: {MESSAGE}\n")
+    assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"UserError: {MESSAGE}\n")
 
 
 def test_of_several_ranks_each_says_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,4 +190,4 @@ def test_a_program_without_a_config_refuses_in_one_line_too(monkeypatch: pytest.
     monkeypatch.setenv("MTPTRAIN_DEBUG", "1")
     result = run_ranks("eval.compare", ["/none/report.json"])
     assert result.returncode == 1
-    assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"FileNotFoundError: {message}\n")
+    assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"UserError: {message}\n")

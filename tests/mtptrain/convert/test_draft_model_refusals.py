@@ -17,6 +17,7 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.model import load_target
+from mtptrain.utils.errors import UserError
 from tests.conftest import FAMILIES, make_config, make_target, run_program
 from tests.mtptrain.convert.draft_models import CPU, DRAFT, Config, load
 
@@ -137,7 +138,7 @@ def test_a_head_of_another_kind_is_no_language_model(tmp_path: Path, tiny_target
 
 def test_a_model_that_is_nowhere_is_refused_by_name(tiny_target: Path) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"head\.init_from: must be a local directory, a GGUF file, a hub name or `demo`, but"
+        UserError, match=r"head\.init_from: must be a local directory, a GGUF file, a hub name or `demo`, but"
     ):
         build_head(Config(init_from="/none"), read_target_config(tiny_target))
 

@@ -18,6 +18,7 @@ from mtptrain.data.draft_vocab import (
     write_draft_vocab,
     write_manifest,
 )
+from mtptrain.utils.errors import UserError
 
 TOKEN_IDS = torch.tensor([0, 3, 4, 9])
 MANIFEST = DraftVocabManifest(
@@ -103,7 +104,7 @@ def test_a_damaged_manifest_is_refused(directory: Path, content: str) -> None:
 def test_a_vocabulary_that_was_not_chosen_names_the_program_that_does(directory: Path, missing: str) -> None:
     (directory / missing).unlink()
     with pytest.raises(
-        FileNotFoundError, match=rf"{missing}: must exist, but does not; run data_prep\.draft_vocab with the same"
+        UserError, match=rf"{missing}: must exist, but does not; run data_prep\.draft_vocab with the same"
     ):
         read_draft_vocab(directory, 4, 10, "abc")
 

@@ -18,6 +18,7 @@ from mtptrain.decoding.prompts import (
     warn_of_trained_questions,
 )
 from mtptrain.decoding.prompts_file import read_prompts_file
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
 
 DOCUMENTS = Documents.from_list(
@@ -292,9 +293,7 @@ def test_a_prompts_file_that_is_too_large_is_refused_before_it_is_read(tmp_path:
 
 @pytest.mark.parametrize("path", ["/", "/dev/null"])
 def test_a_prompts_file_that_is_not_a_file_is_told_from_a_missing_one(path: str) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=rf"^acceptance\.prompts_file: must be .*, but {path} is not a file; cor"
-    ):
+    with pytest.raises(UserError, match=rf"^acceptance\.prompts_file: must be .*, but {path} is not a file; cor"):
         read_prompts_file(Path(path), make_tokenizer(), 260)
 
 
@@ -312,7 +311,7 @@ def test_the_drafts_must_fit_the_context_after_the_longest_prompt() -> None:
 def test_a_missing_prompts_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
     with pytest.raises(
-        FileNotFoundError, match=re.escape(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist")
+        UserError, match=re.escape(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist")
     ):
         read_prompts_file(path, make_tokenizer(), 260)
 

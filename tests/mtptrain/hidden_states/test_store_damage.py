@@ -9,6 +9,7 @@ import pytest
 
 from mtptrain.hidden_states.store import HiddenStore, find_damage, open_store, verify
 from mtptrain.hidden_states.writer import read_record
+from mtptrain.utils.errors import UserError
 from tests.mtptrain.hidden_states.small_store import IDENTITY, LENGTHS, flip_bit, make_store
 
 
@@ -47,7 +48,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     path = tmp_path / "shard_00003.safetensors"
     path.unlink()
     message = rf"{path}: shard 3 must exist, but does not; run data_prep.hidden_states"
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(UserError, match=message):
         open_store(tmp_path, IDENTITY)
     with pytest.raises(ValueError, match=message):
         verify(HiddenStore.open(tmp_path), show_progress=False)

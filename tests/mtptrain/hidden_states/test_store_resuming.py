@@ -8,6 +8,7 @@ import pytest
 
 from mtptrain.hidden_states.store import HiddenStore, open_store, verify
 from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard, shard_ranges
+from mtptrain.utils.errors import UserError
 from tests.mtptrain.hidden_states.small_store import (
     EVERY_SHARD,
     HIDDEN_SIZE,
@@ -22,15 +23,11 @@ from tests.mtptrain.hidden_states.small_store import (
 
 
 def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"manifest.json: must exist, but it does not; run data_prep.hidden_states"
-    ):
+    with pytest.raises(UserError, match=r"manifest.json: must exist, but it does not; run data_prep.hidden_states"):
         HiddenStore.open(tmp_path)
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    with pytest.raises(
-        FileNotFoundError, match=r"manifest.json: must exist, but the extraction is unfinished; run data_prep"
-    ):
+    with pytest.raises(UserError, match=r"manifest.json: must exist, but the extraction is unfinished; run data_prep"):
         open_store(tmp_path, IDENTITY)
 
 

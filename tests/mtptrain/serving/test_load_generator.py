@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator, Spread, quantile
+from mtptrain.utils.errors import UserError
 
 
 @pytest.mark.parametrize("number", [1, 2, 5, 100])
@@ -96,7 +97,7 @@ def test_a_load_that_fails_says_why(
     tmp_path: Path, answer: dict[str, str], result: dict[str, Any], message: str
 ) -> None:
     answer = {kind: str(tmp_path / text) if kind == "result" else text for kind, text in answer.items()}
-    with generator_with(tmp_path, [answer], result) as generator, pytest.raises(RuntimeError) as refused:
+    with generator_with(tmp_path, [answer], result) as generator, pytest.raises(UserError) as refused:
         generator.run(load(tmp_path))
     assert message in str(refused.value)
     assert ("KeyError" if "error" in answer else "Bad Request") in str(refused.value)

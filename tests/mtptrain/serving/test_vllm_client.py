@@ -11,13 +11,14 @@ import pytest
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.exports import served_model, speculative_config
 from mtptrain.serving.vllm_client import GenerateJob, VllmProcess
+from mtptrain.utils.errors import UserError
 
 JOB = GenerateJob(name="job", target_dir="/none", prompts=[[1]], max_new_tokens=1, max_model_len=8)
 
 
 def test_a_python_that_does_not_exist_or_has_no_vllm_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"serving\.python: must be a Python with vLLM, but \S+/none does not exist; run `make"
+        UserError, match=r"serving\.python: must be a Python with vLLM, but \S+/none does not exist; run `make"
     ):
         vllm.find_python(str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"serving\.python: must be a Python with vLLM, but \S+ has none; run `make"):
@@ -78,7 +79,7 @@ def test_an_engine_that_fails_is_reported_with_the_export_that_it_served(
         tensor_parallel_size=1,
         device_type="cpu",
     )
-    with pytest.raises(RuntimeError) as failed:
+    with pytest.raises(UserError) as failed:
         engine.generate([[1]], 1, [])
     assert str(failed.value) == message.format(head=tmp_path.resolve())
 
@@ -90,6 +91,6 @@ def test_a_worker_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> N
     )
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(
-        RuntimeError, match=r"(?s)must end with a result, but ended with status 3; .*libsomething\.so: cannot open"
+        UserError, match=r"(?s)must end with a result, but ended with status 3; .*libsomething\.so: cannot open"
     ):
         vllm.generate([JOB], str(python))

@@ -11,6 +11,7 @@ import pytest
 from mtptrain.serving import vllm_server
 from mtptrain.serving.vllm_client import EngineCounts
 from mtptrain.serving.vllm_server import VllmServer
+from mtptrain.utils.errors import UserError
 
 METRICS = """\
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -94,7 +95,7 @@ def test_a_servers_counters_are_differences_summed_over_engines_and_in_the_order
 def test_a_server_that_serves_others_too_is_refused(fake: FakeServer) -> None:
     fake.finished_per_request = 2
     with pytest.raises(
-        RuntimeError,
+        UserError,
         match=r"the server must serve no other requests during the check, but finished 4 requests instead of 2",
     ):
         VllmServer(address(fake)).generate([[1], [2]], 4, [7])
@@ -110,7 +111,7 @@ def test_a_server_whose_counters_never_settle_is_refused(fake: FakeServer, monke
     monkeypatch.setattr(vllm_server, "SETTLE_LIMIT_S", 1.0)
     server = VllmServer(address(fake))
     fake.is_busy = True
-    with pytest.raises(RuntimeError, match=r"must serve no other requests .*, but its counters still change 1 s after"):
+    with pytest.raises(UserError, match=r"must serve no other requests .*, but its counters still change 1 s after"):
         server.counts_since({}, 1)
 
 
@@ -187,7 +188,7 @@ def test_redirects_without_end_are_refused(fake: FakeServer) -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "localhost", "http://" + "a" * 64])
 def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
-    with pytest.raises(ConnectionError, match=r"^serving\.url: must be a running vLLM server, but \S+ does not answer"):
+    with pytest.raises(UserError, match=r"^serving\.url: must be a running vLLM server, but \S+ does not answer"):
         VllmServer(url)
 
 
@@ -195,9 +196,7 @@ def test_an_address_where_nothing_answers_is_refused(fake: FakeServer) -> None:
     url = address(fake)
     fake.shutdown()
     fake.server_close()
-    with pytest.raises(
-        ConnectionError, match=rf"serving\.url: must be a running vLLM server, but {url} does not answer"
-    ):
+    with pytest.raises(UserError, match=rf"serving\.url: must be a running vLLM server, but {url} does not answer"):
         VllmServer(url)
 
 

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 
 from mtptrain.target.gguf_header import read_header
 from mtptrain.target.hub import resolve_target
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_target, run_program
 from tests.gguf_files import F32, write_gguf
 from tests.mtptrain.target.test_gguf import GROUPED, llama3_rope
@@ -55,10 +56,10 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes, sta
 
 def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.gguf").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"target\.path: must be a model directory, but '.*/folder\.gguf' has"):
+    with pytest.raises(UserError, match=r"target\.path: must be a model directory, but '.*/folder\.gguf' has"):
         resolve_target(f"{tmp_path}/folder.gguf")
     with pytest.raises(
-        FileNotFoundError,
+        UserError,
         match=r"^head\.init_from: must be an existing file if it ends in \.gguf, but '.*/no\.GGUF' does not exist",
     ):
         resolve_target(f"{tmp_path}/no.GGUF", setting="head.init_from")

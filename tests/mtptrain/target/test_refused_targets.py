@@ -15,6 +15,7 @@ from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, check_placement, load_target
 from mtptrain.target.position_cache import PositionCache
+from mtptrain.utils.errors import UserError
 from tests.conftest import FAMILIES, make_target
 from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS, write_config
 
@@ -99,18 +100,18 @@ def test_a_checkpoint_with_other_names_is_refused_and_not_filled_at_random(tmp_p
 
 
 def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"target\.path: must be a model directory, but .* has no config\.json"):
+    with pytest.raises(UserError, match=r"target\.path: must be a model directory, but .* has no config\.json"):
         resolve_target(str(tmp_path))
     make_target(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"weights must be safetensors files, but .* does not exist"):
+    with pytest.raises(UserError, match=r"weights must be safetensors files, but .* does not exist"):
         load_frozen_parts(tmp_path)
 
 
 def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        FileNotFoundError,
+        UserError,
         match=r"target\.path: must be a local directory, a GGUF file, a hub name or `demo`, but 'no/such' is neither",
     ):
         resolve_target("no/such")

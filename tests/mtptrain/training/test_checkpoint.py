@@ -23,6 +23,7 @@ from mtptrain.training.checkpoint import (
     save_checkpoint,
 )
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import save_tensors, write_json
 from tests.conftest import run_program
 
@@ -107,7 +108,7 @@ def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touche
         r"at least one checkpoint must be whole, but none is \(.*step_00000008/state.*step_00000004/state.*\); restore "
         r"one, or"
     )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(UserError, match=message):
         newest_whole_checkpoint(tmp_path, ONE_RANK)
     assert all((folder / MARKER).is_file() for folder in folders)
 

@@ -14,6 +14,7 @@ from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.mtptrain.convert.warm_start.written_heads import (
     EAGLE,
@@ -223,7 +224,7 @@ def test_a_quantisation_beside_the_config_is_refused(tmp_path: Path, tiny_target
 
 def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(tiny_target: Path) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"head\.init_from: must be a local directory or a hub name, but '/no/head' is not"
+        UserError, match=r"head\.init_from: must be a local directory or a hub name, but '/no/head' is not"
     ):
         load_init("/no/head", MTP, tiny_target)
 

@@ -11,6 +11,7 @@ from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.errors import UserError
 from tests.conftest import run_program
 from tests.mtptrain.convert.warm_start.written_heads import EAGLE3, MTP, assert_equal, write
 
@@ -28,9 +29,7 @@ def test_a_run_without_a_trained_head_takes_the_initial_one_and_then_its_own(tmp
     assert_equal(found.head.state_dict(), trained)
     assert found.is_trained and found.directory == best_dir
 
-    with pytest.raises(
-        FileNotFoundError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"
-    ):
+    with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"):
         trained_or_initial_head(tmp_path / "none", EAGLE3, tiny_target, None, cpu)
 
 

@@ -1,0 +1,45 @@
+"""Prepares the process of a program before it imports torch. Importing mtptrain as a library changes nothing."""
+
+import os
+import signal
+import sys
+import threading
+from traceback import walk_stack
+from types import FrameType
+
+
+def prepare_process() -> None:
+    """Set how OpenMP waits, and let Ctrl-C end the imports with one line."""
+    # OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds. On a busy
+    # machine it may spin on the very core that is needed by the thread it waits for. docs/performance.md has
+    # measurements.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if (
+        threading.current_thread() is threading.main_thread()  # others cannot set handlers
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and not hasattr(sys, "ps1")  # a Python prompt or a notebook goes on after Ctrl-C
+    ):
+        signal.signal(signal.SIGINT, _stop_importing)
+
+
+def imports_are_done() -> None:
+    """Restore Python's own handler of Ctrl-C. A program calls this when it starts, and handles Ctrl-C itself."""
+    if signal.getsignal(signal.SIGINT) is _stop_importing:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _stop_importing(number: int, frame: FrameType | None) -> None:
+    """Ends the process with a one-line message if Ctrl-C interrupts an import; otherwise raises KeyboardInterrupt.
+
+    KeyboardInterrupt would not do in an import: libraries that catch it go on with half an import, and fail later.
+    """
+    importing = any(
+        each.f_code.co_filename.startswith("<frozen importlib")
+        or (each.f_code.co_name == "<module>" and each.f_globals.get("__name__") != "__main__")
+        for each, _ in walk_stack(frame)
+    )
+    if not importing:
+        signal.default_int_handler(number, frame)
+    os.write(2, b"stopped by Ctrl-C before anything started\n")  # print fails if it is what the signal interrupted
+    os._exit(130)
