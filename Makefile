@@ -79,7 +79,7 @@ demo: setup
 	$(RUN) -m mtptrain run recipe=$(RECIPE) $(ARGS)
 
 gpu-check: setup
-	$(RUN) -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check $(ARGS)
+	$(RUN) -m mtptrain gpu-check recipe=quickstart run_dir=runs/gpu_check $(ARGS)
 
 docs: setup
 	$(RUN) -m mkdocs build --quiet --strict

@@ -3,9 +3,9 @@
 It holds the special tokens, and the tokens that drafts most often have to predict in the training prompts.
 
 Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft_vocab.py). Run it between
-`data_prep.prompts` and `mtptrain.train` for heads whose vocabulary is smaller than the target's.
+`mtptrain prompts` and `mtptrain train` for heads whose vocabulary is smaller than the target's.
 
-    python -m data_prep.draft_vocab recipe=quickstart_eagle3
+    mtptrain draft-vocab recipe=quickstart_eagle3
 """
 
 from pathlib import Path
@@ -50,8 +50,8 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     size, vocab_size = draft_vocab_size(config.head, target_config.vocab_size), target_config.vocab_size
-    prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts").parent
-    paths = {split: require(prompts_dir / f"{split}.safetensors", "data_prep.prompts") for split in Split}
+    prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "mtptrain prompts").parent
+    paths = {split: require(prompts_dir / f"{split}.safetensors", "mtptrain prompts") for split in Split}
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     identity = expected_identity(config, target_dir, capture_layers, paths[Split.train])
 
@@ -149,7 +149,7 @@ def coverage(counts: NDArray[np.int64], token_ids: NDArray[np.int64]) -> float:
 
 
 def print_summary(manifest: DraftVocabManifest) -> None:
-    table = Table(title="data_prep.draft_vocab", show_header=False)
+    table = Table(title="mtptrain draft-vocab", show_header=False)
     table.add_row("draft vocabulary", f"{manifest.draft_vocab_size:,} of {manifest.vocab_size:,} tokens")
     table.add_row("distinct tokens that a draft can predict", f"{manifest.distinct_tokens:,}")
     for split, share in manifest.coverage.items():

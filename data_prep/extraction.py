@@ -1,4 +1,4 @@
-"""Reads and checks the inputs of data_prep.hidden_states before extraction starts."""
+"""Reads and checks the inputs of mtptrain hidden-states before extraction starts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -67,8 +67,8 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
             prompts, target and settings do not fit each other.
     """
     settings = config.hidden_states
-    prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts").parent
-    prompts_file = require(prompts_dir / f"{Split.train}.safetensors", "data_prep.prompts")
+    prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "mtptrain prompts").parent
+    prompts_file = require(prompts_dir / f"{Split.train}.safetensors", "mtptrain prompts")
     documents = Documents.load(prompts_file)
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
@@ -100,17 +100,17 @@ def check_prompts(documents: Documents, path: Path, vocab_size: int, max_positio
     """
     if len(documents) == 0:
         raise UserError(
-            f"{path}: must hold at least one document, but holds none; correct prompts.paths and run data_prep.prompts"
+            f"{path}: must hold at least one document, but holds none; correct prompts.paths and run mtptrain prompts"
         )
     longest, largest_id = int(documents.lengths.max()), int(documents.input_ids.max())
     if longest > max_position_embeddings:
         raise UserError(
             f"{path}: documents must have at most {max_position_embeddings} tokens, the target's "
             f"max_position_embeddings, but the longest has {longest}; set "
-            f"prompts.max_document_tokens={max_position_embeddings} or less and run data_prep.prompts again"
+            f"prompts.max_document_tokens={max_position_embeddings} or less and run mtptrain prompts again"
         )
     if largest_id >= vocab_size:
         raise UserError(
             f"{path}: token ids must be below {vocab_size}, the target's vocab_size, but the largest is {largest_id}; "
-            "the prompts were made with another tokenizer: run data_prep.prompts again with this target"
+            "the prompts were made with another tokenizer: run mtptrain prompts again with this target"
         )

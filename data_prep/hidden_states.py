@@ -5,10 +5,10 @@ backend is transformers in this process or vLLM in another; states are written w
 interrupted run continues on any number of ranks. With the same settings, the finished store is byte-identical to that
 of an uninterrupted run.
 
-    torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart
-    torchrun --nproc-per-node 4 -m data_prep.hidden_states recipe=quickstart train.stream=true  # alongside training
-    python -m data_prep.hidden_states recipe=quickstart plan=true     # print the costs only
-    torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true     # check every byte
+    torchrun --nproc-per-node 8 -m mtptrain hidden-states recipe=quickstart
+    torchrun --nproc-per-node 4 -m mtptrain hidden-states recipe=quickstart train.stream=true  # alongside training
+    mtptrain hidden-states recipe=quickstart plan=true     # print the costs only
+    torchrun --nproc-per-node 8 -m mtptrain hidden-states recipe=quickstart verify=true     # check every byte
 """
 
 import hashlib
@@ -300,7 +300,7 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
             f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
             f"only {free_bytes / 1e9:.3f} GB are; free more, or move run_dir to a larger disk. To need less, delete "
             f"{store_dir} and set hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run "
-            "data_prep.prompts again"
+            "mtptrain prompts again"
         )
 
 

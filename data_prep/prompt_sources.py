@@ -93,7 +93,7 @@ class ConversationSource:
 
 
 class ResponsesSource(ConversationSource):
-    """Conversations that data_prep.responses has regenerated.
+    """Conversations that mtptrain responses has regenerated.
 
     The loss mask leaves out responses that the template does not render as generated, and the end-of-turn token that
     the template adds after a response that was cut off.
@@ -144,11 +144,11 @@ def read_source(
         prompts: the settings.
         tokenizer: the target's tokenizer.
         target_dir: directory of the target, which must have generated the responses.
-        responses_dir: output of data_prep.responses, which replaces the conversations of the paths if the source is
+        responses_dir: output of mtptrain responses, which replaces the conversations of the paths if the source is
             `responses`.
 
     Raises:
-        UserError: data_prep.responses has not finished, or, with any other source, a path does not exist, or no path is
+        UserError: mtptrain responses has not finished, or, with any other source, a path does not exist, or no path is
             given, a file has an unknown format, the target cannot render conversations, or the responses are those of
             another target or to other conversations.
         EndlessTemplate: the target's chat template takes too long.

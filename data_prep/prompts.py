@@ -3,7 +3,7 @@
 Reads the target's tokenizer and `prompts.paths`; writes train.safetensors, validation.safetensors, documents.jsonl,
 report.json and, last, manifest.json.
 
-    python -m data_prep.prompts recipe=quickstart
+    mtptrain prompts recipe=quickstart
 """
 
 from collections.abc import Mapping
@@ -112,13 +112,13 @@ def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBas
         raise UserError(
             "prompts.paths: conversations must have an assistant turn to learn from, but none of "
             f"{len(collector.refused):,} has one (the first is {next(iter(collector.refused))}); choose data with "
-            "answers, or let the target answer: run data_prep.responses and set prompts.source=responses"
+            "answers, or let the target answer: run mtptrain responses and set prompts.source=responses"
         )
     if not collector.windows_unsupervised and not any("chat template" in why for why in collector.refused.values()):
         raise UserError(
             "prompts.paths: conversations must have an answer to learn from, but none of "
             f"{len(collector.refused):,} has one that can be used{_reasons(collector.refused)}; correct the data, or "
-            "let the target answer: run data_prep.responses and set prompts.source=responses"
+            "let the target answer: run mtptrain responses and set prompts.source=responses"
         )
     reason = f"{collector.windows_unsupervised} windows without a supervised token{_reasons(collector.refused)}"
     raise empty_mask_error(tokenizer, reason)

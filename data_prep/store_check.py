@@ -1,6 +1,6 @@
 """Checks every byte in the shards of a finished store of hidden states. The ranks share the shards.
 
-torchrun --nproc-per-node 8 -m data_prep.hidden_states recipe=quickstart verify=true
+torchrun --nproc-per-node 8 -m mtptrain hidden-states recipe=quickstart verify=true
 """
 
 import time

@@ -6,10 +6,10 @@ Reads `run_dir/train/best/` (or the head of `head.init_from` if nothing was trai
 table also has the baselines of `acceptance.baselines` (plain decoding, prompt lookup, a small model, trees, and the
 head combined with prompt lookup) and the head at other temperatures.
 
-    python -m eval.acceptance recipe=quickstart acceptance.num_speculative_tokens=5
-    python -m eval.acceptance recipe=quickstart "acceptance.baselines=[none,tree,hybrid]" acceptance.batch_size=1
-    python -m eval.acceptance recipe=quickstart "acceptance.temperatures=[0.7,1]" acceptance.top_p=0.9
-    torchrun --nproc-per-node 8 -m eval.acceptance recipe=llama3_1_8b_mtp
+    mtptrain acceptance recipe=quickstart acceptance.num_speculative_tokens=5
+    mtptrain acceptance recipe=quickstart "acceptance.baselines=[none,tree,hybrid]" acceptance.batch_size=1
+    mtptrain acceptance recipe=quickstart "acceptance.temperatures=[0.7,1]" acceptance.top_p=0.9
+    torchrun --nproc-per-node 8 -m mtptrain acceptance recipe=llama3_1_8b_mtp
 """
 
 import json

@@ -6,7 +6,7 @@ the prompts that validation would have used: `train.validation_prompts` of them,
 the head in `run_dir/train/best/` has been measured before, the program measures that head again too. Writes
 `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
 
-    python -m eval.choose_head recipe=llama3_3_70b_mtp
+    mtptrain choose-head recipe=llama3_3_70b_mtp
 """
 
 from dataclasses import asdict
@@ -55,7 +55,7 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     heads = kept_heads(stage_dir)
     if not heads:
         raise StageMissing(
-            f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain.train with the "
+            f"{stage_dir / 'heads'}: must hold the heads to choose from, but holds none; run mtptrain train with the "
             "same recipe and run_dir, train.validation_prompts=0 and train.validate_every=N, which keeps the head "
             f"every N steps; if training has already ended, first delete {stage_dir / 'checkpoints'}"
         )

@@ -1,6 +1,6 @@
-"""Compares reports of `eval.acceptance` in a table and on a page with plots.
+"""Compares reports of `mtptrain acceptance` in a table and on a page with plots.
 
-    python -m eval.compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
+    mtptrain compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
 
 The reports must have the same prompts, target and settings of decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if
 `acceptance.batch_size`, `acceptance.batch_tokens`, the number of ranks and the device are the same too. Of a
@@ -31,7 +31,7 @@ MUST_BE_EQUAL = (
 @errors_as_lines()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("reports", type=Path, nargs="+", help="report.json of eval.acceptance")
+    parser.add_argument("reports", type=Path, nargs="+", help="report.json of mtptrain acceptance")
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page to write")
     args = parser.parse_args()
     if args.out.suffix == ".json":
@@ -54,20 +54,22 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     reports: dict[str, dict[str, Any]] = {}
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path}: must be a report.json of eval.acceptance, but is not a file; correct the path")
-        report = {"top_p": 1.0, "top_k": 0} | read_json(path, "run eval.acceptance again")
+            raise UserError(
+                f"{path}: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
+            )
+        report = {"top_p": 1.0, "top_k": 0} | read_json(path, "run mtptrain acceptance again")
         if not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise UserError(
-                f"{path}: must be a report.json of eval.acceptance, but is not one, or has an older format; run "
-                "eval.acceptance again"
+                f"{path}: must be a report.json of mtptrain acceptance, but is not one, or has an older format; run "
+                "mtptrain acceptance again"
             )
         try:
             json.dumps(report, allow_nan=False)
             render_page({str(path): report})
         except UNREADABLE as error:
             raise UserError(
-                f"{path}: must have all figures that eval.acceptance writes, but some are missing or invalid "
-                f"({error!r}); run eval.acceptance again"
+                f"{path}: must have all figures that mtptrain acceptance writes, but some are missing or invalid "
+                f"({error!r}); run mtptrain acceptance again"
             ) from error
         if path.resolve() in map(Path.resolve, map(Path, reports)):
             raise UserError(f"{path}: each report must be given once, but this one is given twice; remove one")

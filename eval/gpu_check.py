@@ -10,8 +10,8 @@ check failed. A check that needs vLLM, vLLM Speculators, a second GPU or more GP
 row says why.
 
     make gpu-check
-    python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check
-    python -m eval.gpu_check recipe=quickstart run_dir=runs/gpu_check check.size=tiny      # on a CPU
+    mtptrain gpu-check recipe=quickstart run_dir=runs/gpu_check
+    mtptrain gpu-check recipe=quickstart run_dir=runs/gpu_check check.size=tiny      # on a CPU
 """
 
 import shutil

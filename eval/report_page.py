@@ -1,4 +1,4 @@
-"""Renders reports of `eval.acceptance` as one self-contained HTML page with plots, from `report.html.jinja`."""
+"""Renders reports of `mtptrain acceptance` as one self-contained HTML page with plots, from `report.html.jinja`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ class Section:
 
 
 def write_run_page(config: PipelineConfig) -> None:
-    """Write `report.html` for the `report.json` of `eval.acceptance`, if there is one.
+    """Write `report.html` for the `report.json` of `mtptrain acceptance`, if there is one.
 
     The page also shows what other programs have measured in the same run: an engine's counters, decoding speed,
     studies.
@@ -144,7 +144,7 @@ def held_out_section(report: ReportFigures) -> Section | None:
 
 
 def served_section(path: Path, report: ReportFigures) -> Section | None:
-    """Returns a section with the results of `eval.serving_check`; None if it does not match the report.
+    """Returns a section with the results of `mtptrain serving-check`; None if it does not match the report.
 
     A report of sampling never matches, because the check decodes greedily.
     """
@@ -177,7 +177,7 @@ def decoding_section(path: Path, report: ReportFigures) -> Section | None:
 
 
 def study_section(path: Path, report: ReportFigures) -> Section:
-    """Returns a section with the results of `eval.study`, which depend on the recipe but not on this run's head."""
+    """Returns a section with the results of `mtptrain study`, which depend on the recipe but not on this run's head."""
     study = read_report(path)
     columns, *rows = lengths_table(study["study"]["prompt_tokens"], study["measured"])
     title = f"Study: {study['study']['name']}, acceptance length by prompt length"

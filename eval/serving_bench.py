@@ -1,7 +1,7 @@
 """After stage 5: measures the speed of a serving engine as seen by a client, with and without the exported head.
 
 Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or uses the server at
-`serving.url`. Sends the prompts of `eval.acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
+`serving.url`. Sends the prompts of `mtptrain acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
 `run_dir/export/vllm/` (or `serving.head_dir`), except with `serving.url`. Writes to `run_dir/serving_bench/`:
 `report.json`, `plot.svg`, the files of `vllm bench serve`, and all logs. If it started the engines and drafting was
 faster at any concurrency, it also writes settings for engines with the fastest K, and a `README.md` with the commands
@@ -10,9 +10,9 @@ that use them. Prints a table.
 With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
 `eval.serving_speed.break_even`.
 
-    python -m eval.serving_bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
-    python -m eval.serving_bench recipe=quickstart serving.url=http://localhost:8000
-    python -m eval.serving_bench recipe=quickstart serving_bench.break_even=true
+    mtptrain serving-bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
+    mtptrain serving-bench recipe=quickstart serving.url=http://localhost:8000
+    mtptrain serving-bench recipe=quickstart serving_bench.break_even=true
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
 """After stage 5: serves the exported head with vLLM, and compares vLLM's counters with ours.
 
-Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `eval.acceptance`. With
-`serving.url`, it starts no vLLM and reads no export, but sends the prompts to that server. Writes `report.json` to
+Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `mtptrain acceptance`.
+With `serving.url`, it starts no vLLM and reads no export, but sends the prompts to that server. Writes `report.json` to
 `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the program ends
 with status 1. With `acceptance.dtype=bfloat16`, or a quantised target, the two sides round differently, so only the
 acceptance lengths must agree, within 2 %.
 
-    python -m eval.serving_check recipe=quickstart serving.engine=vllm
-    python -m eval.serving_check recipe=quickstart serving.url=http://localhost:8000
+    mtptrain serving-check recipe=quickstart serving.engine=vllm
+    mtptrain serving-check recipe=quickstart serving.url=http://localhost:8000
 """
 
 import gc

@@ -1,8 +1,8 @@
 """Compares variants of a recipe: trains each with several seeds, and measures it on prompts of several lengths.
 
-    python -m eval.study recipe=quickstart study=norms
-    python -m eval.study recipe=quickstart study=long_context "study.seeds=[0]" study.num_prompts=20
-    python -m eval.study recipe=quickstart study=norms '+study.variants.slower=["train.lr=1e-3"]'
+    mtptrain study recipe=quickstart study=norms
+    mtptrain study recipe=quickstart study=long_context "study.seeds=[0]" study.num_prompts=20
+    mtptrain study recipe=quickstart study=norms '+study.variants.slower=["train.lr=1e-3"]'
 
 `recipes/study/` defines the variants, each a list of overrides. The stages run as separate programs in
 `run_dir/study/<name>/`, with their output in `log.txt` files; finished stages are not run again. Prompts of all lengths
@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from mtptrain.command_line.program import command, program, python_module, quoted
+from mtptrain.command_line.program import command, program, quoted
 from mtptrain.command_line.stages import STAGES
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
@@ -42,8 +42,8 @@ from .study_figures import RunResult, draw, print_tables, result_of
 
 STUDY_SETTINGS = ("study", "run_dir", "seed", "plan")
 """Top-level settings whose overrides are not passed on to the variants."""
-BEFORE_TRAINING = {name.replace("-", "_"): STAGES[name].program for name in ("prompts", "hidden-states", "draft-vocab")}
-"""Stages before training, by the folders of their output, and their programs."""
+BEFORE_TRAINING = {name.replace("-", "_"): name for name in ("prompts", "hidden-states", "draft-vocab")}
+"""Stages before training, by the folders of their output."""
 OWN_ACCEPTANCE = ("num_speculative_tokens", "rebuild_cache", "baselines", "temperatures")
 """Settings of `acceptance` that may differ between variants."""
 HEAD_ONLY = ("acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null")
@@ -196,7 +196,7 @@ class Study:
                 (directory / stage).symlink_to((data / stage).resolve())
         overrides = [*self.common, *self.settings.variants[variant], f"seed={seed}"]
         trained = {"seed": seed, **training_settings(config)}
-        if not self._run(directory, overrides, ["mtptrain.train"], trained, record="trained.json"):
+        if not self._run(directory, overrides, ["train"], trained, record="trained.json"):
             return None
         output_dir = self.directory / variant / f"seed_{seed}" / f"acceptance_{prompts_file.stem}"
         prompts = [f"acceptance.prompts_file={quoted(prompts_file)}", f"acceptance.output_dir={quoted(output_dir)}"]
@@ -204,7 +204,7 @@ class Study:
         self._run(
             directory,
             [*HEAD_ONLY, *overrides, *prompts],
-            ["eval.acceptance"],
+            ["acceptance"],
             {"settings": asdict(config.acceptance)},
             record,
         )
@@ -219,27 +219,27 @@ class Study:
         """Run the stages before training, and return their folder. Variants that need the same data share it."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
-        directory, programs = self.directory / "data" / first, list(BEFORE_TRAINING.values())
+        directory, stages = self.directory / "data" / first, list(BEFORE_TRAINING.values())
         if needs[variant]["draft_vocab_size"] is None:
-            programs.remove(BEFORE_TRAINING["draft_vocab"])
-        self._run(directory, [*self.common, *self.settings.variants[first]], programs, needs[variant])
+            stages.remove(BEFORE_TRAINING["draft_vocab"])
+        self._run(directory, [*self.common, *self.settings.variants[first]], stages, needs[variant])
         return directory
 
     def _run(
         self,
         directory: Path,
         overrides: Sequence[str],
-        programs: Sequence[str],
+        stages: Sequence[str],
         settings: Mapping[str, Any],
         record: str = "made.json",
     ) -> bool:
-        """Run programs with `directory` as their run_dir, unless they have already run there.
+        """Run stages with `directory` as their run_dir, unless they have already run there.
 
         Returns:
             False if training diverged, otherwise True.
 
         Raises:
-            UserError: the programs have already run there with other settings, or a program failed.
+            UserError: the stages have already run there with other settings, or one failed.
         """
         path, wanted = directory / record, json.loads(json.dumps(settings))
         state = "begun"
@@ -256,13 +256,13 @@ class Study:
             directory.mkdir(parents=True, exist_ok=True)
             write_json(path, {"state": state, "settings": wanted})
             outcomes = [
-                run_program(
-                    program,
+                run_stage(
+                    stage,
                     [*overrides, f"run_dir={quoted(directory)}"],
                     self.settings.num_ranks,
                     directory / "log.txt",
                 )
-                for program in programs
+                for stage in stages
             ]
             state = "done" if all(outcomes) else "diverged"
             write_json(path, {"state": state, "settings": wanted})
@@ -298,17 +298,17 @@ def training_settings(config: PipelineConfig) -> dict[str, Any]:
     }
 
 
-def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Path) -> bool:
-    """Run a program. Returns False if the program is mtptrain.train and training diverged.
+def run_stage(stage: str, overrides: Sequence[str], num_ranks: int, log: Path) -> bool:
+    """Run a stage. Returns False if it is `train` and training diverged.
 
     Raises:
         UserError: the program failed in another way. The message contains the last error in its log.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    uses_ranks = num_ranks > 1 and program not in ("data_prep.prompts", "data_prep.draft_vocab")
+    uses_ranks = num_ranks > 1 and STAGES[stage].runner == "ranks"
     with log.open("a") as file:
         before = log.stat().st_size
-        command = [sys.executable, *(launcher if uses_ranks else []), "-m", python_module(program), *overrides]
+        command = [sys.executable, *(launcher if uses_ranks else []), "-m", "mtptrain", stage, *overrides]
         ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
     if ended.returncode == 0:
         return True
@@ -316,9 +316,11 @@ def run_program(program: str, overrides: Sequence[str], num_ranks: int, log: Pat
     errors = [line for line in lines if re.search(r"[Ee]rror: ", line) and "ChildFailedError" not in line] or [
         "it printed no error"
     ]
-    if program == "mtptrain.train" and "must be finite" in errors[-1]:
+    if stage == "train" and "must be finite" in errors[-1]:
         return False
-    raise UserError(f"{program}: must exit with status 0, but exited with {ended.returncode}: {errors[-1]}; see {log}")
+    raise UserError(
+        f"mtptrain {stage}: must exit with status 0, but exited with {ended.returncode}: {errors[-1]}; see {log}"
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ StudyResults = Mapping[str, Mapping[int, RunResult | None]]
 
 
 def result_of(output_dir: Path, prompt_tokens: Sequence[int]) -> RunResult:
-    """Returns a run's result, read from the folder that `eval.acceptance` wrote.
+    """Returns a run's result, read from the folder that `mtptrain acceptance` wrote.
 
     An acceptance length is None if no round had drafts.
     """
@@ -56,7 +56,7 @@ def result_of(output_dir: Path, prompt_tokens: Sequence[int]) -> RunResult:
 
 
 def drafter_figures(report: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the acceptance length and speed of every drafter in a report of `eval.acceptance`."""
+    """Returns the acceptance length and speed of every drafter in a report of `mtptrain acceptance`."""
     drafters = {"head": report, **report["baselines"]}
     return {
         "length_of": {name: each["acceptance_length"] for name, each in drafters.items() if each["rounds"]},

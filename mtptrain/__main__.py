@@ -1,8 +1,7 @@
 """Run one stage: `mtptrain STAGE recipe=NAME [setting=value ...]`.
 
-`mtptrain run recipe=NAME` runs all that a recipe needs. `STAGES` names the program of each stage, which `python -m
-PROGRAM` runs too. `mtptrain compare` takes paths instead of settings. To use several GPUs for one stage, start
-`mtptrain` with torchrun:
+`mtptrain run recipe=NAME` runs all that a recipe needs. `mtptrain compare` takes paths instead of settings. To use
+several GPUs for one stage, start `mtptrain` with torchrun:
 
     torchrun --nproc-per-node 8 -m mtptrain train recipe=llama3_1_8b_mtp
 """

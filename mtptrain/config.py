@@ -100,14 +100,14 @@ class PipelineConfig:
     run_dir: str = directory_path(default=MISSING)
     seed: int = random_seed()
     plan: bool = False
-    """Whether data_prep.hidden_states only prints what the run will need, then exits."""
+    """Whether mtptrain hidden-states only prints what the run will need, then exits."""
     verify: bool = False
-    """Whether data_prep.hidden_states only checks every byte of the finished store against its hashes, then exits."""
+    """Whether mtptrain hidden-states only checks every byte of the finished store against its hashes, then exits."""
     distributed_timeout_hours: float = between(1 / 3600, 10_000, default=TIMEOUT_HOURS)
     """How long ranks wait for each other before the run fails. A rank that fails ends the run at once, regardless of
     the timeout."""
     cpu_ranks: int = at_least(0, default=0)
-    """On a CPU, the number of ranks that data_prep.responses and data_prep.hidden_states start themselves if torchrun
+    """On a CPU, the number of ranks that mtptrain responses and mtptrain hidden-states start themselves if torchrun
     has not started them; 0 for one per core, as far as there are work and memory for them."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING

@@ -5,7 +5,7 @@ norm and lm_head, and `run_dir/hidden_states/` and `run_dir/acceptance/report.js
 `run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and the measured acceptance, and
 `serving.json` for programs.
 
-    python -m mtptrain.export recipe=quickstart export.engine=vllm
+    mtptrain export recipe=quickstart export.engine=vllm
 """
 
 from pathlib import Path
@@ -133,12 +133,12 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
     """Returns what the README says about the head's acceptance.
 
     Raises:
-        UserError: the report of `eval.acceptance` is damaged.
+        UserError: the report of `mtptrain acceptance` is damaged.
     """
-    advice = "run eval.acceptance again, or remove this file"
+    advice = "run mtptrain acceptance again, or remove this file"
     report = read_json(path, advice) if path.is_file() else {}
     if report.get("head_sha256") != head_sha256:
-        return "Not measured: run `python -m eval.acceptance` and export again."
+        return "Not measured: run `mtptrain acceptance` and export again."
     try:
         rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
         return (
@@ -148,8 +148,8 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
         )
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: must have all figures that eval.acceptance writes, but some are missing or invalid ({error!r}); "
-            f"{advice}"
+            f"{path}: must have all figures that mtptrain acceptance writes, but some are missing or invalid "
+            f"({error!r}); {advice}"
         ) from error
 
 
@@ -182,7 +182,7 @@ def hide_homes(directory: Path) -> None:
 
 
 def print_summary(weights: Path, proof: int) -> None:
-    table = Table(title="mtptrain.export", show_header=False)
+    table = Table(title="mtptrain export", show_header=False)
     table.add_row("directory", str(weights.parent))
     table.add_row("weights", f"{weights.stat().st_size:,} bytes")
     table.add_row("equal proposals after reloading", f"{proof:,} tokens")

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import program, python_module
+from mtptrain.command_line.program import program
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.run_dir import was_made_with
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
         else:
             print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)
             started = time.monotonic()
-            run_stage(command_of(stage, runner, HydraConfig.get().overrides.task))
+            run_stage(command_of(name, runner, HydraConfig.get().overrides.task))
             durations.append((name, f"{time.monotonic() - started:,.0f} s"))
         done_at = max(done_at, output.stat().st_mtime) if output.is_file() else time.time()
     print_summary(config, durations)
@@ -80,14 +80,14 @@ def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
     return output.is_file() and output.stat().st_mtime >= done_at and was_made_with(output.parent, config)
 
 
-def command_of(stage: Stage, runner: Runner, overrides: Sequence[str]) -> list[str]:
+def command_of(name: str, runner: Runner, overrides: Sequence[str]) -> list[str]:
     """Returns the command that runs a stage on this machine."""
     num_gpus = torch.cuda.device_count()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
     return [
         sys.executable,
         *(launcher if runner == "ranks" and num_gpus > 1 else []),
-        *("-m", python_module(stage.program)),
+        *("-m", "mtptrain", name),
         *overrides,
     ]
 

@@ -6,10 +6,10 @@ and no `head.init_from`.
 
 Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `last/` and `best/` (the head with the highest measured
 acceptance length, or the newest head as long as none has been measured). With `train.validation_prompts=0` and
-`train.validate_every` above 0 it also writes `heads/`, from which `eval.choose_head` chooses the best.
+`train.validate_every` above 0 it also writes `heads/`, from which `mtptrain choose-head` chooses the best.
 
-    python -m mtptrain.train recipe=quickstart
-    torchrun --nproc-per-node 8 -m mtptrain.train recipe=llama3_1_8b_mtp train.lr=1e-4
+    mtptrain train recipe=quickstart
+    torchrun --nproc-per-node 8 -m mtptrain train recipe=llama3_1_8b_mtp train.lr=1e-4
 
 On SIGTERM or SIGUSR1, training finishes the current step, saves a checkpoint and exits with code 75 (torchrun itself
 exits with 1). The same command resumes from there.
@@ -124,8 +124,8 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     head = build_trainable_head(config.head, target_config)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, target_config)
-    require(config.stage_dir("prompts") / "manifest.json", "data_prep.prompts")
-    prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "data_prep.prompts")
+    require(config.stage_dir("prompts") / "manifest.json", "mtptrain prompts")
+    prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "mtptrain prompts")
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(config.stage_dir("draft_vocab"))
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)

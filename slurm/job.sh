@@ -80,10 +80,10 @@ refuse_own_disk() {
     exit 1
 }
 
-# run_on_all_nodes MODULE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code. If a node is lost and the ranks
+# run_on_all_nodes STAGE [OVERRIDES]: torchrun on every node of the job. Leaves `code`, the exit code. If a node is lost and the ranks
 # on other nodes fail because of it, srun waits until Slurm marks the node as down, which requeues the job.
 run_on_all_nodes() {
-    local launcher=(-m torch.distributed.run --standalone) ranks=NPROC_${1##*.}
+    local launcher=(-m torch.distributed.run --standalone) ranks=NPROC_$1
     if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
         local addresses
         mapfile -t addresses < <(node_addresses)
@@ -94,7 +94,7 @@ run_on_all_nodes() {
     # By default a step has one core per task. After a signal, torchrun kills ranks that have not ended within --shutdown-timeout seconds.
     srun --nodes "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 --cpus-per-task "$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=1 \
         "${container[@]}" "$python" "${launcher[@]}" --nproc-per-node "${!ranks:-${NPROC:-gpu}}" \
-        --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 100 -m "$@" &
+        --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 100 -m mtptrain "${1//_/-}" "${@:2}" &
     step=$!
     [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null || true # asked while it was being started
     while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
@@ -109,28 +109,28 @@ node_addresses() { # of the job's nodes, in their order
     done
 }
 
-# run_and_requeue FINISHED MODULE [OVERRIDES]: run_on_all_nodes, and requeue the job if it is asked to stop before it is done.
+# run_and_requeue FINISHED STAGE [OVERRIDES]: run_on_all_nodes, and requeue the job if it is asked to stop before it is done.
 # FINISHED is a pattern for files that survive a stop, in the folder of the stage or in $stage_folder. A job that was restarted
 # $max_futile_restarts times and stops again without a new or changed file is not requeued.
 run_and_requeue() {
-    local pattern=$1 module=$2 plan run_dir stage_dir before code=75
+    local pattern=$1 stage=$2 plan run_dir stage_dir before code=75
     shift 2
     plan=$("${on_one_node[@]}" "$python" "$checkout/slurm/stages.py" "$@")
     run_dir=${plan%%$'\n'*}
-    stage_dir=$run_dir/${stage_folder:-${module##*.}}
+    stage_dir=$run_dir/${stage_folder:-$stage}
     if [ "$SLURM_JOB_NUM_NODES" -gt 1 ] || [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then refuse_own_disk "$run_dir"; fi
     before=$(finished "$stage_dir" "$pattern")
-    if [ -z "$asked" ]; then run_on_all_nodes "$module" "$@"; fi
+    if [ -z "$asked" ]; then run_on_all_nodes "$stage" "$@"; fi
     [ -n "$asked" ] || ! is_preempted || asked=preemption
     if [ "$code" = 0 ] || [ -z "$asked" ]; then
         exit "$code"
     elif [ "$asked" = TERM ]; then
-        echo "$module: stopped by TERM; Slurm puts it back into the queue, or it has been cancelled"
+        echo "$stage: stopped by TERM; Slurm puts it back into the queue, or it has been cancelled"
     elif [ "$before" = "$(finished "$stage_dir" "$pattern")" ] && [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_futile_restarts" ]; then
-        echo "$module: stopped by $asked with nothing finished since it started, after $SLURM_RESTART_COUNT restarts: not put back" \
+        echo "$stage: stopped by $asked with nothing finished since it started, after $SLURM_RESTART_COUNT restarts: not put back" \
             "into the queue; give it a longer --time" >&2
     else
-        echo "$module: stopped by $asked, put back into the queue; it goes on with what $stage_dir holds"
+        echo "$stage: stopped by $asked, put back into the queue; it goes on with what $stage_dir holds"
         scontrol requeue "$SLURM_JOB_ID"
         ! is_on_own_disk "$run_dir" || scontrol update "JobId=$SLURM_JOB_ID" "ReqNodeList=$SLURMD_NODENAME" || true
     fi

@@ -90,11 +90,11 @@ submit() { # STAGE SCRIPT [ARGUMENTS], with stage_options
     printf '%-14s %s\n' "$stage" "${jobs[-1]}"
 }
 
-while read -r stage module kind; do
+while read -r stage kind; do
     [[ " ${skipped[*]} " != *" $stage "* ]] || continue
     stage_options=("${cpu_options[@]}")
     case $kind in
-        process) submit "$stage" "$checkout/slurm/process.sbatch" "$module" "$@" ;;
+        process) submit "$stage" "$checkout/slurm/process.sbatch" "$stage" "$@" ;;
         server) submit "$stage" "$checkout/slurm/${stage}_server.sbatch" "$@" ;;
         ranks)
             stage_options=()

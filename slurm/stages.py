@@ -1,4 +1,4 @@
-"""Prints the folder of a run, then its stages in order, one per line: the stage, its module, and what runs it.
+"""Prints the folder of a run, then its stages in order, one per line: the name of its folder, and what runs it.
 
 A stage is run by `ranks`, by one `process`, or by one process that queries a `server`. The settings are checked first,
 so that a wrong one is found before anything is queued.
@@ -36,15 +36,14 @@ def main(cfg: DictConfig) -> None:
     for name in ("plan", "verify"):
         if getattr(settings, name):
             raise UserError(
-                f"{name}: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same "
-                "settings"
+                f"{name}: must be false for jobs, but is true; run mtptrain hidden-states with the same settings"
             )
     if "NODES" in os.environ:
         # pipeline.sh gives the training job this many nodes. Each has 8 ranks, or as many as NPROC_train or NPROC says.
         variables = dict(os.environ)
         ranks = variables.get("NPROC_train") or variables.get("NPROC") or "8"
         check_train_ranks(settings, variables["NODES"], int(ranks) if ranks.isdigit() else 8)
-    lines = [f"{name.replace('-', '_')} {stage.program} {runner}" for name, stage, runner in stages_of(settings)]
+    lines = [f"{name.replace('-', '_')} {runner}" for name, _, runner in stages_of(settings)]
     print(settings.run_dir, *lines, sep="\n")
 
 

@@ -176,14 +176,14 @@ def test_no_docstring_begins_with_a_word_that_makes_it_a_fragment() -> None:
         (
             "mtptrain/bad.py",
             "from mtptrain.train import x",
-            "1: mtptrain.train is a program, which no module may import",
+            "1: mtptrain train is a program, which no module may import",
         ),
-        ("eval/bad.py", "from mtptrain import train", "1: mtptrain.train is a program, which no module may import"),
-        ("mtptrain/heads/bad.py", "from .. import train", "1: mtptrain.train is a program, which no module may import"),
+        ("eval/bad.py", "from mtptrain import train", "1: mtptrain train is a program, which no module may import"),
+        ("mtptrain/heads/bad.py", "from .. import train", "1: mtptrain train is a program, which no module may import"),
         (
             "mtptrain/heads/__init__.py",
             "from ..train import x",
-            "1: mtptrain.train is a program, which no module may import",
+            "1: mtptrain train is a program, which no module may import",
         ),
     ],
 )

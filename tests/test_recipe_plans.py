@@ -165,18 +165,18 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     fits_one = 2 * plan.target.num_parameters < FITTING_SHARE * config.planner.gpu_memory_gb * 1e9
     measuring = num_gpus if fits_one else 1
     serve = f"vllm serve {PUBLISHED_TARGETS[target].name} --tensor-parallel-size {settings.tensor_parallel_size}"
-    lines = ["python -m data_prep.hidden_states", "python -m data_prep.prompts"]
+    lines = ["mtptrain hidden-states", "mtptrain prompts"]
     if config.prompts.source is PromptSource.responses:
-        lines[1:1] = ["python -m data_prep.responses"]
+        lines[1:1] = ["mtptrain responses"]
     if getattr(config.head, "draft_vocab_size", None):
-        lines.append("python -m data_prep.draft_vocab")
+        lines.append("mtptrain draft-vocab")
     lines += [
-        f"{launcher(extracting)} -m data_prep.hidden_states",
-        f"{launcher(num_gpus)} -m mtptrain.train",
+        f"{launcher(extracting)} -m mtptrain hidden-states",
+        f"{launcher(num_gpus)} -m mtptrain train",
     ]
     if config.train.validation_prompts == 0 and config.train.validate_every > 0:
-        lines.append("python -m eval.choose_head")
-    lines += [f"{launcher(measuring)} -m eval.acceptance", "python -m mtptrain.export"]
+        lines.append("mtptrain choose-head")
+    lines += [f"{launcher(measuring)} -m mtptrain acceptance", "mtptrain export"]
     with_recipe = [f"{line} recipe={recipe}" for line in lines]
     with_recipe[0] += " plan=true"
     if config.prompts.source is PromptSource.responses:

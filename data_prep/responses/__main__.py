@@ -1,13 +1,13 @@
 """Optional, before stage 1: regenerate the assistant turns of conversations with the target itself.
 
 Reads the conversations of `prompts.paths`; writes `run_dir/responses/` (see data_prep/responses/store.py). With
-`prompts.source=responses`, data_prep.prompts uses these instead of the original conversations. The target runs in this
+`prompts.source=responses`, mtptrain prompts uses these instead of the original conversations. The target runs in this
 process with transformers, or on a server at `responses.url`. An interrupted run continues where it stopped. If
 conversations fail, the others are kept and the exit code is 1, so that a script stops before the next stage. The next
 run retries the failed ones.
 
-    torchrun --nproc-per-node 8 -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl]
-    python -m data_prep.responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=URL
+    torchrun --nproc-per-node 8 -m mtptrain responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl]
+    mtptrain responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=URL
 """
 
 import os
@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     manifest = prepare_responses(config, init_ranks(config.distributed_timeout_hours))
     if manifest and manifest.failed:
-        sys.exit(f"{manifest.failed:,} conversations failed; run data_prep.responses again to retry them")
+        sys.exit(f"{manifest.failed:,} conversations failed; run mtptrain responses again to retry them")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
     if config.responses.url and ranks.world_size > 1:
         raise UserError(
             f"responses.url: must be used by one process, but there are {ranks.world_size} ranks; run "
-            "data_prep.responses without torchrun and set responses.concurrency"
+            "mtptrain responses without torchrun and set responses.concurrency"
         )
 
 
@@ -317,7 +317,7 @@ def fill_from_server(
                 raise UserError(
                     f"responses.url: {server.url} must keep responding, but {failures_in_a_row} consecutive "
                     f"conversations failed, the last one because {reason}; correct the cause and run "
-                    "data_prep.responses again to generate the rest"
+                    "mtptrain responses again to generate the rest"
                 )
 
 

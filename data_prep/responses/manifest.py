@@ -1,4 +1,4 @@
-"""Defines `manifest.json` of `run_dir/responses/`: counts, and the identity that data_prep.prompts checks."""
+"""Defines `manifest.json` of `run_dir/responses/`: counts, and the identity that mtptrain prompts checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -23,7 +23,7 @@ SCHEMA_VERSION = 2
 class ResponsesIdentity:
     """Everything that must be equal for responses to share a directory."""
 
-    program: ClassVar[str] = "data_prep.responses"
+    program: ClassVar[str] = "mtptrain responses"
     target: TargetIdentity
     sources: dict[str, str]
     """Hash of the conversations in each file or hub data set, by its path or name."""
@@ -87,7 +87,7 @@ class ResponsesManifest:
 
     @staticmethod
     def read(path: Path) -> "ResponsesManifest":
-        advice = f"delete {path.parent} and run data_prep.responses again"
+        advice = f"delete {path.parent} and run mtptrain responses again"
         content = read_json(path, advice)
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
@@ -106,7 +106,7 @@ class ResponsesPlan:
     @staticmethod
     def read(path: Path) -> "ResponsesPlan":
         """Read the plan from either file."""
-        advice = f"delete {path.parent} and run data_prep.responses again"
+        advice = f"delete {path.parent} and run mtptrain responses again"
         content = {name: value for name, value in read_json(path, advice).items() if name in PLANNED}
         return manifest_of(ResponsesPlan, content, path, ResponsesIdentity.program, advice)
 
@@ -118,14 +118,14 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     """Reads the responses of a finished run, and prints how many conversations failed, if any did.
 
     Raises:
-        UserError: data_prep.responses has not finished, or the responses are those of another target or of other
+        UserError: mtptrain responses has not finished, or the responses are those of another target or of other
             `prompts.paths`, or a file has changed since.
     """
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST
-    manifest = ResponsesManifest.read(require(path, "data_prep.responses"))
+    manifest = ResponsesManifest.read(require(path, "mtptrain responses"))
     sources = manifest.identity.sources
-    remedy = f"run data_prep.responses again, in another run_dir or after deleting {directory}"
+    remedy = f"run mtptrain responses again, in another run_dir or after deleting {directory}"
     expected = target.facts() | {"prompts.paths": sorted(prompts.paths)}
     refuse_different_facts(
         path, expected, manifest.identity.target.facts() | {"prompts.paths": sorted(sources)}, remedy
@@ -134,11 +134,11 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     refuse_different_facts(path, _source_facts(hashes), _source_facts({name: sources[name] for name in hashes}), remedy)
     if manifest.failed:
         print(
-            f"{directory}: {manifest.failed:,} conversations failed and are missing; run data_prep.responses again to "
+            f"{directory}: {manifest.failed:,} conversations failed and are missing; run mtptrain responses again to "
             "retry them",
             flush=True,
         )
-    conversations = require(directory / CONVERSATIONS, "data_prep.responses")
+    conversations = require(directory / CONVERSATIONS, "mtptrain responses")
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
     return read_conversations([str(conversations)], ConversationSchema.messages, metadata=written)
 

@@ -1,4 +1,4 @@
-"""Prints a summary of data_prep.responses."""
+"""Prints a summary of mtptrain responses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ def print_report(
         progress: counts of this run.
         left_out: why each conversation was left out, by location.
     """
-    table = Table(title="data_prep.responses", show_header=False)
+    table = Table(title="mtptrain responses", show_header=False)
     for name, value in report_rows(manifest, survey, progress).items():
         table.add_row(name, value)
     console = Console(markup=False, highlight=False)

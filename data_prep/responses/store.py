@@ -177,5 +177,5 @@ def _parse(line: bytes, path: Path) -> RegeneratedConversation:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(
             f"{path}: every line must be a conversation with responses, but one is not ({error}); delete {path} and "
-            "run data_prep.responses again"
+            "run mtptrain responses again"
         ) from error

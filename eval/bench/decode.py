@@ -4,9 +4,9 @@
     python -m eval.bench.decode recipe=quickstart "bench.batch_sizes=[1,4,32]" "bench.draft_depths=[1,2,3,4,5,6]" \
         bench.out=decode.json
 
-Reads the head and the prompts of `eval.acceptance`. Plain decoding and the head with every K take turns on each batch,
-and the fastest of `bench.repeats` runs of a batch counts. Tokens/s exclude the prompt and the first new token; answers
-have exactly `acceptance.max_new_tokens` tokens.
+Reads the head and the prompts of `mtptrain acceptance`. Plain decoding and the head with every K take turns on each
+batch, and the fastest of `bench.repeats` runs of a batch counts. Tokens/s exclude the prompt and the first new token;
+answers have exactly `acceptance.max_new_tokens` tokens.
 
 The predicted speed-up does not use these measurements. The cost of a round is measured on prompts of random tokens. The
 number of rounds is computed from the acceptance rates at each position, measured with the largest K on prompts of other
@@ -14,8 +14,8 @@ files or conversations. A batch takes as long as its slowest answer; `refilled` 
 replaced finished ones, as with an engine's continuous batching. If
 `serving_bench.break_even` was measured, `break-even` is the speed-up that its costs give for the measured acceptance.
 
-Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `eval.acceptance` if that page
-is about the same head, prompts and settings.
+Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `mtptrain acceptance` if that
+page is about the same head, prompts and settings.
 """
 
 from collections.abc import Sequence

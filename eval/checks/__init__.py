@@ -1,1 +1,1 @@
-"""The checks that `eval.gpu_check` runs on a machine."""
+"""The checks that `mtptrain gpu-check` runs on a machine."""

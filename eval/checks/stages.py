@@ -35,7 +35,7 @@ from .processes import kill_tree
 from .rows import Finding, Outcome, at_most, judged, measured, skipped
 
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
-"""Runs `python -m MODULE ARGUMENTS` on the given number of ranks, and returns when the program has ended."""
+"""Runs `mtptrain STAGE` or the module of a bench, with arguments, on the given number of ranks, until it has ended."""
 LIMIT_S = 600
 """Time limit of one program in seconds, so that a hanging check does not block the others."""
 COMPARED_DOCUMENTS = 8
@@ -50,16 +50,17 @@ The gap is divided by the magnitude of the logit of the token that plain decodin
 """
 
 
-def command_of(module: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
+def command_of(program: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
     )
-    return [sys.executable, *launcher, "-m", python_module(module), *arguments]
+    module, *stage = program.split()
+    return [sys.executable, *launcher, "-m", python_module(module), *stage, *arguments]
 
 
-def run_in_process(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+def run_in_process(program: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
     """Runs a program as a user does. If it exceeds the time limit, it is killed with all its ranks."""
-    command = command_of(module, arguments, num_ranks)
+    command = command_of(program, arguments, num_ranks)
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
         try:
@@ -85,31 +86,31 @@ class Stages:
         self.directory = Path(config.run_dir)
         self.num_ranks = min(2, max(1, torch.cuda.device_count()))
 
-    def program(self, module: str, *overrides: str, run_dir: Path | None = None, num_ranks: int = 1) -> str:
+    def program(self, program: str, *overrides: str, run_dir: Path | None = None, num_ranks: int = 1) -> str:
         """Run a program and return what it printed.
 
         Raises:
             UserError: the program failed. The message has the last line of its stderr; the whole output is in
-                `<module>.log` next to the run folder.
+                `<program>.log` next to the run folder.
         """
         result = self._run(
-            module, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks
+            program, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks
         )
-        log = self.directory.with_name(f"{module}.log")
+        log = self.directory.with_name(f"{program.replace(' ', '_')}.log")
         log.write_text(result.stdout + result.stderr)
         if result.returncode:
             last = next(filter(str.strip, reversed(result.stderr.splitlines())), "it printed no error")
-            raise UserError(f"{module} must exit with 0, but exited with {result.returncode}: {last}; see {log}")
+            raise UserError(f"{program}: must exit with 0, but exited with {result.returncode}: {last}; see {log}")
         return result.stdout
 
     def prompts(self) -> Finding:
-        self.program("data_prep.prompts")
+        self.program("mtptrain prompts")
         manifest = json.loads((self.directory / "prompts/manifest.json").read_text())
         return measured(", ".join(f"{name} {value:,}" for name, value in manifest.items() if isinstance(value, int)))
 
     def extraction(self) -> Finding:
         """Compares the stored states, computed in packed batches, with those of an unpacked forward in fp32."""
-        self.program("data_prep.hidden_states", num_ranks=self.num_ranks)
+        self.program("mtptrain hidden-states", num_ranks=self.num_ranks)
         store = HiddenStore.open(self.directory / "hidden_states")
         target = load_target(self._target_dir(), torch.float32, self.device)
         found, wanted = [], []
@@ -132,14 +133,14 @@ class Stages:
             return skipped(f"needs {tensor_parallel_size} GPUs, but this machine has {torch.cuda.device_count()}")
         run_dir = self._sibling(f"vllm_tp{tensor_parallel_size}", "prompts")
         parallel = f"hidden_states.tensor_parallel_size={tensor_parallel_size}"
-        self.program("data_prep.hidden_states", "hidden_states.backend=vllm", parallel, run_dir=run_dir)
+        self.program("mtptrain hidden-states", "hidden_states.backend=vllm", parallel, run_dir=run_dir)
         ours, theirs = (HiddenStore.open(each / "hidden_states") for each in (self.directory, run_dir))
         indices = range(min(COMPARED_DOCUMENTS, ours.num_documents))
         states = [torch.cat([stored_states(store, index) for index in indices]) for store in (theirs, ours)]
         return at_most(relative_error(*states), 2 * self._store_bound(), "relative difference from the stored states")
 
     def training(self) -> Finding:
-        self.program("mtptrain.train", num_ranks=self.num_ranks)
+        self.program("mtptrain train", num_ranks=self.num_ranks)
         found = losses(self.directory)
         first, last = found[0], found[-1]
         return judged(
@@ -150,8 +151,8 @@ class Stages:
         """Kills a run after a checkpoint, resumes it, and compares its losses with those of the uninterrupted run."""
         run_dir = self._sibling("resumed", "prompts", "hidden_states")
         arguments = [*self.overrides, f"run_dir={quoted(run_dir)}"]
-        killed_at = kill_after_a_checkpoint(command_of("mtptrain.train", arguments, self.num_ranks), run_dir)
-        self.program("mtptrain.train", run_dir=run_dir, num_ranks=self.num_ranks)
+        killed_at = kill_after_a_checkpoint(command_of("mtptrain train", arguments, self.num_ranks), run_dir)
+        self.program("mtptrain train", run_dir=run_dir, num_ranks=self.num_ranks)
         ours, theirs = losses(run_dir), losses(self.directory)
         if len(ours) != len(theirs) or killed_at >= len(theirs):
             return Finding(
@@ -167,7 +168,7 @@ class Stages:
         )
 
     def acceptance(self) -> Finding:
-        self.program("eval.acceptance")
+        self.program("mtptrain acceptance")
         report = json.loads((self.directory / "acceptance/report.json").read_text())
         length = report["acceptance_length"]
         return judged(length > 1.0, f"acceptance length {length:.3f}", "above 1", "no draft was accepted")
@@ -212,14 +213,14 @@ class Stages:
         )
 
     def export(self) -> Finding:
-        self.program("mtptrain.export", "export.engine=vllm")
+        self.program("mtptrain export", "export.engine=vllm")
         return measured("proposals are the same after reloading")
 
     def serving(self) -> Finding:
-        """Runs eval.serving_check, which has its own bounds and fails if they are exceeded."""
+        """Runs mtptrain serving-check, which has its own bounds and fails if they are exceeded."""
         if reason := self.why_vllm_is_missing():
             return skipped(reason)
-        self.program("eval.serving_check")
+        self.program("mtptrain serving-check")
         report = json.loads((self.directory / "serving_check/report.json").read_text())
         ours, theirs = (report[side]["acceptance_length"] for side in ("ours", "theirs"))
         bound = "equal" if report["dtype"] == "float32" else "2 % of the acceptance length"

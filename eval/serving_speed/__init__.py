@@ -1,1 +1,1 @@
-"""Measures the speed of engines for `eval.serving_bench`."""
+"""Measures the speed of engines for `mtptrain serving-bench`."""

@@ -1,4 +1,4 @@
-"""Measures whether a draft pays on this machine before anything is trained, for `eval.serving_bench`.
+"""Measures whether a draft pays on this machine before anything is trained, for `mtptrain serving-bench`.
 
 Builds the recipe's head with random weights, and decodes prompts of `acceptance.prompt_tokens` random tokens, first in
 our own loop and then in the engine, if it is installed. Answers have `NEW_TOKENS` tokens. In the engine, a round takes
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from mtptrain.command_line.program import command, python_module, quoted
+from mtptrain.command_line.program import command, quoted
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.formats import format_for
 from mtptrain.decoding.prompts import check_head_context
@@ -198,7 +198,7 @@ def engine_costs(
     prompts: list[list[int]],
     python: Path,
 ) -> list[RoundCost]:
-    """Returns the cost of a round in the engine, which serves the random head as `mtptrain.export` writes it."""
+    """Returns the cost of a round in the engine, which serves the random head as `mtptrain export` writes it."""
     with tempfile.TemporaryDirectory(prefix="random_head_", dir=output_dir) as directory:
         run_dir = Path(directory)
         head_dir, head_sha256 = export_random_head(config, target_dir, head, run_dir)
@@ -220,10 +220,10 @@ def export_random_head(config: PipelineConfig, target_dir: Path, head: Head, run
     save_head(best, head.state_dict(), config.head, {TARGET_WEIGHTS: weights_fingerprint(target_dir)})
     settings = [f"run_dir={quoted(run_dir)}", f"export.engine={config.serving.engine}"]
     settings.append(f"export.output_dir={quoted(head_dir)}")
-    arguments = [sys.executable, "-m", python_module("mtptrain.export"), *sys.argv[1:], *settings]
+    arguments = [sys.executable, "-m", "mtptrain", "export", *sys.argv[1:], *settings]
     result = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise UserError(f"mtptrain.export: must export a head with random weights, but failed:\n{result.stderr}")
+        raise UserError(f"mtptrain export: must export a head with random weights, but failed:\n{result.stderr}")
     return head_dir, file_sha256(best / "head.safetensors")
 
 

@@ -65,8 +65,8 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
     def after_ctrl_c(run_dir: str | None) -> str:
         if kept is not None and run_dir is not None:
             return kept(Path(run_dir))
-        messages = {stage.program: stage.kept for stage in STAGES.values()}
-        return messages.get(program_name(), FINISHED_STAGES).format(run_dir=run_dir)
+        stage = started_stage()
+        return (FINISHED_STAGES if stage is None else STAGES[stage].kept).format(run_dir=run_dir)
 
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 
@@ -120,18 +120,18 @@ def refuse_dashes(unknown: Sequence[str]) -> None:
         )
 
 
-def program_name() -> str:
-    """Returns the name of the started module as in a checkout: `eval.study` for the wheel's `mtptrain.eval.study`."""
+def started_stage() -> str | None:
+    """Returns the name of the stage that this process runs, or None for any other program."""
     spec = sys.modules["__main__"].__spec__
-    name = Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
-    return re.sub(r"^mtptrain\.(data_prep|eval)\b", r"\1", name)
+    name = "" if spec is None else re.sub(r"^mtptrain\.(data_prep|eval)\b", r"\1", spec.name.removesuffix(".__main__"))
+    return next((stage for stage, each in STAGES.items() if each.program == name), None)
 
 
 def command() -> str:
-    """Returns the shell command that started this process, with `python -m` for a module, without passwords."""
-    spec = sys.modules["__main__"].__spec__
-    started = [sys.argv[0]] if spec is None else ["-m", spec.name]
-    return shlex.join(["python", *started, *hide_passwords(sys.argv[1:])])
+    """Returns the shell command that does what this process does, without passwords."""
+    spec, stage = sys.modules["__main__"].__spec__, started_stage()
+    module = ["python", *([sys.argv[0]] if spec is None else ["-m", spec.name])]
+    return shlex.join([*(module if stage is None else ["mtptrain", stage]), *hide_passwords(sys.argv[1:])])
 
 
 def python_module(name: str) -> str:

@@ -25,7 +25,7 @@ class Stage:
     output: str = ""
     """The file in `run_dir` that a finished stage of a whole run leaves, with `{engine}` for `export.engine`."""
     kept: str = FINISHED_STAGES
-    """The line after Ctrl-C. mtptrain.train looks for checkpoints instead (argument `kept` of `program`)."""
+    """The line after Ctrl-C. mtptrain train looks for checkpoints instead (argument `kept` of `program`)."""
 
 
 def _always(config: PipelineConfig) -> bool:

@@ -49,7 +49,7 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
             exported = ", ".join(sorted({name for _, name in FORMATS}))
             raise UserError(
                 f"head: must be one of {exported} to be exported, but is {head.name}, which no engine has a class for; "
-                "measure it with eval.acceptance, or train another head"
+                "measure it with mtptrain acceptance, or train another head"
             )
         raise UserError(
             f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "

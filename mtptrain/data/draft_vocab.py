@@ -2,8 +2,8 @@
 
 `run_dir/draft_vocab/` holds `draft_vocab.safetensors` with `d2t` i64[D] and `t2d` bool[V]. Draft token i is the
 target's token i + d2t[i], and these ids ascend; t2d is True for the target's tokens in the draft vocabulary.
-`manifest.json`, written last, records which prompts were counted. `data_prep.draft_vocab` writes these files;
-`mtptrain.train` reads them.
+`manifest.json`, written last, records which prompts were counted. `mtptrain draft-vocab` writes these files;
+`mtptrain train` reads them.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from mtptrain.utils.files import file_sha256, manifest_of, read_json, save_tenso
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
 MANIFEST = "manifest.json"
-PROGRAM = "data_prep.draft_vocab"
+PROGRAM = "mtptrain draft-vocab"
 
 
 SURELY_ADJACENT = 64
@@ -107,7 +107,7 @@ def require_draft_vocab(directory: Path) -> Path:
     """Returns the file of a run's draft vocabulary.
 
     Raises:
-        UserError: data_prep.draft_vocab has not been run.
+        UserError: mtptrain draft-vocab has not been run.
     """
     require(directory / MANIFEST, PROGRAM)
     return require(directory / DRAFT_VOCAB, PROGRAM)
@@ -117,7 +117,7 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
     """Returns a run's `d2t` i64[D].
 
     Raises:
-        UserError: data_prep.draft_vocab has not been run, or its size, target vocabulary or prompts differ from the
+        UserError: mtptrain draft-vocab has not been run, or its size, target vocabulary or prompts differ from the
             run's, or a file is damaged.
     """
     tensors, path = require_draft_vocab(directory), directory / MANIFEST

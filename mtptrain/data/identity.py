@@ -70,14 +70,14 @@ def _sha256(data: bytes) -> str:
 class StoreIdentity:
     """Everything that must match between stored hidden states and the run that uses them."""
 
-    program: ClassVar[str] = "data_prep.hidden_states"
+    program: ClassVar[str] = "mtptrain hidden-states"
     target: TargetIdentity
     capture_layers: tuple[int, ...]
     """Layers of `aux_hidden_states`, in order: k is the residual stream after k decoder layers."""
     compute_dtype: str
     """Dtype of the target's weights and arithmetic."""
     prompts_sha256: str
-    """Hash of train.safetensors from data_prep.prompts."""
+    """Hash of train.safetensors from mtptrain prompts."""
     hidden_states: str = "before_final_norm"
     """Where in the target the last hidden states were taken."""
     dtype: str = "bfloat16"
@@ -148,7 +148,7 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
 def refuse_different_facts(
     path: Path, expected: Mapping[str, object], found: Mapping[str, object], remedy: str, note: str = ""
 ) -> None:
-    """Raise ValueError if facts in `path` differ. The message lists every difference, then `note` and `remedy`."""
+    """Raise UserError if facts in `path` differ. The message lists every difference, then `note` and `remedy`."""
     names = dict.fromkeys([*expected, *found])
     differences = [
         f"{name} must be {expected.get(name)}, but is {found.get(name)}"

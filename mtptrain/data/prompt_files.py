@@ -1,4 +1,4 @@
-"""The files of prompts, which data_prep.prompts writes and extraction, validation and acceptance read.
+"""The files of prompts, which mtptrain prompts writes and extraction, validation and acceptance read.
 
 `run_dir/prompts/` holds `train.safetensors` and `validation.safetensors`, each with `input_ids` i32[N], `loss_mask`
 u8[N], `document_offsets` i64[D+1] and `document_ids` i64[D] for N tokens and D documents. `documents.jsonl` names each
@@ -90,7 +90,7 @@ class Documents:
             return Documents(**load_file(path))
         except (SafetensorError, TypeError) as error:
             raise UserError(
-                f"{path}: must be a split of prompts, but is not: {error}; rerun data_prep.prompts"
+                f"{path}: must be a split of prompts, but is not: {error}; rerun mtptrain prompts"
             ) from error
 
 
@@ -127,12 +127,12 @@ class DocumentEntry:
 
     @staticmethod
     def parse(line: bytes, where: str) -> "DocumentEntry":
-        content = parse_json(line, where, "rerun data_prep.prompts")
+        content = parse_json(line, where, "rerun mtptrain prompts")
         try:
             return DocumentEntry(**{**content, "split": Split(content["split"])})
         except (LookupError, TypeError, ValueError) as error:
             raise UserError(
-                f"{where}: must be the entry of a document, but is not ({error!r}); rerun data_prep.prompts"
+                f"{where}: must be the entry of a document, but is not ({error!r}); rerun mtptrain prompts"
             ) from error
 
 
@@ -154,19 +154,19 @@ class PromptsManifest:
 
     @staticmethod
     def read(directory: Path) -> "PromptsManifest":
-        """Read the manifest, which data_prep.prompts writes last.
+        """Read the manifest, which mtptrain prompts writes last.
 
         Raises:
             UserError: another version of mtptrain wrote it, or it is damaged.
         """
         path = directory / "manifest.json"
-        content = read_json(path, "rerun data_prep.prompts")
+        content = read_json(path, "rerun mtptrain prompts")
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun "
-                "data_prep.prompts"
+                "mtptrain prompts"
             )
-        return manifest_of(PromptsManifest, content, path, "data_prep.prompts", "run data_prep.prompts again")
+        return manifest_of(PromptsManifest, content, path, "mtptrain prompts", "run mtptrain prompts again")
 
 
 def name_hash(name: str) -> float:

@@ -93,7 +93,7 @@ def check_document_lengths(longest_tokens: int, head: Head) -> None:
         raise UserError(
             f"prompts.max_document_tokens: documents must have at most {head.context_tokens} tokens, the "
             f"max_position_embeddings of the draft model, but the longest has {longest_tokens}; set it to "
-            f"{head.context_tokens} or less and run data_prep.prompts and data_prep.hidden_states again"
+            f"{head.context_tokens} or less and run mtptrain prompts and mtptrain hidden-states again"
         )
 
 
@@ -128,13 +128,13 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
         UserError: stage 1 has not run, or `part` would be empty, or no conversation has its first answer in its first
             window.
     """
-    documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "data_prep.prompts"))
+    documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "mtptrain prompts"))
     every_entry = DocumentEntry.read_all(prompts_dir)
     ids = documents.document_ids
     if unknown := [int(document_id) for document_id in ids if not 0 <= document_id < len(every_entry)]:
         raise UserError(
             f"{prompts_dir / f'{Split.validation}.safetensors'}: document_ids must be those of the {len(every_entry)} "
-            f"lines of {DOCUMENTS_FILE}, but one is {unknown[0]}; run data_prep.prompts again"
+            f"lines of {DOCUMENTS_FILE}, but one is {unknown[0]}; run mtptrain prompts again"
         )
     entries = [every_entry[document_id] for document_id in ids]
     wanted = groups_of(part, {entry.group for entry in entries})
@@ -163,8 +163,8 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     if not wanted:
         raise UserError(
             "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by "
-            f"and one to report on, but holds out {len(groups)}; raise it and run data_prep.prompts and "
-            "data_prep.hidden_states again; or train with train.validation_prompts=0 and run no eval.choose_head"
+            f"and one to report on, but holds out {len(groups)}; raise it and run mtptrain prompts and "
+            "mtptrain hidden-states again; or train with train.validation_prompts=0 and run no mtptrain choose-head"
         )
     return wanted
 
@@ -194,7 +194,7 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
         raise UserError(
             "prompts.max_document_tokens: the first window of a held-out conversation must hold its first answer, but "
             f"none of the {len({entries[index].name for index in indices})} does; raise it or "
-            "prompts.validation_fraction, and run data_prep.prompts and data_prep.hidden_states again"
+            "prompts.validation_fraction, and run mtptrain prompts and mtptrain hidden-states again"
         )
     return sorted(first.values())
 

@@ -1,4 +1,4 @@
-"""The only draft -> verify -> accept loop: training validates with it and `eval.acceptance` measures with it.
+"""The only draft -> verify -> accept loop: training validates with it and `mtptrain acceptance` measures with it.
 
 The target has read all tokens of a sequence except the newest one. In each round,
 

@@ -33,7 +33,7 @@ class Eagle3Head(LayerHead):
 
         The default for a target of n layers is that of the engines: 2, n // 2 and n - 3."""
         draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
-        """Size D of the head's own vocabulary, for which it trains its own lm_head. `data_prep.draft_vocab` chooses the
+        """Size D of the head's own vocabulary, for which it trains its own lm_head. `mtptrain draft-vocab` chooses the
         tokens. By default the head uses the target's vocabulary and frozen lm_head."""
         norm_before_fc: bool = False
         """Apply one norm to the concatenated streams before fc."""

@@ -23,7 +23,7 @@ STEP_NAME = r"step_(\d{8}|[1-9]\d{8,})"
 """Names of the folders of kept heads and of checkpoints."""
 """The advice of errors about a damaged head."""
 CHOICE = "choice.json"
-"""File in `run_dir/train` with the measurements of `eval.choose_head`."""
+"""File in `run_dir/train` with the measurements of `mtptrain choose-head`."""
 
 
 def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
@@ -73,7 +73,7 @@ def remove_later_heads(stage_dir: Path, step: int) -> None:
     choice = stage_dir / CHOICE
     if choice.is_file() and any(
         head["step"] > step
-        for head in read_json(choice, "delete it and run eval.choose_head again", ["heads"])["heads"]
+        for head in read_json(choice, "delete it and run mtptrain choose-head again", ["heads"])["heads"]
     ):
         choice.unlink()
     for kept_step, directory in kept_heads(stage_dir).items():
@@ -208,5 +208,5 @@ def stored_config(directory: Path) -> HeadConfig:
 def _read_facts(directory: Path, required: str) -> dict[str, Any]:
     """Read the `head.json` that `save_head` wrote, which must have the entry `required`."""
     if not (directory / "head.json").is_file():
-        raise StageMissing(f"{directory}: must hold a trained head, but has no head.json; run mtptrain.train first")
+        raise StageMissing(f"{directory}: must hold a trained head, but has no head.json; run mtptrain train first")
     return read_json(directory / "head.json", RESTORE, [required])

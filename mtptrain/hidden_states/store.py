@@ -40,7 +40,7 @@ SCHEMA_VERSION = 2
 MANIFEST, PLAN = "manifest.json", "plan.json"
 OPENING_THREADS = 8
 """Number of shards opened at a time. On a network file system, opening one takes milliseconds."""
-REMEDY = "delete the shard's file and run data_prep.hidden_states, which recomputes only this shard"
+REMEDY = "delete the shard's file and run mtptrain hidden-states, which recomputes only this shard"
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class StoreManifest:
         if not path.exists():
             state = "the extraction is unfinished" if (directory / PLAN).exists() else "it does not"
             raise StageMissing(
-                f"{path}: must exist, but {state}; run data_prep.hidden_states with the same recipe and run_dir"
+                f"{path}: must exist, but {state}; run mtptrain hidden-states with the same recipe and run_dir"
             )
         content = read_json(path)
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; delete "
-                f"{directory} and run data_prep.hidden_states again"
+                f"{directory} and run mtptrain hidden-states again"
             )
         try:
             shards = tuple(ShardRecord(**record) for record in content.pop("shards"))
@@ -100,7 +100,7 @@ class StoreManifest:
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"{path}: must have exactly the fields of a manifest, but does not ({error}); delete {directory} and "
-                "run data_prep.hidden_states again"
+                "run mtptrain hidden-states again"
             ) from error
 
 
@@ -231,7 +231,7 @@ def expected_identity(
         if getattr(stored, name) != value:
             raise UserError(
                 f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target {config.target.path}, "
-                f"but is {getattr(stored, name)}; run data_prep.prompts again with this target"
+                f"but is {getattr(stored, name)}; run mtptrain prompts again with this target"
             )
     target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
     settings = config.hidden_states
@@ -283,7 +283,7 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
 
 
 def verify(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> None:
-    """Raise ValueError if `find_damage` finds a damaged shard."""
+    """Raise UserError if `find_damage` finds a damaged shard."""
     damaged = find_damage(store, shards, show_progress)
     if damaged:
         raise UserError("\n".join(damaged.values()))
@@ -316,7 +316,7 @@ def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
 
 def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
     path = directory / record.file
-    remedy = "run data_prep.hidden_states, which recomputes only this shard"
+    remedy = "run mtptrain hidden-states, which recomputes only this shard"
     if not path.exists():
         raise UserError(f"{path}: shard {index} must exist, but does not; {remedy}")
     if not has_length(path, record):
@@ -335,4 +335,4 @@ def has_length(path: Path, record: ShardRecord) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in one of the store's JSON files."""
-    return files.read_json(path, f"delete {path.parent} and run data_prep.hidden_states again")
+    return files.read_json(path, f"delete {path.parent} and run mtptrain hidden-states again")

@@ -1,8 +1,8 @@
 """Streaming: extraction and training run at the same time, on a store that holds only a few windows of shards.
 
 The seed shuffles the shards, which are then divided into windows of `train.stream_shards` shards.
-data_prep.hidden_states writes the shards of the first `OPEN_WINDOWS` windows that training has not released.
-mtptrain.train waits for the shards that its next step reads. After a checkpoint, it releases the windows that no later
+mtptrain hidden-states writes the shards of the first `OPEN_WINDOWS` windows that training has not released.
+mtptrain train waits for the shards that its next step reads. After a checkpoint, it releases the windows that no later
 step reads and deletes their shards. The two programs communicate only through files in the store's folder:
 `stream.json` holds the windows and the number of released ones.
 """

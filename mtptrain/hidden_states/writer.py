@@ -192,7 +192,7 @@ class ShardFile:
                 f"{self._path}: hidden states must be finite, but those of document "
                 f"{int(self._tokens['document_ids'][document])} of documents.jsonl are not; delete "
                 f"{self._path.parent}, then set hidden_states.dtype=float32, or remove the document from the data and "
-                "run data_prep.prompts again"
+                "run mtptrain prompts again"
             )
         states = self._encoded(HIDDEN_STATES, streams[:, -1])
         if self._num_captured:

@@ -1,6 +1,6 @@
 """Estimates the disk, GPU memory and time of a run before anything is loaded. `planner.py` prints the plan.
 
-Until data_prep.prompts has been run, upper bounds stand in for unknown numbers: every document has
+Until mtptrain prompts has been run, upper bounds stand in for unknown numbers: every document has
 `prompts.max_document_tokens` tokens, all supervised. The number of tokens is a guess (`UNKNOWN_TOKENS`) if
 `prompts.max_train_tokens` sets no limit.
 """
@@ -165,7 +165,7 @@ def extraction_speed(
     captured: Sequence[int],
     is_spread: bool,
 ) -> Speed:
-    """Returns the speed of data_prep.hidden_states.
+    """Returns the speed of mtptrain hidden-states.
 
     A target that is spread over all GPUs keeps only one of them busy at a time.
     """

@@ -1,10 +1,10 @@
 """Prints the plan of a run as a table, and warns about everything that will not fit.
 
-It reads the target's config.json (the only file downloaded for a hub name) and, if data_prep.prompts has been run, the
+It reads the target's config.json (the only file downloaded for a hub name) and, if mtptrain prompts has been run, the
 documents that it wrote. The planner loads no weights and writes nothing. `plan=true` prints the plan instead of running
 the program:
 
-    python -m data_prep.hidden_states recipe=llama3_1_8b_mtp plan=true
+    mtptrain hidden-states recipe=llama3_1_8b_mtp plan=true
 """
 
 import math
@@ -108,7 +108,7 @@ def _describe_workload(plan: Plan, config: PipelineConfig) -> str:
             f"the longest has {work.longest_tokens:,}"
         )
     bounds = (
-        f"in documents of up to {work.longest_tokens:,}, all supervised (not counted yet: data_prep.prompts has not "
+        f"in documents of up to {work.longest_tokens:,}, all supervised (not counted yet: mtptrain prompts has not "
         "been run)"
     )
     what = "at most {:,} tokens" if config.prompts.max_train_tokens else "an assumed {:,} tokens"
@@ -189,7 +189,7 @@ def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
     elif plan.is_spread and engine_gpus is not None and engine_gpus <= config.planner.num_gpus:
         warnings.append(
             f"target.path: weights must fit into {_gb(available)} of one GPU for all GPUs to work at once, but take "
-            f"{_gb(plan.target_bytes)}; start data_prep.hidden_states as one process, in which accelerate spreads "
+            f"{_gb(plan.target_bytes)}; start mtptrain hidden-states as one process, in which accelerate spreads "
             f"them over all GPUs, or set hidden_states.backend=vllm hidden_states.tensor_parallel_size={engine_gpus}"
         )
     if settings.backend is Backend.vllm and config.planner.num_gpus % settings.tensor_parallel_size:
@@ -243,7 +243,7 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
         left, needed = _gb(available - without_target), _gb(memory.validation_target)
         warnings.append(
             "train.validation_prompts: for validation, the target must fit on every GPU next to training, but takes "
-            f"{needed}, and only {left} are left; {smaller}set train.validation_prompts=0 and run eval.choose_head "
+            f"{needed}, and only {left} are left; {smaller}set train.validation_prompts=0 and run mtptrain choose-head "
             "after training; or use GPUs with more memory"
         )
     elif with_validation > available:
@@ -262,7 +262,7 @@ def _setting_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
         config.planner.num_gpus,
         config.train.micro_batches_per_step,
     )
-    again = " and run data_prep.prompts again" if plan.workload.is_counted else ""
+    again = " and run mtptrain prompts again" if plan.workload.is_counted else ""
     warnings = []
     if longest > plan.max_position_embeddings:
         warnings.append(

@@ -9,7 +9,7 @@ from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.training.step_packing import pack_documents, shuffled
 
 UNKNOWN_TOKENS = 1_000_000
-"""Number of tokens assumed if the recipe sets no limit and data_prep.prompts has not been run."""
+"""Number of tokens assumed if the recipe sets no limit and mtptrain prompts has not been run."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Workload:
     """Counts of stage 1's training documents, or else the recipe's bounds (`UNKNOWN_TOKENS` if it sets no limit)."""
 
     is_counted: bool
-    """Whether data_prep.prompts has been run. If not, the numbers are bounds or assumptions."""
+    """Whether mtptrain prompts has been run. If not, the numbers are bounds or assumptions."""
     documents: int
     """0 if unknown."""
     tokens: int

@@ -1,4 +1,4 @@
-"""Runs `vllm serve` or `vllm bench serve` in vLLM's Python, for `eval.serving_bench`.
+"""Runs `vllm serve` or `vllm bench serve` in vLLM's Python, for `mtptrain serving-bench`.
 
 `bench_worker.py serve ARGUMENTS` runs `vllm serve`, and `bench_worker.py load` runs `vllm bench serve`. Both exit when
 the other end of their stdin is closed, so that neither outlives the program that started it. `load` replaces the

@@ -27,17 +27,17 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
         UserError: nothing was exported, or the file is damaged, or the export is for another engine or contains another
             head.
     """
-    path = require(head_dir / SERVING, "mtptrain.export")
-    facts = read_json(path, "run mtptrain.export again", REQUIRED)
+    path = require(head_dir / SERVING, "mtptrain export")
+    facts = read_json(path, "run mtptrain export again", REQUIRED)
     if facts["engine"] != engine:
         raise UserError(
-            f"{path}: engine must be {engine}, but is {facts['engine']}; run mtptrain.export with "
+            f"{path}: engine must be {engine}, but is {facts['engine']}; run mtptrain export with "
             f"export.engine={engine}, or set serving.head_dir"
         )
     if facts["head_sha256"] != head_sha256:
         raise UserError(
             f"{path}: head_sha256 must be {head_sha256}, the hash of this run's head, but is "
-            f"{facts['head_sha256']}, the hash of another head; run mtptrain.export again, or correct serving.head_dir"
+            f"{facts['head_sha256']}, the hash of another head; run mtptrain export again, or correct serving.head_dir"
         )
     return facts
 
@@ -74,7 +74,7 @@ def cache_bytes(target: PreTrainedConfig, head_dir: Path, max_model_len: int, nu
     A head gets at least two layers of the target's size. Each sequence has room for one more block, because the
     engine's blocks may hold up to 128 tokens.
     """
-    own = read_json(head_dir / "config.json", "run mtptrain.export again")
+    own = read_json(head_dir / "config.json", "run mtptrain export again")
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
     head_values = math.prod(own.get(name) or 0 for name in names)
     layer_values = target.num_key_value_heads * head_dim(target)

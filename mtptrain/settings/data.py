@@ -33,7 +33,7 @@ class PromptSource(StrEnum):
     text_files = "text_files"
     conversations = "conversations"
     responses = "responses"
-    """The conversations of `prompts.paths` with the responses that data_prep.responses generated in this run_dir."""
+    """The conversations of `prompts.paths` with the responses that mtptrain responses generated in this run_dir."""
 
 
 class ConversationSchema(StrEnum):

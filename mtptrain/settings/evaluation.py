@@ -156,7 +156,7 @@ class ServingConfig:
 
 @dataclass
 class ServingBenchConfig:
-    """eval.serving_bench: the speed that a server's clients get, with and without the exported head.
+    """mtptrain serving-bench: the speed that a server's clients get, with and without the exported head.
 
     `acceptance` sets the prompts, answer length, sampling and dtype, and `serving` sets the engine.
     """
@@ -271,14 +271,14 @@ class CheckSize(StrEnum):
 
 @dataclass
 class CheckConfig:
-    """Settings of eval.gpu_check, which checks the project on one machine with GPUs in a few minutes."""
+    """Settings of mtptrain gpu-check, which checks the project on one machine with GPUs in a few minutes."""
 
     size: CheckSize = CheckSize.full
 
 
 @dataclass
 class StudyConfig:
-    """eval.study: trains and measures several variants of a recipe; `recipes/study/` has examples."""
+    """mtptrain study: trains and measures several variants of a recipe; `recipes/study/` has examples."""
 
     name: str = "study"
     """Folder below `run_dir/study/`."""
@@ -292,4 +292,4 @@ class StudyConfig:
     num_prompts: int = at_least(1, default=80)
     """Number of prompts of each length."""
     num_ranks: int = at_least(1, default=1)
-    """Number of ranks of each program; stage 1 and data_prep.draft_vocab always run as one process."""
+    """Number of ranks of each program; stage 1 and mtptrain draft-vocab always run as one process."""

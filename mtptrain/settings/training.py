@@ -59,7 +59,7 @@ class TrainConfig:
     feature_weight: float = at_least(0.0, default=0.0)
     """Weight of an additional smooth L1 loss between the head's states and the target's post-norm states (EAGLE-1)."""
     stream: bool = False
-    """Train on shards while data_prep.hidden_states, started at the same time with the same settings, extracts them.
+    """Train on shards while mtptrain hidden-states, started at the same time with the same settings, extracts them.
     Shards are deleted after use. Only one epoch is possible."""
     stream_shards: int = at_least(1, default=16)
     """With `stream`: number of shards per window. Documents are shuffled within a window. At most three windows are on
@@ -84,9 +84,9 @@ class TrainConfig:
     `run_dir/train/heads`, where each takes as much disk space as an export."""
     validation_prompts: int = at_least(0, default=32)
     """Maximum number of prompts to measure acceptance on. They come from about a quarter of the held-out files or
-    questions; `eval.acceptance` measures on the others. 0 measures nothing during training, for a target that does not
-    fit in memory together with the head. `best` is then the newest head until `eval.choose_head` has measured the heads
-    that `validate_every` keeps."""
+    questions; `mtptrain acceptance` measures on the others. 0 measures nothing during training, for a target that does
+    not fit in memory together with the head. `best` is then the newest head until `mtptrain choose-head` has measured
+    the heads that `validate_every` keeps."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)
     """Number of steps between checkpoints; 0 saves only at the end and when a signal stops the run. With `stream`, a

@@ -250,7 +250,7 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
             "target.path: transformers must be able to run the quantised weights that quantization_config in "
             f"{target_dir / 'config.json'} describes, but reports {error_summary(error)}; install what it names, or "
             "run this target in vLLM only: hidden_states.backend=vllm, train.validation_prompts=0, and "
-            "eval.serving_bench for its acceptance"
+            "mtptrain serving-bench for its acceptance"
         ) from error
 
 

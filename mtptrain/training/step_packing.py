@@ -118,8 +118,8 @@ def pack_documents(
     if lengths.max() > batch_tokens:
         raise UserError(
             f"train.batch_tokens: must be at least the {lengths.max()} tokens of the longest document, but is "
-            f"{batch_tokens}; raise it or lower prompts.max_document_tokens and run data_prep.prompts and "
-            "data_prep.hidden_states again"
+            f"{batch_tokens}; raise it or lower prompts.max_document_tokens and run mtptrain prompts and "
+            "mtptrain hidden-states again"
         )
     order = order[costs[order] > 0]
     coming = zip(order.tolist(), lengths[order].tolist(), costs[order].tolist(), strict=True)

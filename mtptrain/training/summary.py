@@ -26,9 +26,9 @@ def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
 
 def print_summary(stage_dir: Path, progress: Progress) -> None:
     best = progress.best_acceptance_length
-    table = Table(title="mtptrain.train", show_header=False)
+    table = Table(title="mtptrain train", show_header=False)
     table.add_row("steps", f"{progress.step:,}")
-    program = "eval.choose_head" if kept_heads(stage_dir) else "eval.acceptance"
+    program = "mtptrain choose-head" if kept_heads(stage_dir) else "mtptrain acceptance"
     table.add_row("best acceptance length", f"{best:.3f}" if best else f"not measured: run {program}")
     for name, value in speed_rows(stage_dir / METRICS):
         table.add_row(name, value)

@@ -1,7 +1,7 @@
-"""Measures a head's acceptance and losses, during training and in `eval.choose_head`.
+"""Measures a head's acceptance and losses, during training and in `mtptrain choose-head`.
 
 The head with the highest acceptance length is the best one. The prompts are the `choosing` part of the held-out data.
-`eval.acceptance` drafts and verifies with the same code.
+`mtptrain acceptance` drafts and verifies with the same code.
 """
 
 from dataclasses import dataclass

@@ -179,13 +179,13 @@ def test_a_head_without_a_draft_vocabulary_to_choose_is_refused(
 
 
 def test_choosing_before_the_prompts_exist_says_what_to_run(config_for: Callable[..., PipelineConfig]) -> None:
-    with pytest.raises(UserError, match=r"prompts/manifest\.json: must exist, but does not; run data_prep\.prompts"):
+    with pytest.raises(UserError, match=r"prompts/manifest\.json: must exist, but does not; run mtptrain prompts"):
         prepare_draft_vocab(config_for(*SETTINGS))
 
 
 def test_prompts_of_another_tokenizer_are_refused(config: PipelineConfig, tmp_path: Path) -> None:
     config.target.path = str(make_target(tmp_path / "other", chat_template=None))
     with pytest.raises(
-        ValueError, match=r"manifest\.json: chat_template_sha256 must be \w+, as for target .*; run data_prep\.prompts"
+        ValueError, match=r"manifest\.json: chat_template_sha256 must be \w+, as for target .*; run mtptrain prompts"
     ):
         prepare_draft_vocab(config)

@@ -35,7 +35,7 @@ def facts(directory: Path) -> dict[str, Any]:
 
 def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
     (tmp_path / "choice.json").write_text('{"heads": [')
-    with pytest.raises(ValueError, match=r"choice\.json: must be JSON, .*; delete it and run eval\.choose_head again"):
+    with pytest.raises(ValueError, match=r"choice\.json: must be JSON, .*; delete it and run mtptrain choose-head"):
         remove_later_heads(tmp_path, 5)
     assert (tmp_path / "choice.json").exists()
 
@@ -163,7 +163,7 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     [
         (
             (),
-            "train/heads: must hold the heads to choose from, but holds none; run mtptrain.train with the same recipe "
+            "train/heads: must hold the heads to choose from, but holds none; run mtptrain train with the same recipe "
             "and run_dir",
         ),
         (

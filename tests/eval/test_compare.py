@@ -130,7 +130,7 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
         "version": "0.32.0",
         "prompts": 2,
     }
-    served["command"] = "python -m eval.serving_check 'serving.python=<b>'"
+    served["command"] = "mtptrain serving-check 'serving.python=<b>'"
     write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc")
     write_other_report(tmp_path, "serving_check/report.json", served)
     page = page_of(tmp_path)
@@ -138,7 +138,7 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
         "<td>vllm 0.32.0</td><td>1,021</td><td>3,060</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>"
         in page
     )
-    assert "<pre>python -m eval.serving_check &#39;serving.python=&lt;b&gt;&#39;</pre>" in page
+    assert "<pre>mtptrain serving-check &#39;serving.python=&lt;b&gt;&#39;</pre>" in page
     for name, other in (("head_sha256", "dd"), ("prompts_sha256", "11"), ("max_new_tokens", 21), ("dtype", "bfloat16")):
         write_other_report(tmp_path, "serving_check/report.json", {**served, name: other})
         assert "vllm" not in page_of(tmp_path)
@@ -295,7 +295,8 @@ def test_an_incomplete_report_is_refused(tmp_path: Path, keys: tuple[str, ...]) 
     del part[keys[-1]]
     path.write_text(json.dumps(report))
     with pytest.raises(
-        ValueError, match=r"report\.json: must have all figures that eval\.acceptance writes, but some are missing or"
+        ValueError,
+        match=r"report\.json: must have all figures that mtptrain acceptance writes, but some are missing",
     ):
         compare.read_reports([path])
 
@@ -312,17 +313,17 @@ def test_a_report_with_an_invalid_figure_is_refused(tmp_path: Path, part: str, r
 
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "torn.json").write_text('{"rounds": ')
-    with pytest.raises(ValueError, match=r"torn\.json: must be JSON, but is not .*; run eval\.acceptance again"):
+    with pytest.raises(ValueError, match=r"torn\.json: must be JSON, but is not .*; run mtptrain acceptance again"):
         compare.read_reports([tmp_path / "torn.json"])
     (tmp_path / "nested.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"nested\.json: must be JSON, but is nested too deep to be read; run eval"):
         compare.read_reports([tmp_path / "nested.json"])
     (tmp_path / "other.json").write_text('{"rounds": 3}')
     with pytest.raises(
-        ValueError, match=r"other\.json: must be a report\.json of eval\.acceptance, but is not one, or has an older"
+        ValueError, match=r"other\.json: must be a report\.json of mtptrain acceptance, but is not one, or has an older"
     ):
         compare.read_reports([tmp_path / "other.json"])
-    with pytest.raises(UserError, match=r"must be a report\.json of eval\.acceptance, but is not a file"):
+    with pytest.raises(UserError, match=r"must be a report\.json of mtptrain acceptance, but is not a file"):
         compare.read_reports([tmp_path / "none.json"])
 
 

@@ -1,4 +1,4 @@
-"""Tests that `eval.serving_bench` writes the fastest K for engines, and refuses bad input before it serves."""
+"""Tests that `mtptrain serving-bench` writes the fastest K for engines, and refuses bad input before it serves."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tests that `eval.serving_check` refuses what it cannot compare, and names the first difference."""
+"""Tests that `mtptrain serving-check` refuses what it cannot compare, and names the first difference."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_check_of_sampled_decoding_is_refused(tmp_path: Path, tiny_target: Pat
 
 
 def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"serving\.json: must exist, but does not; run mtptrain\.export"):
+    with pytest.raises(UserError, match=r"serving\.json: must exist, but does not; run mtptrain export"):
         read_serving_facts(tmp_path, "vllm", "of this run")
 
 
@@ -41,7 +41,7 @@ def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
 )
 def test_damaged_facts_of_an_export_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "serving.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"serving\.json: {message}; run mtptrain\.export again"):
+    with pytest.raises(ValueError, match=rf"serving\.json: {message}; run mtptrain export again"):
         read_serving_facts(tmp_path, "vllm", "of this run")
 
 
@@ -51,7 +51,7 @@ FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256":
 def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text(json.dumps({**FACTS, "engine": "sglang"}))
     with pytest.raises(
-        ValueError, match=r"serving\.json: engine must be vllm, but is sglang; run mtptrain\.export with"
+        ValueError, match=r"serving\.json: engine must be vllm, but is sglang; run mtptrain export with"
     ):
         read_serving_facts(tmp_path, "vllm", "of this run")
 

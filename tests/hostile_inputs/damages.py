@@ -148,7 +148,7 @@ def settings(*overrides: str) -> Damage:
 
 
 def prompts_file(content: bytes) -> Damage:
-    """Returns a damage that writes prompts and a random head for `eval.acceptance`."""
+    """Returns a damage that writes prompts and a random head for `mtptrain acceptance`."""
 
     def damage(place: Place) -> list[str]:
         (place.data / "prompts.jsonl").write_bytes(content + b"\n")

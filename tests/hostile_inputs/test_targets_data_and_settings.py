@@ -82,7 +82,7 @@ CASES |= {
         unanswered,
         r"prompts\.paths: conversations must have an assistant turn to learn from",
     ),
-    # Settings, and prompts of eval.acceptance
+    # Settings, and prompts of mtptrain acceptance
     "seed too large": (PROMPTS, settings("seed=99999999999999999999"), "seed: must "),
     "unknown head.name": (PROMPTS, settings("head.name=foo"), r"head\.name: must be one of mtp, .*, but is 'foo'"),
     "batch too large": (

@@ -81,6 +81,6 @@ def test_a_draft_vocabulary_that_is_missing_is_told_before_the_store_is_read(
     shutil.copytree(tiny_run[0] / "prompts", place.directory / "other/prompts")
     overrides = ["head=eagle3", "head.capture_layers=[1,2]", "head.draft_vocab_size=64"]
     refused(
-        place, TRAIN, [*overrides, f"run_dir={place.directory}/other"], r"\S*draft_vocab\S*: .*data_prep\.draft_vocab"
+        place, TRAIN, [*overrides, f"run_dir={place.directory}/other"], r"\S*draft_vocab\S*: .*mtptrain draft-vocab"
     )
     assert not (place.directory / "other/train").exists()

@@ -132,7 +132,7 @@ def test_what_is_refused_is_refused_before_anything_is_read_or_written(
     ("content", "message"),
     [
         ("[" * 100_000, "must be JSON, but is nested too deep to be read"),
-        ('{"head_sha256": "HEAD"}', "must have all figures that eval.acceptance writes, but some are missing"),
+        ('{"head_sha256": "HEAD"}', "must have all figures that mtptrain acceptance writes, but some are missing"),
     ],
     ids=["nested", "incomplete"],
 )
@@ -142,7 +142,7 @@ def test_a_damaged_report_is_refused_before_anything_is_written(
     config = trained(tmp_path / "run", target_of_four_layers)
     sha256 = file_sha256(tmp_path / "run/train/best/head.safetensors")
     (tmp_path / "run/acceptance/report.json").write_text(content.replace("HEAD", sha256))
-    with pytest.raises(ValueError, match=rf"acceptance/report\.json: {message}.*; run eval\.acceptance again, or"):
+    with pytest.raises(ValueError, match=rf"acceptance/report\.json: {message}.*; run mtptrain acceptance again, or"):
         export(config)
     assert not (tmp_path / "run/export").exists()
 
@@ -296,5 +296,5 @@ def test_the_memory_of_the_proof_does_not_grow_with_the_target() -> None:
 def test_export_before_training_says_what_to_run(tmp_path: Path, tiny_target: Path) -> None:
     result = run_program("mtptrain.export", f"run_dir={tmp_path}/run", f"target.path={tiny_target}")
     assert result.returncode != 0
-    assert "must hold a trained head, but has no head.json; run mtptrain.train first" in result.stderr
+    assert "must hold a trained head, but has no head.json; run mtptrain train first" in result.stderr
     assert not (tmp_path / "run/export").exists()

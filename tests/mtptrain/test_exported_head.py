@@ -229,7 +229,7 @@ def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path
     other = read_target_config(make_target(tmp_path / "target", intermediate_size=80))
     with pytest.raises(ValueError, match=r"mlp\.\w+_proj\.weight must be of shape .* for this target, but is"):
         load_head(tmp_path / "head", CONFIG, other, None, torch.device("cpu"))
-    with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"):
+    with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain train first"):
         load_head(tmp_path / "none", CONFIG, target_config, None, torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Tests that `data_prep.responses` gets the same answers from `vllm serve` as from transformers, and can resume."""
+"""Tests that `mtptrain responses` gets the same answers from `vllm serve` as from transformers, and can resume."""
 
 import json
 import os

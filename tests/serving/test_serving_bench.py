@@ -1,4 +1,4 @@
-"""Tests `eval.serving_bench` with a real vLLM, both with engines that it starts and with a running server."""
+"""Tests `mtptrain serving-bench` with a real vLLM, both with engines that it starts and with a running server."""
 
 import json
 import os

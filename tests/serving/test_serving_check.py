@@ -1,4 +1,4 @@
-"""Tests `eval.serving_check` with an engine that it starts, and with a server that runs already."""
+"""Tests `mtptrain serving-check` with an engine that it starts, and with a server that runs already."""
 
 import json
 import shutil

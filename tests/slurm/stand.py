@@ -7,12 +7,12 @@ from pathlib import Path
 from tests.slurm.cluster import ROOT
 
 PLAN = """runs/quickstart
-responses data_prep.responses server
-prompts data_prep.prompts process
-hidden_states data_prep.hidden_states ranks
-train mtptrain.train ranks
-acceptance eval.acceptance ranks
-export mtptrain.export process
+responses mtptrain responses server
+prompts mtptrain prompts process
+hidden_states mtptrain hidden-states ranks
+train mtptrain train ranks
+acceptance mtptrain acceptance ranks
+export mtptrain export process
 """
 
 

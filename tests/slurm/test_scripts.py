@@ -27,12 +27,12 @@ SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in {
         (
             "plan=true",
             1,
-            "plan: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings",
+            "plan: must be false for jobs, but is true; run mtptrain hidden-states with the same settings",
         ),
         (
             "verify=true",
             1,
-            "verify: must be false for jobs, but is true; run python -m data_prep.hidden_states with the same settings",
+            "verify: must be false for jobs, but is true; run mtptrain hidden-states with the same settings",
         ),
         (
             "train.lrr=1",
@@ -71,14 +71,14 @@ def test_answers_of_a_server_are_one_process_that_is_asked_to_stop_ahead_of_time
     first = stand.asked("sbatch")[0]
     assert "--mem=9G" in first and f"{ROOT}/slurm/responses_server.sbatch recipe=quickstart" in first
     assert stand.run("responses_server.sbatch", "recipe=quickstart").returncode == 0
-    assert re.search(r"--nproc-per-node 1 .* -m data_prep.responses recipe=quickstart$", stand.asked("srun")[0])
+    assert re.search(r"--nproc-per-node 1 .* -m mtptrain responses recipe=quickstart$", stand.asked("srun")[0])
     header = (ROOT / "slurm/responses_server.sbatch").read_text()
     assert "--requeue --signal=B:USR1@120" in header and "gpus" not in header
 
 
 def test_one_process_chooses_the_head_whatever_the_ranks_of_the_others(stand: Stand) -> None:
     assert stand.run("choose_head.sbatch", "recipe=quickstart", NPROC="8").returncode == 0
-    assert re.search(r"--nproc-per-node 1 .* -m eval.choose_head recipe=quickstart$", stand.asked("srun")[0])
+    assert re.search(r"--nproc-per-node 1 .* -m mtptrain choose-head recipe=quickstart$", stand.asked("srun")[0])
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_container_runs_every_step_with_the_checkout_the_folder_and_the_users_
     assert [line.split(options)[1].split(" --standalone")[0] for line in stand.asked("srun")] == [
         f"{ROOT}/slurm/stages.py recipe=quickstart",
         "-m torch.distributed.run",
-        "-m data_prep.prompts recipe=quickstart",
+        "-m mtptrain prompts recipe=quickstart",
     ]
     # pipeline.sh itself runs outside the container, on the machine that submits.
     assert stand.run("pipeline.sh", "recipe=quickstart", **variables).returncode == 0

@@ -27,7 +27,7 @@ def make_documents(lengths: list[int], seed: int = 0) -> Documents:
 
 
 def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None:
-    """Writes prompts as data_prep.prompts does."""
+    """Writes prompts as mtptrain prompts does."""
     directory = run_dir / "prompts"
     directory.mkdir(parents=True, exist_ok=True)
     documents.save(directory / "train.safetensors")

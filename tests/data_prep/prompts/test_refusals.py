@@ -1,4 +1,4 @@
-"""Tests which data, limits, templates and tokenizers `data_prep.prompts` refuses, and that it states the reason."""
+"""Tests which data, limits, templates and tokenizers `mtptrain prompts` refuses, and that it states the reason."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_conversations_without_an_answer_are_not_blamed_on_the_template(
     rows = [chat(f"chat{i}", f"hello {i}?") for i in range(20)]
     match = (
         r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one \(the "
-        r"first is .*\.jsonl:\d+\); choose data with answers, or let the target answer: run data_prep\.responses"
+        r"first is .*\.jsonl:\d+\); choose data with answers, or let the target answer: run mtptrain responses"
     )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(chat_config(rows))

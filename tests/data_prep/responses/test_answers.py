@@ -1,4 +1,4 @@
-"""Tests the requests that `data_prep.responses` sends to a server, and the responses that it stores."""
+"""Tests the requests that `mtptrain responses` sends to a server, and the responses that it stores."""
 
 import json
 import random

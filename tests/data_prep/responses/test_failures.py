@@ -150,7 +150,7 @@ def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: Confi
     ):
         respond(config)
     assert len(server.requests) < 30
-    with pytest.raises(UserError, match=r"manifest\.json: must exist, but does not; run data_prep\.responses"):
+    with pytest.raises(UserError, match=r"manifest\.json: must exist, but does not; run mtptrain responses"):
         prepare_prompts(config)
     server.requests.clear()
     server.behave = answer_by_prompt
@@ -197,11 +197,11 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     result = run_program(
         "data_prep.responses", *overrides_for(tmp_path, speaking_target, CHATS), f"responses.url={server.url}"
     )
-    assert result.returncode == 1 and "1 conversations failed; run data_prep.responses again" in result.stderr
+    assert result.returncode == 1 and "1 conversations failed; run mtptrain responses again" in result.stderr
     config = by_server()
     assert len(answered(config)) == 19
     prepare_prompts(config)
-    assert "responses: 1 conversations failed and are missing; run data_prep.responses again" in capsys.readouterr().out
+    assert "responses: 1 conversations failed and are missing; run mtptrain responses again" in capsys.readouterr().out
 
 
 def test_a_conversation_that_the_template_never_ends_to_render_fails_by_name(

@@ -210,7 +210,7 @@ def test_a_damaged_plan_or_manifest_is_refused_by_name(
         content = {key: content[key] for key in ("identity", "server_versions")}
     content = {key: value for key, value in (content | change).items() if value is not ...}
     (directory / name).write_text(json.dumps(content))
-    message = rf"responses/{name}: must be the manifest that data_prep\.responses writes, but {reason}; delete \S+resp"
+    message = rf"responses/{name}: must be the manifest that mtptrain responses writes, but {reason}; delete \S+resp"
     with pytest.raises(ValueError, match=message):
         respond(config)
     if name == "manifest.json":
@@ -223,5 +223,5 @@ def test_prompts_refuse_a_damaged_manifest_of_responses(by_server: ConfigFor, co
     config = by_server(rows=CHATS[:1])
     respond(config)
     (config.stage_dir("responses") / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=r"manifest\.json: .*must be .*; delete \S+ and run data_prep\.responses"):
+    with pytest.raises(ValueError, match=r"manifest\.json: .*must be .*; delete \S+ and run mtptrain responses"):
         prepare_prompts(config)

@@ -76,7 +76,7 @@ def test_prompts_refuse_answers_that_are_missing_or_others(
 ) -> None:
     config = by_server()
     with pytest.raises(
-        UserError, match=r"responses/manifest\.json: must exist, but does not; run data_prep\.responses with"
+        UserError, match=r"responses/manifest\.json: must exist, but does not; run mtptrain responses with"
     ):
         prepare_prompts(config)
     respond(config)
@@ -84,7 +84,7 @@ def test_prompts_refuse_answers_that_are_missing_or_others(
     other = make_speaking_target(tmp_path / "other", seed=1, chat_template=GENERATION_TEMPLATE + "{# other #}")
     with pytest.raises(
         ValueError,
-        match=r"weights must be \w+, but is \w+; the hash of the chat template must be .*; run data_prep\.responses ag",
+        match=r"weights must be \w+, but is \w+; the hash of the chat template must be .*; run mtptrain responses ag",
     ):
         prepare_prompts(by_server(f"target.path={other}"))
     with pytest.raises(ValueError, match=r"the hash of the conversations of \S+chats\.jsonl must be \w+, but is \w+;"):

@@ -183,7 +183,7 @@ def test_every_program_ends_with_one_line() -> None:
 
 
 def test_a_program_without_a_config_refuses_in_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = "/none/report.json: must be a report.json of eval.acceptance, but is not a file; correct the path"
+    message = "/none/report.json: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
     for module, arguments in (("eval.compare", []), ("mtptrain", ["compare"])):
         result = run_ranks(module, [*arguments, "/none/report.json"])
         assert (result.returncode, result.stderr) == (1, f"error: {message}\n")

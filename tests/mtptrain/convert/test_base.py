@@ -108,7 +108,7 @@ def test_a_head_that_an_engine_has_no_class_for_is_refused_with_the_engines_that
 def test_a_head_that_no_engine_has_a_class_for_is_refused_by_name(target: LlamaConfig) -> None:
     message = (
         "^head: must be one of dflash, .*medusa, .* to be exported, but is hydra, which no engine has a class "
-        "for; measure it with eval.acceptance, or train another head"
+        "for; measure it with mtptrain acceptance, or train another head"
     )
     for engine in ("vllm", "sglang", "transformers"):
         with pytest.raises(ValueError, match=message):

@@ -62,12 +62,12 @@ def test_two_vocabularies_have_different_hashes_and_the_targets_own_has_none() -
     [
         (
             (3, 10, "abc"),
-            r"head\.draft_vocab_size must be 3, but is 4; run data_prep\.draft_vocab again with the same recipe",
+            r"head\.draft_vocab_size must be 3, but is 4; run mtptrain draft-vocab again with the same recipe",
         ),
-        ((4, 11, "abc"), r"the target's vocab_size must be 11, but is 10; run data_prep\.draft_vocab again"),
+        ((4, 11, "abc"), r"the target's vocab_size must be 11, but is 10; run mtptrain draft-vocab again"),
         (
             (4, 10, "xyz"),
-            r"the hash of the prompts \(train\.safetensors\) must be xyz, but is abc; run data_prep\.draft_vocab again",
+            r"the hash of the prompts \(train\.safetensors\) must be xyz, but is abc; run mtptrain draft-vocab again",
         ),
     ],
     ids=["size", "target", "prompts"],
@@ -95,7 +95,7 @@ def test_a_damaged_manifest_is_refused(directory: Path, content: str) -> None:
     (directory / "manifest.json").write_text(content)
     with pytest.raises(
         ValueError,
-        match=r"manifest\.json: must be the manifest that data_prep\.draft_vocab writes, but .*; run data_prep\.draft",
+        match=r"manifest\.json: must be the manifest that mtptrain draft-vocab writes, but .*; run data_prep\.draft",
     ):
         read_draft_vocab(directory, 4, 10, "abc")
 
@@ -104,7 +104,7 @@ def test_a_damaged_manifest_is_refused(directory: Path, content: str) -> None:
 def test_a_vocabulary_that_was_not_chosen_names_the_program_that_does(directory: Path, missing: str) -> None:
     (directory / missing).unlink()
     with pytest.raises(
-        UserError, match=rf"{missing}: must exist, but does not; run data_prep\.draft_vocab with the same"
+        UserError, match=rf"{missing}: must exist, but does not; run mtptrain draft-vocab with the same"
     ):
         read_draft_vocab(directory, 4, 10, "abc")
 

@@ -57,7 +57,7 @@ def test_a_truncated_split_is_named(tmp_path: Path) -> None:
     Documents.from_list([(0, [1, 2, 3], [1, 1, 1])]).save(path)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(
-        ValueError, match=r"train\.safetensors: must be a split of prompts, but is not: .*rerun data_prep\.prompts"
+        ValueError, match=r"train\.safetensors: must be a split of prompts, but is not: .*rerun mtptrain prompts"
     ):
         Documents.load(path)
 
@@ -86,7 +86,7 @@ def test_a_damaged_document_entry_is_named(tmp_path: Path, line: str) -> None:
     DocumentEntry.write_all(tmp_path, [DocumentEntry(0, "a.py", Split.train, 5, 0)])
     path = tmp_path / "documents.jsonl"
     path.write_text(path.read_text() + line + "\n")
-    message = r"documents\.jsonl:2: must be the entry of a document, but is not \(.*\); rerun data_prep\.prompts"
+    message = r"documents\.jsonl:2: must be the entry of a document, but is not \(.*\); rerun mtptrain prompts"
     with pytest.raises(ValueError, match=message):
         DocumentEntry.read_all(tmp_path)
 
@@ -101,7 +101,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))
     with pytest.raises(
-        ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; rerun data_prep\.prompts"
+        ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; rerun mtptrain prompts"
     ):
         PromptsManifest.read(tmp_path)
 
@@ -121,7 +121,7 @@ def test_a_manifest_with_other_entries_is_refused(tmp_path: Path, change: dict[s
     path = tmp_path / "manifest.json"
     content = json.loads(path.read_text()) | change
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
-    message = rf"/manifest\.json: must be the manifest that data_prep\.prompts writes, but {reason}; run data_prep\.pro"
+    message = rf"/manifest\.json: must be the manifest that mtptrain prompts writes, but {reason}; run data_prep\.pro"
     with pytest.raises(ValueError, match=message):
         PromptsManifest.read(tmp_path)
 

@@ -136,7 +136,7 @@ def test_opening_reads_no_states(tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(
-        ValueError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run data_prep.hidden_states again"
+        ValueError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run mtptrain hidden-states again"
     ):
         HiddenStore.open(tmp_path)
 

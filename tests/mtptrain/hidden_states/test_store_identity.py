@@ -33,7 +33,7 @@ OTHERS = {
 def test_states_of_something_else_are_refused_with_the_reason(tmp_path: Path, what: str) -> None:
     value = "\\(1,\\)" if "layers" in what else "x"
     message = (
-        rf"json: {what} must be {value}, but is [^;]+ \(target expected: .*delete .* run data_prep.hidden_states again"
+        rf"json: {what} must be {value}, but is [^;]+ \(target expected: .*delete .* run mtptrain hidden-states again"
     )
     begin_store(tmp_path / "unfinished", IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     with pytest.raises(ValueError, match="plan." + message):

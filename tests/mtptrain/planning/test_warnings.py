@@ -124,7 +124,7 @@ LARGE = (
             "the only part that tensor parallelism divides; set a lower hidden_states.batch_tokens"),
         ([], "for validation, the target must fit on every GPU next to training, but takes 141 GB"),
         (["planner.gpu_memory_gb=165"], "138 GB are left; set a lower train.batch_tokens; or set train.validation"),
-        ([], "are left; set train.validation_prompts=0 and run eval.choose_head after training; or use GPUs"),
+        ([], "are left; set train.validation_prompts=0 and run mtptrain choose-head after training; or use GPUs"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"],
             "train.batch_tokens: training must fit into 80 GB of each GPU, but takes"),
         (["prompts.max_document_tokens=32768", "train.batch_tokens=65536"], "set train.activation_checkpointing=true, "

@@ -119,14 +119,12 @@ def test_a_draft_vocabulary_that_is_missing_stale_or_of_another_size_is_refused(
     shutil.copytree(tiny_target, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     result = run_program("mtptrain.train", *overrides, f"target.path={tmp_path / 'bare'}")
     assert (
-        "draft_vocab/manifest.json: must exist, but does not; run data_prep.draft_vocab with the same recipe"
+        "draft_vocab/manifest.json: must exist, but does not; run mtptrain draft-vocab with the same recipe"
         in result.stderr
     )
     assert run_program("data_prep.draft_vocab", *overrides, "head.draft_vocab_size=40").returncode == 0
     result = run_program("mtptrain.train", *overrides)
-    assert (
-        "manifest.json: head.draft_vocab_size must be 48, but is 40; run data_prep.draft_vocab again" in result.stderr
-    )
+    assert "manifest.json: head.draft_vocab_size must be 48, but is 40; run mtptrain draft-vocab again" in result.stderr
     manifest = json.loads((run_dir / "draft_vocab/manifest.json").read_text())
     (run_dir / "draft_vocab/manifest.json").write_text(json.dumps({**manifest, "prompts_sha256": "other"}))
     result = run_program("mtptrain.train", *overrides, "head.draft_vocab_size=40")

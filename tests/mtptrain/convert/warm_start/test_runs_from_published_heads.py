@@ -29,7 +29,7 @@ def test_a_run_without_a_trained_head_takes_the_initial_one_and_then_its_own(tmp
     assert_equal(found.head.state_dict(), trained)
     assert found.is_trained and found.directory == best_dir
 
-    with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain\.train first"):
+    with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain train first"):
         trained_or_initial_head(tmp_path / "none", EAGLE3, tiny_target, None, cpu)
 
 
