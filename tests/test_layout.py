@@ -1,4 +1,4 @@
-"""Tests the layout of the packages: the direction of imports, sizes of files and functions, and dependencies.
+"""Tests the layout of the packages: the direction of imports, and dependencies.
 
 Imports point one way, data_prep -> mtptrain <- eval. Programs are started, never imported.
 """
@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
@@ -35,7 +34,6 @@ PARTS = (
     *("hidden_states", "training", "convert", "planning", "train", "export", "run", "__main__"),
 )
 """The parts of `mtptrain/`. Each may import only from those before it."""
-MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 350, 60
 FORBIDDEN = {
     "mtptrain": {"data_prep", "eval", "tests"},
     "data_prep": {"eval", "tests"},
@@ -144,21 +142,6 @@ def test_an_upward_import_and_a_circle_are_found(tmp_path: Path) -> None:
     assert set(circle) == {"mtptrain.target.model", "mtptrain.heads.mtp"}
 
 
-def test_folders_files_and_functions_are_small_enough_to_read() -> None:
-    modules_and_tests = [*modules(ROOT).values(), *sorted((ROOT / "tests").rglob("*.py"))]
-    folders = Counter(path.parent.relative_to(ROOT) for path in modules_and_tests if path.name != "__init__.py")
-    assert [str(folder) for folder, count in folders.items() if count > MOST_FILES] == []
-    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules_and_tests}
-    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
-    functions = {
-        f"{path.relative_to(ROOT)}:{node.name}": node.end_lineno - node.lineno + 1
-        for path in modules(ROOT).values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
-    }
-    assert {name: count for name, count in functions.items() if count > MOST_LINES_OF_A_FUNCTION} == {}
-
-
 def test_no_docstring_begins_with_a_word_that_makes_it_a_fragment() -> None:
     is_fragment = re.compile(r'"""(Of|Likewise|As|What|The same)\b')
     found = {name: is_fragment.findall(path.read_text()) for name, path in modules(ROOT).items()}
@@ -176,14 +159,14 @@ def test_no_docstring_begins_with_a_word_that_makes_it_a_fragment() -> None:
         (
             "mtptrain/bad.py",
             "from mtptrain.train import x",
-            "1: mtptrain train is a program, which no module may import",
+            "1: mtptrain.train is a program, which no module may import",
         ),
-        ("eval/bad.py", "from mtptrain import train", "1: mtptrain train is a program, which no module may import"),
-        ("mtptrain/heads/bad.py", "from .. import train", "1: mtptrain train is a program, which no module may import"),
+        ("eval/bad.py", "from mtptrain import train", "1: mtptrain.train is a program, which no module may import"),
+        ("mtptrain/heads/bad.py", "from .. import train", "1: mtptrain.train is a program, which no module may import"),
         (
             "mtptrain/heads/__init__.py",
             "from ..train import x",
-            "1: mtptrain train is a program, which no module may import",
+            "1: mtptrain.train is a program, which no module may import",
         ),
     ],
 )

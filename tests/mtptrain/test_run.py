@@ -37,9 +37,9 @@ def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str],
 @pytest.mark.parametrize(("num_gpus", "ranks"), [(0, None), (1, None), (8, "8")])
 def test_a_stage_gets_a_rank_for_each_gpu(num_gpus: int, ranks: str | None) -> None:
     with patch("torch.cuda.device_count", lambda: num_gpus):
-        command = run.command_of(STAGES["train"], "ranks", ["recipe=quickstart"])
-        assert run.command_of(STAGES["prompts"], "process", []) == [sys.executable, "-m", "data_prep.prompts"]
-    assert command[-3:] == ["-m", "mtptrain.train", "recipe=quickstart"]
+        command = run.command_of("train", "ranks", ["recipe=quickstart"])
+        assert run.command_of("prompts", "process", []) == [sys.executable, "-m", "mtptrain", "prompts"]
+    assert command[-4:] == ["-m", "mtptrain", "train", "recipe=quickstart"]
     assert (command[command.index("--nproc-per-node") + 1] if "--nproc-per-node" in command else None) == ranks
 
 

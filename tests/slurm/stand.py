@@ -7,12 +7,12 @@ from pathlib import Path
 from tests.slurm.cluster import ROOT
 
 PLAN = """runs/quickstart
-responses mtptrain responses server
-prompts mtptrain prompts process
-hidden_states mtptrain hidden-states ranks
-train mtptrain train ranks
-acceptance mtptrain acceptance ranks
-export mtptrain export process
+responses server
+prompts process
+hidden_states ranks
+train ranks
+acceptance ranks
+export process
 """
 
 

@@ -152,7 +152,7 @@ def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_m
         slurm.wait(job, lambda: slurm.state(job) == "PENDING" and len(stopped_at(log)) > number)  # noqa: B023
     slurm.wait_completed(job)
 
-    assert re.findall(r"mtptrain.train: stopped by (\w+)", log.read_text(errors="replace")) == [
+    assert re.findall(r"train: stopped by (\w+)", log.read_text(errors="replace")) == [
         "USR1",
         "preemption",
         "TERM",
@@ -207,6 +207,6 @@ def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: S
         slurm.run("scancel", "--batch", "--signal=USR1", job)
         slurm.wait(job, lambda: slurm.state(job) == "PENDING")
         slurm.wait_completed(job)
-    assert "data_prep.responses: stopped by USR1, put back into the queue" in log.read_text(errors="replace")
+    assert "responses: stopped by USR1, put back into the queue" in log.read_text(errors="replace")
     assert len((slurm.directory / "answers/responses/conversations.jsonl").read_text().splitlines()) == 60
     assert len(server.requests) <= 60 + 2 * 2  # requests in flight at the stop are repeated
