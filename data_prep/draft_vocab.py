@@ -21,11 +21,11 @@ from transformers import PreTrainedConfig
 from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
-from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.hidden_states.store import expected_identity
-from mtptrain.run_dir import check_stage_dir, require, write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.utils.errors import UserError
@@ -50,8 +50,9 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     size, vocab_size = draft_vocab_size(config.head, target_config.vocab_size), target_config.vocab_size
-    prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "mtptrain prompts").parent
-    paths = {split: require(prompts_dir / f"{split}.safetensors", "mtptrain prompts") for split in Split}
+    names = {split: f"{split}.safetensors" for split in Split}
+    prompts_dir = require_prompts(config.stage_dir("prompts"), *names.values())
+    paths = {split: prompts_dir / name for split, name in names.items()}
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     identity = expected_identity(config, target_dir, capture_layers, paths[Split.train])
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.convert.draft_model import check_start
 from mtptrain.data.identity import StoreIdentity
-from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.prompts import check_document_lengths
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
@@ -19,7 +19,6 @@ from mtptrain.hidden_states.shard_format import check_store_dtype
 from mtptrain.hidden_states.store import expected_identity
 from mtptrain.hidden_states.stream import shard_windows
 from mtptrain.hidden_states.writer import shard_ranges
-from mtptrain.run_dir import require
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
@@ -67,8 +66,8 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
             prompts, target and settings do not fit each other.
     """
     settings = config.hidden_states
-    prompts_dir = require(config.stage_dir("prompts") / "manifest.json", "mtptrain prompts").parent
-    prompts_file = require(prompts_dir / f"{Split.train}.safetensors", "mtptrain prompts")
+    prompts_name = f"{Split.train}.safetensors"
+    prompts_file = require_prompts(config.stage_dir("prompts"), prompts_name) / prompts_name
     documents = Documents.load(prompts_file)
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)

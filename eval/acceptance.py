@@ -50,7 +50,7 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.training.metrics import track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_json
+from mtptrain.utils.files import write_sealed
 
 from .draft_quality import DraftQuality
 from .examples import coloured, examples
@@ -98,7 +98,7 @@ def main(cfg: DictConfig) -> None:
         described = report(config, found, target_dir, prompts, ranks, measured)
         described["held_out"] = None if held_out is None else asdict(held_out)
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
-        write_json(output_dir / "report.json", described)
+        write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
         print_held_out(held_out)
         print_example(described["examples"])

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
-from mtptrain.heads.files import CHOICE, RESTORE, check_head_target, kept_heads, load_head, save_head
+from mtptrain.heads.files import CHOICE, RESTORE, WEIGHTS, check_head_target, kept_heads, load_head, save_head
 from mtptrain.run_dir import check_stage_dir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.validation import Validated, Validation
 from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.errors import StageMissing
-from mtptrain.utils.files import read_json, write_json
+from mtptrain.utils.files import read_sealed, write_json
 
 
 @program
@@ -60,7 +60,7 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
             f"every N steps; if training has already ended, first delete {stage_dir / 'checkpoints'}"
         )
     best = stage_dir / "best/head.json"
-    facts = read_json(best, RESTORE) if best.is_file() else {}
+    facts = read_sealed(best, RESTORE) if best.is_file() else {}
     if "acceptance_length" in facts:
         heads.setdefault(facts["step"], best.parent)
     return dict(sorted(heads.items()))
@@ -89,10 +89,10 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
 
 def keep_best(config: PipelineConfig, directory: Path, measured: Validated) -> None:
     """Save the head in `directory` as the best one, with the same metadata as validation during training."""
-    facts = read_json(directory / "head.json", RESTORE)
+    facts = read_sealed(directory / "head.json", RESTORE, files=[WEIGHTS])
     del facts["head"]
     facts |= measured.record()
-    save_head(config.stage_dir("train") / "best", load_file(directory / "head.safetensors"), config.head, facts)
+    save_head(config.stage_dir("train") / "best", load_file(directory / WEIGHTS), config.head, facts)
 
 
 def describe(config: PipelineConfig, measured: dict[int, Validated], best_step: int) -> dict[str, object]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.utils.errors import UserError, errors_as_lines
-from mtptrain.utils.files import read_json, refuse_overwriting
+from mtptrain.utils.files import read_sealed, refuse_overwriting
 
 from .report_page import TITLE, UNREADABLE, drafters_of, has_comparable_speeds, length_interval, render_page, write_page
 
@@ -57,7 +57,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             raise UserError(
                 f"{path}: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
             )
-        report = {"top_p": 1.0, "top_k": 0} | read_json(path, "run mtptrain acceptance again")
+        report = {"top_p": 1.0, "top_k": 0} | read_sealed(path, "run mtptrain acceptance again")
         if not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise UserError(
                 f"{path}: must be a report.json of mtptrain acceptance, but is not one, or has an older format; run "

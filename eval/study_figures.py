@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.speculate import Generation
-from mtptrain.utils.files import read_json
+from mtptrain.utils.files import read_sealed
 
 RunResult = dict[str, Any]
 """One run's figures.
@@ -51,7 +51,7 @@ def result_of(output_dir: Path, prompt_tokens: Sequence[int]) -> RunResult:
         "acceptance": lengths(with_loops=True),
         "without_loops": lengths(with_loops=False),
         "acceptance_rate_at": summarise([each for *_, each in answers]).acceptance_rate_at,
-        **drafter_figures(read_json(output_dir / "report.json", "set another study.name")),
+        **drafter_figures(read_sealed(output_dir / "report.json", "set another study.name")),
     }
 
 

@@ -29,11 +29,11 @@ from mtptrain.serving.exports import SERVING, WRITTEN_FOR
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import engine_target, resolve_target
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_json, save_tensors, write_json, write_text
+from mtptrain.utils.files import read_sealed, save_tensors, write_json, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
 
 README = "README.md"
-WRITTEN = (CONFIG, PROVENANCE, SERVING, "config.json", "model.safetensors", README)
+WRITTEN = (CONFIG, PROVENANCE, "config.json", "model.safetensors", README)
 """Files of an export by a version that did not list them in its provenance."""
 HOME_NOTE = "\nIn these paths, `~` is the home directory of whoever wrote the export: write it out in full.\n"
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
@@ -72,7 +72,6 @@ def export(config: PipelineConfig) -> None:
             "speculative_settings": form.speculative_settings,
             "holds_target": form.holds_target,
         }
-        write_json(directory / SERVING, {**facts, **serving, "head_sha256": trained.sha256})
         write_head(directory, form, trained.head.state_dict())
         form.add_target(directory, target_dir)
         check_tensors(directory, form)
@@ -81,6 +80,8 @@ def export(config: PipelineConfig) -> None:
         )
         write_text(directory / README, readme(config, form, measured, target_dir, output_dir))
         hide_homes(directory)
+        written = {**facts, **serving, "head_sha256": trained.sha256}
+        write_sealed(directory / SERVING, written, ["config.json", form.weights_name])
     print_summary(output_dir / form.weights_name, proof)
 
 
@@ -136,7 +137,7 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
         UserError: the report of `mtptrain acceptance` is damaged.
     """
     advice = "run mtptrain acceptance again, or remove this file"
-    report = read_json(path, advice) if path.is_file() else {}
+    report = read_sealed(path, advice) if path.is_file() else {}
     if report.get("head_sha256") != head_sha256:
         return "Not measured: run `mtptrain acceptance` and export again."
     try:
@@ -174,7 +175,7 @@ def hide_homes(directory: Path) -> None:
     The README says so if its command has such a path. Copies of the target's vocabulary stay as they are.
     """
     copied = [name for name in ("tokenizer_config.json", "generation_config.json") if (directory / name).is_file()]
-    for name in (CONFIG, PROVENANCE, SERVING, "config.json", README, *copied):
+    for name in (CONFIG, PROVENANCE, "config.json", README, *copied):
         text = (directory / name).read_text(encoding="utf-8")
         hidden = hide_home(text)
         if hidden != text:

@@ -19,14 +19,12 @@ from omegaconf import OmegaConf
 
 from mtptrain.config import PipelineConfig
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import file_sha256, read_json, sync, write_json, write_text
+from mtptrain.utils.files import FILES, describe_file, read_json, sync, write_json, write_text
 from mtptrain.utils.masking import hide_passwords
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 _FACTS = ("argv", "git_revision", "python", "packages")
 """Entries of every `provenance.json`."""
-FILES = "files"
-"""Entry of the `provenance.json` of a replaceable folder: the size and the sha256 of each file."""
 _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safetensors", "tokenizers", "datasets")
 
 
@@ -126,7 +124,7 @@ def check_replaceable(directory: Path, known: Collection[str], setting: str) -> 
     files: Mapping[str, Any] = _provenance(directory).get(FILES, dict.fromkeys(known))
     for path in sorted(directory.iterdir()):
         is_known = path.is_file() and (path.name in files or path.name == PROVENANCE)
-        if not is_known or (files.get(path.name) is not None and files[path.name] != _describe(path)):
+        if not is_known or (files.get(path.name) is not None and files[path.name] != describe_file(path)):
             raise UserError(
                 f"{setting}: {directory} must hold only the files of an earlier export to be replaced, but {path.name} "
                 f"{'was changed since' if is_known else 'is none of them'}; move it away, or set another {setting}"
@@ -152,7 +150,7 @@ def replaced(directory: Path, config: PipelineConfig, known: Collection[str], se
     write_provenance(new, config)
     try:
         yield new
-        files = {path.name: _describe(path) for path in sorted(new.iterdir()) if path.name != PROVENANCE}
+        files = {path.name: describe_file(path) for path in sorted(new.iterdir()) if path.name != PROVENANCE}
         write_json(new / PROVENANCE, _provenance(new) | {FILES: files})
         check_replaceable(directory, known, setting)
     except BaseException:  # if the disk is full, the unfinished folder would keep it full
@@ -230,11 +228,6 @@ def _remove_ours(directory: Path) -> None:
             path.unlink()
     with suppress(FileNotFoundError):
         directory.rmdir()
-
-
-def _describe(path: Path) -> dict[str, object]:
-    """Returns the size and the hash of a file."""
-    return {"num_bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _git_revision() -> str | None:

@@ -36,7 +36,7 @@ from mtptrain.convert.formats import warn_of_limits
 from mtptrain.convert.warm_start import check_one_start, load_init, start_from_target
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
-from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.prompts import check_document_lengths
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
@@ -50,7 +50,7 @@ from mtptrain.heads.files import (
 )
 from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
-from mtptrain.run_dir import check_stage_dir, require, write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.settings.precision import announce_precision, compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
@@ -124,8 +124,8 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     head = build_trainable_head(config.head, target_config)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, target_config)
-    require(config.stage_dir("prompts") / "manifest.json", "mtptrain prompts")
-    prompts_file = require(config.stage_dir("prompts") / f"{Split.train}.safetensors", "mtptrain prompts")
+    prompts_name = f"{Split.train}.safetensors"
+    prompts_file = require_prompts(config.stage_dir("prompts"), prompts_name) / prompts_name
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(config.stage_dir("draft_vocab"))
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)

@@ -27,6 +27,8 @@ from hydra import compose, initialize_config_dir
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import data_prep  # noqa: F401
+import eval  # noqa: F401
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
@@ -35,7 +37,8 @@ from mtptrain.target.model import Target
 from tests.programs import run_ranks
 from tests.slow import is_slow
 
-# A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves.
+# A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves. The packages of programs
+# set a handler for the time of their imports, which ends here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

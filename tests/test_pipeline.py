@@ -261,20 +261,20 @@ def test_exporting_again_replaces_the_directory_whole_unless_somebody_added_a_fi
 
 
 @pytest.mark.parametrize(
-    ("module", "program"),
+    ("module", "stage"),
     [
-        ("data_prep.hidden_states", "data_prep.prompts"),
-        ("mtptrain.train", "data_prep.prompts"),
-        ("eval.acceptance", "mtptrain.train"),
-        ("mtptrain.export", "mtptrain.train"),
+        ("data_prep.hidden_states", "prompts"),
+        ("mtptrain.train", "prompts"),
+        ("eval.acceptance", "train"),
+        ("mtptrain.export", "train"),
     ],
 )
 def test_a_program_without_the_stage_before_it_says_what_to_run(
-    tmp_path: Path, tiny_target: Path, module: str, program: str
+    tmp_path: Path, tiny_target: Path, module: str, stage: str
 ) -> None:
     result = run_program(module, f"run_dir={tmp_path}/run", f"target.path={tiny_target}")
     assert result.returncode != 0
-    assert re.search(rf"^error: .*run {program}", result.stderr, re.MULTILINE)
+    assert re.search(rf"^error: .*run mtptrain {stage} ", result.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import manifest_of, read_json
+from mtptrain.utils.files import manifest_of, read_sealed
 
 from ..conversations import Conversations, read_conversations, refuse_duplicate_paths
 from .dialogue import Ending, RegeneratedConversation
@@ -87,8 +87,9 @@ class ResponsesManifest:
 
     @staticmethod
     def read(path: Path) -> "ResponsesManifest":
+        """Read the manifest, after checking that neither it nor the conversations have changed."""
         advice = f"delete {path.parent} and run mtptrain responses again"
-        content = read_json(path, advice)
+        content = read_sealed(path, advice, files=[CONVERSATIONS])
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; {advice}"
@@ -107,7 +108,7 @@ class ResponsesPlan:
     def read(path: Path) -> "ResponsesPlan":
         """Read the plan from either file."""
         advice = f"delete {path.parent} and run mtptrain responses again"
-        content = {name: value for name, value in read_json(path, advice).items() if name in PLANNED}
+        content = {name: value for name, value in read_sealed(path, advice).items() if name in PLANNED}
         return manifest_of(ResponsesPlan, content, path, ResponsesIdentity.program, advice)
 
 

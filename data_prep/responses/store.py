@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mtptrain.data.identity import refuse_other
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import publish, write_json, write_text
+from mtptrain.utils.files import publish, write_sealed, write_text
 
 from .dialogue import Ending, RegeneratedConversation
 from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, ResponsesPlan
@@ -81,7 +81,7 @@ class ResponsesStore:
 
     def mark_unfinished(self) -> None:
         """Write the plan and remove the manifest, which marks a finished stage, before the responses change."""
-        write_json(self.directory / PLAN, asdict(ResponsesPlan(self._identity, self._server_versions)))
+        write_sealed(self.directory / PLAN, asdict(ResponsesPlan(self._identity, self._server_versions)))
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
     def journal(self, rank: int) -> "Journal":
@@ -107,7 +107,7 @@ class ResponsesStore:
         failures += [Failure(where, reason, 0) for where, reason in refused.items()]
         write_text(self.directory / FAILURES, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
         manifest = ResponsesManifest(self._identity, self._server_versions, counts, len(failed), len(refused))
-        write_json(self.directory / MANIFEST, asdict(manifest))
+        write_sealed(self.directory / MANIFEST, asdict(manifest), [CONVERSATIONS])
         self.clean()
         return manifest
 

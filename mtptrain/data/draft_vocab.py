@@ -19,7 +19,7 @@ from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, manifest_of, read_json, save_tensors, write_json
+from mtptrain.utils.files import file_sha256, manifest_of, read_sealed, save_tensors, write_sealed
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
 MANIFEST = "manifest.json"
@@ -100,7 +100,7 @@ def write_draft_vocab(directory: Path, d2t: torch.Tensor, vocab_size: int) -> st
 
 
 def write_manifest(directory: Path, manifest: DraftVocabManifest) -> None:
-    write_json(directory / MANIFEST, asdict(manifest))
+    write_sealed(directory / MANIFEST, asdict(manifest))
 
 
 def require_draft_vocab(directory: Path) -> Path:
@@ -122,7 +122,7 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
     """
     tensors, path = require_draft_vocab(directory), directory / MANIFEST
     advice = f"run {PROGRAM} again"
-    manifest = manifest_of(DraftVocabManifest, read_json(path, advice), path, PROGRAM, advice)
+    manifest = manifest_of(DraftVocabManifest, read_sealed(path, advice), path, PROGRAM, advice)
     found = {
         "head.draft_vocab_size": manifest.draft_vocab_size,
         "the target's vocab_size": manifest.vocab_size,

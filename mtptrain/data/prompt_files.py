@@ -7,7 +7,7 @@ document. `manifest.json` records the tokenizer and the number of documents and 
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,14 +19,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from mtptrain.data.identity import TokenizerIdentity
+from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
     manifest_of,
     parse_json,
-    read_json,
+    read_sealed,
     refuse_unopenable,
     save_tensors,
-    write_json,
+    write_sealed,
     write_text,
 )
 
@@ -150,23 +151,39 @@ class PromptsManifest:
     validation_tokens: int
 
     def write(self, directory: Path) -> None:
-        write_json(directory / "manifest.json", asdict(self))
+        files = (*(f"{split}.safetensors" for split in Split), DOCUMENTS_FILE)
+        write_sealed(directory / "manifest.json", asdict(self), files)
 
     @staticmethod
-    def read(directory: Path) -> "PromptsManifest":
+    def read(directory: Path, files: Collection[str] = ()) -> "PromptsManifest":
         """Read the manifest, which mtptrain prompts writes last.
 
+        Args:
+            files: names of the files in `directory` that the caller reads next.
+
         Raises:
-            UserError: another version of mtptrain wrote it, or it is damaged.
+            UserError: another version of mtptrain wrote it, or it or one of the files was changed or damaged.
         """
         path = directory / "manifest.json"
-        content = read_json(path, "rerun mtptrain prompts")
+        content = read_sealed(path, "run mtptrain prompts again", files=files)
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun "
                 "mtptrain prompts"
             )
         return manifest_of(PromptsManifest, content, path, "mtptrain prompts", "run mtptrain prompts again")
+
+
+def require_prompts(directory: Path, *names: str) -> Path:
+    """Returns the directory of finished prompts. The named files are as they were written: all their bytes are checked.
+
+    Raises:
+        StageMissing: mtptrain prompts has not been run.
+        UserError: the manifest or a file was changed or damaged since.
+    """
+    require(directory / "manifest.json", "mtptrain prompts")
+    PromptsManifest.read(directory, names)
+    return directory
 
 
 def name_hash(name: str) -> float:

@@ -6,11 +6,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from mtptrain.config import PipelineConfig
-from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash
+from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, require_prompts
 from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
 from mtptrain.decoding.speculate import check_prompts
 from mtptrain.heads.base import Head
-from mtptrain.run_dir import require
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
@@ -106,6 +105,7 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
     """
     if not (prompts_dir / DOCUMENTS_FILE).exists():
         return
+    require_prompts(prompts_dir, DOCUMENTS_FILE)
     trained = {entry.group.split(".")[0] for entry in DocumentEntry.read_all(prompts_dir) if entry.split is Split.train}
     known = [prompt_id for prompt_id, question in questions.items() if question in trained]
     if known:
@@ -128,7 +128,8 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
         UserError: stage 1 has not run, or `part` would be empty, or no conversation has its first answer in its first
             window.
     """
-    documents = Documents.load(require(prompts_dir / f"{Split.validation}.safetensors", "mtptrain prompts"))
+    require_prompts(prompts_dir, f"{Split.validation}.safetensors", DOCUMENTS_FILE)
+    documents = Documents.load(prompts_dir / f"{Split.validation}.safetensors")
     every_entry = DocumentEntry.read_all(prompts_dir)
     ids = documents.document_ids
     if unknown := [int(document_id) for document_id in ids if not 0 <= document_id < len(every_entry)]:

@@ -27,7 +27,7 @@ from mtptrain.target.hub import config_dir
 from mtptrain.target.model import Verified, family_mask
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_json
+from mtptrain.utils.files import read_sealed
 from mtptrain.utils.settings import between, between_or_none
 
 TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -229,7 +229,7 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
         setting: name of the setting, for error messages.
     """
     if (Path(path) / "head.json").is_file():
-        stored: dict[str, Any] = read_json(Path(path) / "head.json", "copy it again, or train again")["head"]
+        stored: dict[str, Any] = read_sealed(Path(path) / "head.json", "copy it again, or train again")["head"]
         if stored["name"] != "draft_model":
             raise UserError(
                 f"{setting}: must be a language model, but {path} holds the head {stored['name']}; set it to a "

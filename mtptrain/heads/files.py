@@ -15,8 +15,9 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig, config_of
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import read_json, remove_files, save_tensors, tensor_shapes, write_json
+from mtptrain.utils.files import read_json, read_sealed, remove_files, save_tensors, write_sealed
 
+WEIGHTS = "head.safetensors"
 TARGET_WEIGHTS = "target_weights_sha256"
 RESTORE = "copy it again, or train again"
 STEP_NAME = r"step_(\d{8}|[1-9]\d{8,})"
@@ -49,8 +50,8 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
         facts: more entries of `head.json`, such as the step and the acceptance measured there.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save_tensors(directory / "head.safetensors", state)
-    write_json(directory / "head.json", {"head": asdict(config), **facts})
+    save_tensors(directory / WEIGHTS, state)
+    write_sealed(directory / "head.json", {"head": asdict(config), **facts}, [WEIGHTS])
 
 
 def kept_head(stage_dir: Path, step: int) -> Path:
@@ -78,7 +79,7 @@ def remove_later_heads(stage_dir: Path, step: int) -> None:
         choice.unlink()
     for kept_step, directory in kept_heads(stage_dir).items():
         if kept_step > step:
-            remove_files(directory, ("head.json", "head.safetensors"))
+            remove_files(directory, ("head.json", WEIGHTS))
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
@@ -130,17 +131,17 @@ def load_head(
             + "; change the config or train again"
         )
     head = build_head(config, target_config)
-    tensor_shapes(directory / "head.safetensors")
-    state = load_file(directory / "head.safetensors")
+    read_sealed(directory / "head.json", RESTORE, files=[WEIGHTS])
+    state = load_file(directory / WEIGHTS)
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if found != expected:
         name = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise UserError(
-            f"{directory / 'head.safetensors'}: {name} must be {describe_shape(expected.get(name))} for this target, "
+            f"{directory / WEIGHTS}: {name} must be {describe_shape(expected.get(name))} for this target, "
             f"but is {describe_shape(found.get(name))}: the head belongs to another target; train again"
         )
-    check_values(directory / "head.safetensors", head.state_dict(), state, RESTORE)
+    check_values(directory / WEIGHTS, head.state_dict(), state, RESTORE)
     return fill_head(head, state, dtype, device)
 
 
@@ -209,4 +210,4 @@ def _read_facts(directory: Path, required: str) -> dict[str, Any]:
     """Read the `head.json` that `save_head` wrote, which must have the entry `required`."""
     if not (directory / "head.json").is_file():
         raise StageMissing(f"{directory}: must hold a trained head, but has no head.json; run mtptrain train first")
-    return read_json(directory / "head.json", RESTORE, [required])
+    return read_sealed(directory / "head.json", RESTORE, [required])

@@ -88,7 +88,7 @@ class StoreManifest:
             raise StageMissing(
                 f"{path}: must exist, but {state}; run mtptrain hidden-states with the same recipe and run_dir"
             )
-        content = read_json(path)
+        content = read_record_file(path)
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; delete "
@@ -333,6 +333,6 @@ def has_length(path: Path, record: ShardRecord) -> bool:
         return False
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_record_file(path: Path) -> dict[str, Any]:
     """Returns the object in one of the store's JSON files."""
-    return files.read_json(path, f"delete {path.parent} and run mtptrain hidden-states again")
+    return files.read_sealed(path, f"delete {path.parent} and run mtptrain hidden-states again")

@@ -26,12 +26,12 @@ from mtptrain.hidden_states.store import (
     HiddenStore,
     ShardRecord,
     StoreManifest,
-    read_json,
+    read_record_file,
 )
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_json
+from mtptrain.utils.files import write_sealed
 
 STREAM = "stream.json"
 OPEN_WINDOWS = 3
@@ -69,7 +69,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     path = store_dir / STREAM
     if not path.exists():
         return 0
-    content = read_json(path)
+    content = read_record_file(path)
     if content["windows"] != [list(window) for window in windows]:
         raise UserError(
             f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in "
@@ -207,7 +207,7 @@ def open_stream(
         (directory / PLAN).exists,
         f"{directory / PLAN} from data_prep.hidden_states, which must run with the same settings",
     )
-    plan = read_json(directory / PLAN)
+    plan = read_record_file(directory / PLAN)
     identity = identity_from_json(plan["identity"])
     refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])
     return StreamedStore(directory, expected, documents, shard_tokens, window_shards, seed)
@@ -286,7 +286,7 @@ class Releases:
         count = len(self.store.windows) if is_last else self.num_unread(step)
         self.store.forget(self.store.windows[:count])
         if is_first_rank:
-            write_json(self.store.directory / STREAM, {"released_windows": count, "windows": self.store.windows})
+            write_sealed(self.store.directory / STREAM, {"released_windows": count, "windows": self.store.windows})
             delete_shards(self.store.directory, self.store.windows[:count])
 
 

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,10 +39,10 @@ from mtptrain.hidden_states.store import (
     ShardRecord,
     StoreManifest,
     has_length,
-    read_json,
+    read_record_file,
 )
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, publish, write_json
+from mtptrain.utils.files import file_sha256, publish, write_sealed
 
 _SHARD = re.compile(r"shard_(\d{5}|[1-9]\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
 """Names of a shard, of its record, and of the temporary files of both."""
@@ -96,7 +97,7 @@ def begin_store(
             return manifest
         _reopen(directory, manifest)
     elif (directory / PLAN).exists():
-        plan = read_json(directory / PLAN)
+        plan = read_record_file(directory / PLAN)
         refuse_other(
             directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"]
         )
@@ -232,7 +233,7 @@ class ShardFile:
             index_checksum=index_checksum(header_and_tables, bytes_of(self._tokens["loss_mask"])),
         )
         publish(self._temporary, self._path)
-        _write_json(record_path(self._path), asdict(record))
+        _write_sealed(record_path(self._path), asdict(record))
 
     def discard(self) -> None:
         """Delete the unfinished shard."""
@@ -287,7 +288,7 @@ def finish_store(
         shards=tuple(records),
     )
     try:
-        _write_json(directory / MANIFEST, asdict(manifest))
+        _write_sealed(directory / MANIFEST, asdict(manifest))
     except FileNotFoundError:  # another part has just written it and removed the temporary files
         return StoreManifest.read(directory)
     _remove_unfinished(directory, num_shards, temporary=True)
@@ -298,7 +299,7 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
     """Returns the record of a shard; None if there is no record, or if the shard does not have its full length."""
     path = shard_path(directory, index)
     try:
-        record = ShardRecord(**read_json(record_path(path)))
+        record = ShardRecord(**read_record_file(record_path(path)))
     except FileNotFoundError:
         return None
     return record if has_length(path, record) else None
@@ -311,13 +312,13 @@ def _reopen(directory: Path, manifest: StoreManifest) -> None:
     """
     for record in manifest.shards:
         if has_length(directory / record.file, record):
-            _write_json(record_path(directory / record.file), asdict(record))
+            _write_sealed(record_path(directory / record.file), asdict(record))
     _write_plan(directory, manifest.identity, manifest.shard_tokens)
     (directory / MANIFEST).unlink()
 
 
 def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
-    _write_json(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
+    _write_sealed(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
 
 
 def shard_path(directory: Path, index: int) -> Path:
@@ -333,8 +334,8 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
-def _write_json(path: Path, content: object) -> None:
-    write_json(path, content, _temporary_path(path))
+def _write_sealed(path: Path, content: dict[str, Any]) -> None:
+    write_sealed(path, content, temporary=_temporary_path(path))
 
 
 def _remove_unfinished(directory: Path, num_shards: int, temporary: bool) -> None:

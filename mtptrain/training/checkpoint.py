@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from mtptrain.heads.files import STEP_NAME, with_defaults
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, read_json, remove_files, save_tensors, sync, write_json
+from mtptrain.utils.files import read_sealed, remove_files, save_tensors, sync, write_sealed
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 MARKER = "complete.json"
 STATE = "state.safetensors"
-STATE_FILE = "state_file"
-"""Key in the marker whose value is the size and sha256 of the state."""
 TORN = "torn_"
 """Prefix added to the folder name of a torn checkpoint."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
@@ -98,15 +96,11 @@ def save_checkpoint(
             torch.tensor(progress.best_acceptance_length, dtype=torch.float64),
         )
         save_tensors(folder / STATE, state | dict(zip(RUN, run, strict=True)))
-        write_json(folder / MARKER, facts | {STATE_FILE: describe_file(folder / STATE)})
+        write_sealed(folder / MARKER, facts | {"step": progress.step}, [STATE])
         sync(directory)  # the new folder must be on the disk before an old one is removed
         for old in complete_checkpoints(directory)[:-keep]:
             _remove(old)
     ranks.barrier()
-
-
-def describe_file(path: Path) -> dict[str, object]:
-    return {"num_bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
@@ -120,6 +114,14 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     """
     newest: tuple[Path | None, dict[Path, str]] = _newest_whole(directory) if ranks.is_first else (None, {})
     chosen, faults = ranks.gather(newest)[0]
+    if ranks.is_first:
+        for folder in _folders(directory):
+            if not (folder / MARKER).is_file() and (chosen is None or folder > chosen):
+                print(
+                    f"WARNING {folder}: must have {MARKER}, but has none, as after a kill while it was written; "
+                    f"training resumes from {chosen or 'step 0'}",
+                    flush=True,
+                )
     if faults and chosen is None:
         raise UserError(
             f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore "
@@ -145,31 +147,13 @@ def _newest_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """Returns what is wrong with the files of a checkpoint, or None if nothing is. Reads every byte.
-
-    Older versions wrote no hash to the marker. In their checkpoints, only the header of the state file
-    is checked, and whether the file has the length that the header requires.
-    """
-    path = folder / STATE
+    """Returns what is wrong with the files of a checkpoint, or None if nothing is. Reads every byte."""
     try:
-        marker = read_json(folder / MARKER, "the checkpoint is torn")
+        marker = read_sealed(folder / MARKER, "the checkpoint is torn", ["step"], [STATE])
     except UserError as error:
         return str(error)
-    if not path.is_file():
-        return f"{path}: must exist, but does not"
-    if STATE_FILE not in marker:
-        try:
-            with safe_open(path, framework="pt"):
-                return None
-        except SafetensorError as error:
-            return f"{path}: must be a whole safetensors file, but is not ({error})"
-    recorded = marker[STATE_FILE]
-    if not isinstance(recorded, dict) or not {"num_bytes", "sha256"} <= recorded.keys():
-        return f"{folder / MARKER}: {STATE_FILE} must have num_bytes and sha256, but is {recorded}"
-    if path.stat().st_size != recorded["num_bytes"]:
-        return f"{path}: must have {recorded['num_bytes']} bytes, but has {path.stat().st_size}"
-    sha256 = file_sha256(path)
-    return None if sha256 == recorded["sha256"] else f"{path}: the sha256 must be {recorded['sha256']}, but is {sha256}"
+    named = int(folder.name.removeprefix("step_"))
+    return None if marker["step"] == named else f"{folder}: must be step_{marker['step']:08d}, but was renamed"
 
 
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
@@ -178,7 +162,7 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     Raises:
         UserError: a setting differs; the message lists every difference.
     """
-    stored = read_json(folder / MARKER)
+    stored = read_sealed(folder / MARKER, "remove the folder to resume from an older checkpoint")
     if "head" in stored:
         stored["head"] = with_defaults(stored["head"])
     present = json.loads(json.dumps(facts))

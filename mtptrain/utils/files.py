@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -79,6 +79,65 @@ def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
 def write_json(path: Path, content: object, temporary: Path | None = None) -> None:
     """Write a JSON file atomically, as `write_text` does."""
     write_text(path, json.dumps(content, indent=2) + "\n", temporary)
+
+
+SEAL, FILES = "seal", "files"
+"""Entries of a sealed JSON object: the hash of all others, and the size and hash of each file that it describes."""
+
+
+def write_sealed(
+    path: Path, content: Mapping[str, Any], files: Collection[str] = (), temporary: Path | None = None
+) -> None:
+    """Write a JSON object that `read_sealed` can check. Write it last: it is the record of finished work.
+
+    Args:
+        files: names of files in the same directory, whose sizes and hashes become the entry `files`.
+        temporary: as for `write_text`.
+    """
+    described = {FILES: {name: describe_file(path.with_name(name)) for name in files}} if files else {}
+    write_json(path, {**content, **described, SEAL: _seal_of({**content, **described})}, temporary)
+
+
+def read_sealed(path: Path, advice: str, required: Collection[str] = (), files: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the object that `write_sealed` has written, if neither it nor the files have changed since.
+
+    Args:
+        advice: what to do about a damaged file.
+        required: entries that it must have.
+        files: names of those described files that the caller reads next. All their bytes are read.
+
+    Raises:
+        UserError: the object or one of the files was changed or damaged, or the object has no seal.
+    """
+    content = read_json(path, advice, required)
+    if SEAL not in content:
+        raise UserError(
+            f"{path}: must have the entry {SEAL}, but lacks it: it was changed, or an older version wrote it; {advice}"
+        )
+    if content.pop(SEAL) != _seal_of(content):
+        raise UserError(f"{path}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
+    described = content.pop(FILES, {})
+    for name in files:
+        refuse_changed(path.with_name(name), described.get(name), advice)
+    return content
+
+
+def refuse_changed(path: Path, described: object, advice: str) -> None:
+    """Raises UserError if a file is missing or has not the size and hash that `describe_file` found."""
+    if not path.is_file():
+        raise UserError(f"{path}: must exist, but does not; {advice}")
+    if describe_file(path) != described:
+        raise UserError(f"{path}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
+
+
+def describe_file(path: Path) -> dict[str, object]:
+    """Returns the size and the hash of a file."""
+    return {"num_bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def _seal_of(content: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures
     expected = [line for line in lines if "acceptance_length" in line]
 
     run_dir, overrides = fresh_run
-    assert "not measured: run eval.choose_head" in run(
+    assert "not measured: run mtptrain choose-head" in run(
         "mtptrain.train", *overrides, *settings, "train.validation_prompts=0"
     )
     assert kept(run_dir) == ["step_00000015", "step_00000030", "step_00000040"]

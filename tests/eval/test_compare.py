@@ -15,7 +15,9 @@ from eval.report_page import write_run_page
 from mtptrain.decoding.acceptance import intervals, summarise
 from mtptrain.decoding.speculate import Generation
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
 from tests.conftest import make_config
+from tests.sealed import seal_again
 
 
 def figures(lengths: list[int]) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def write_report(path: Path, lengths: list[int], **settings: object) -> Path:
         **settings,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report))
+    write_sealed(path, report)
     return path
 
 
@@ -293,7 +295,7 @@ def test_an_incomplete_report_is_refused(tmp_path: Path, keys: tuple[str, ...]) 
     for key in keys[:-1]:
         part = part[key]
     del part[keys[-1]]
-    path.write_text(json.dumps(report))
+    seal_again(path, **{keys[0]: report.get(keys[0], ...)})
     with pytest.raises(
         ValueError,
         match=r"report\.json: must have all figures that mtptrain acceptance writes, but some are missing",
@@ -306,7 +308,7 @@ def test_an_incomplete_report_is_refused(tmp_path: Path, keys: tuple[str, ...]) 
 )
 def test_a_report_with_an_invalid_figure_is_refused(tmp_path: Path, part: str, reason: str) -> None:
     path = write_report(tmp_path / "report.json", [8, 6])
-    path.write_text("{" + part + ", " + path.read_text()[1:])
+    seal_again(path, **json.loads("{" + part + "}"))
     with pytest.raises(ValueError, match=rf"report\.json: must have all figures .* but some are .*{reason}"):
         compare.read_reports([path])
 
@@ -316,9 +318,9 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"torn\.json: must be JSON, but is not .*; run mtptrain acceptance again"):
         compare.read_reports([tmp_path / "torn.json"])
     (tmp_path / "nested.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"nested\.json: must be JSON, but is nested too deep to be read; run eval"):
+    with pytest.raises(ValueError, match=r"nested\.json: must be JSON, but is nested too deep to be read; run mtpt"):
         compare.read_reports([tmp_path / "nested.json"])
-    (tmp_path / "other.json").write_text('{"rounds": 3}')
+    write_sealed(tmp_path / "other.json", {"rounds": 3})
     with pytest.raises(
         ValueError, match=r"other\.json: must be a report\.json of mtptrain acceptance, but is not one, or has an older"
     ):
@@ -341,8 +343,6 @@ def test_a_report_of_one_source_shows_no_interval(tmp_path: Path, capsys: pytest
 
 
 def test_a_report_from_before_top_p_counts_as_without_it(tmp_path: Path) -> None:
-    older = json.loads(write_report(tmp_path / "a/report.json", [8, 6]).read_text())
-    del older["top_p"], older["top_k"]
-    (tmp_path / "a/report.json").write_text(json.dumps(older))
+    seal_again(write_report(tmp_path / "a/report.json", [8, 6]), top_p=..., top_k=...)
     write_report(tmp_path / "b/report.json", [4, 4])
     assert list(compare.read_reports([tmp_path / "a/report.json", tmp_path / "b/report.json"])) == ["a", "b"]

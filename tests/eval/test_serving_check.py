@@ -1,6 +1,5 @@
 """Tests that `mtptrain serving-check` refuses what it cannot compare, and names the first difference."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from mtptrain.serving.divergence import Divergence
 from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
 from tests.conftest import run_program
 
 
@@ -49,7 +49,7 @@ FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256":
 
 
 def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "serving.json").write_text(json.dumps({**FACTS, "engine": "sglang"}))
+    write_sealed(tmp_path / "serving.json", {**FACTS, "engine": "sglang"})
     with pytest.raises(
         ValueError, match=r"serving\.json: engine must be vllm, but is sglang; run mtptrain export with"
     ):
@@ -57,7 +57,7 @@ def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_export_of_another_head_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "serving.json").write_text(json.dumps(FACTS))
+    write_sealed(tmp_path / "serving.json", FACTS)
     with pytest.raises(
         ValueError, match=r"head_sha256 must be of this run, .* but is before, the hash of another head; run mtptrain"
     ):

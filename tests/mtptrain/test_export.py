@@ -29,9 +29,10 @@ from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.model import load_target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, write_json
+from mtptrain.utils.files import file_sha256, write_json, write_sealed
 from tests.conftest import make_config, make_target, run_program
 from tests.mtptrain.convert.conftest import random_head
+from tests.sealed import seal_prompts
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,3]", "head.draft_vocab_size=96")
 EXPORTS = {
@@ -60,6 +61,7 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
     DocumentEntry.write_all(
         run_dir / "prompts", [DocumentEntry(i, f"file {i}", Split.validation, 16, 0, 0) for i in range(4)]
     )
+    seal_prompts(run_dir / "prompts")
     head = random_head(config.head, read_target_config(target_dir))
     facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
     save_head(run_dir / "train/best", head.to(torch.bfloat16).state_dict(), config.head, facts)
@@ -72,7 +74,7 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
         "prompts": 4,
         "dtype": "float32",
     }
-    write_json(run_dir / "acceptance/report.json", report)
+    write_sealed(run_dir / "acceptance/report.json", report)
     return config
 
 
@@ -132,9 +134,9 @@ def test_what_is_refused_is_refused_before_anything_is_read_or_written(
     ("content", "message"),
     [
         ("[" * 100_000, "must be JSON, but is nested too deep to be read"),
-        ('{"head_sha256": "HEAD"}', "must have all figures that mtptrain acceptance writes, but some are missing"),
+        ('{"head_sha256": "HEAD"}', "must have the entry seal, but lacks it"),
     ],
-    ids=["nested", "incomplete"],
+    ids=["nested", "unsealed"],
 )
 def test_a_damaged_report_is_refused_before_anything_is_written(
     tmp_path: Path, target_of_four_layers: Path, content: str, message: str

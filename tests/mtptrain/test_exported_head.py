@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
 from tests.conftest import make_target
 from tests.mtptrain.convert.conftest import random_head
+from tests.sealed import seal_again
 
 CONFIG = MtpHead.Config()
 
@@ -208,7 +211,7 @@ def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_targe
     save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, facts)
     stored = json.loads((tmp_path / "head/head.json").read_text())
     del stored["head"]["norms"]
-    (tmp_path / "head/head.json").write_text(json.dumps(stored))
+    seal_again(tmp_path / "head/head.json", **stored)
     load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
     with pytest.raises(
         ValueError, match=r"differ in head\.norms \(\['enorm', .*\] stored, \['norm'\] in the config\); change"
@@ -236,14 +239,16 @@ def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "must have the entries head, but lacks head"),
-        ('{"head": [1]}', r"head must be the settings of one of .*, but is \[1\]"),
-        ('{"head": {"name": "none"}}', "head must be the settings of one of .*mtp"),
+        ({}, "must have the entries head, but lacks head"),
+        ({"head": [1]}, r"head must be the settings of one of .*, but is \[1\]"),
+        ({"head": {"name": "none"}}, "head must be the settings of one of .*mtp"),
     ],
 )
-def test_damaged_facts_of_a_head_are_refused(tmp_path: Path, tiny_target: Path, content: str, message: str) -> None:
+def test_facts_of_an_unknown_head_are_refused(
+    tmp_path: Path, tiny_target: Path, content: dict[str, Any], message: str
+) -> None:
     target_config = read_target_config(tiny_target)
-    (tmp_path / "head.json").write_text(content)
+    write_sealed(tmp_path / "head.json", content)
     with pytest.raises(ValueError, match=rf"head\.json: {message}.*; copy it again, or train again"):
         load_head(tmp_path, CONFIG, target_config, None, torch.device("cpu"))
     with pytest.raises(ValueError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):

@@ -202,7 +202,7 @@ def test_the_engines_break_even_is_measured_with_a_random_head_and_used_after_tr
 def test_a_missing_export_is_refused_before_an_engine_starts(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
     settings = (f"serving.head_dir={tmp_path}", f"serving_bench.output_dir={tmp_path}/bench")
     result = run_program("eval.serving_bench", *run[1], *settings)
-    assert result.returncode == 1 and "serving.json: must exist, but does not; run mtptrain.export" in result.stderr
+    assert result.returncode == 1 and "serving.json: must exist, but does not; run mtptrain export" in result.stderr
     assert not (tmp_path / "bench").exists()
 
 

@@ -11,6 +11,7 @@ from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, Documents, PromptsManifest
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.distributed import Ranks
+from tests.sealed import seal_prompts
 
 ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None
     directory = run_dir / "prompts"
     directory.mkdir(parents=True, exist_ok=True)
     documents.save(directory / "train.safetensors")
-    PromptsManifest(
+    manifest = PromptsManifest(
         schema_version=SCHEMA_VERSION,
         tokenizer=TokenizerIdentity.of(load_tokenizer(target_dir)),
         vocab_size=260,
@@ -40,7 +41,8 @@ def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None
         train_tokens=len(documents.input_ids),
         validation_documents=0,
         validation_tokens=0,
-    ).write(directory)
+    )
+    seal_prompts(directory, manifest)
 
 
 def read_store(directory: Path) -> dict[str, bytes]:

@@ -89,7 +89,7 @@ def test_prompts_of_another_tokenizer_or_template_are_refused(
 
 
 def test_without_stage_1_the_program_to_run_is_named(config_for: ConfigFor) -> None:
-    with pytest.raises(UserError, match=r"prompts/manifest.json: must exist, but does not; run data_prep.prompts"):
+    with pytest.raises(UserError, match=r"prompts/manifest.json: must exist, but does not; run mtptrain prompts"):
         extract_hidden_states(config_for(), ONE_RANK)
 
 

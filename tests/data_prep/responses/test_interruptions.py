@@ -17,10 +17,13 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.responses import server as completion_server
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
 from tests.conftest import program_command, run_program
 from tests.data_prep.responses.stage import CHATS, ConfigFor, chat, output, overrides_for, read_lines, respond
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, make_speaking_target
 from tests.programs import ROOT
+from tests.sealed import seal_again
 
 
 def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on_their_way(
@@ -205,11 +208,10 @@ def test_a_damaged_plan_or_manifest_is_refused_by_name(
     config = by_server(rows=CHATS[:1])
     respond(config)
     directory = config.stage_dir("responses")
-    content = json.loads((directory / "manifest.json").read_text())
     if name == "plan.json":
-        content = {key: content[key] for key in ("identity", "server_versions")}
-    content = {key: value for key, value in (content | change).items() if value is not ...}
-    (directory / name).write_text(json.dumps(content))
+        content = json.loads((directory / "manifest.json").read_text())
+        write_sealed(directory / name, {key: content[key] for key in ("identity", "server_versions")})
+    seal_again(directory / name, **change)
     message = rf"responses/{name}: must be the manifest that mtptrain responses writes, but {reason}; delete \S+resp"
     with pytest.raises(ValueError, match=message):
         respond(config)
@@ -223,5 +225,18 @@ def test_prompts_refuse_a_damaged_manifest_of_responses(by_server: ConfigFor, co
     config = by_server(rows=CHATS[:1])
     respond(config)
     (config.stage_dir("responses") / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=r"manifest\.json: .*must be .*; delete \S+ and run mtptrain responses"):
+    with pytest.raises(
+        ValueError, match=r"manifest\.json: must have the entry seal, .*; delete \S+ and run mtptrain responses"
+    ):
+        prepare_prompts(config)
+
+
+def test_a_changed_answer_is_named_before_it_becomes_a_prompt(by_server: ConfigFor) -> None:
+    config = by_server(rows=CHATS[:2])
+    respond(config)
+    path = config.stage_dir("responses") / "conversations.jsonl"
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"assistant") + 30] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"conversations\.jsonl: must be as mtptrain wrote it, but was changed"):
         prepare_prompts(config)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.files import write_sealed
 from tests.conftest import run_program
 from tests.data_prep.responses.stage import CHATS, ConfigFor, answered, output, overrides_for, respond
 from tests.data_prep.speaking import EOS, make_speaking_target
@@ -54,7 +55,7 @@ def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: 
     lines = (directory / "conversations.jsonl").read_bytes().splitlines(keepends=True)
     for name in ("manifest.json", "conversations.jsonl", "failures.jsonl"):
         (directory / name).unlink(missing_ok=True)
-    (directory / "plan.json").write_text(json.dumps({"identity": manifest["identity"], "server_versions": []}))
+    write_sealed(directory / "plan.json", {"identity": manifest["identity"], "server_versions": []})
     (directory / "answers_00000.jsonl").write_bytes(lines[7] + lines[2])
     (directory / "answers_00005.jsonl").write_bytes(lines[11] + lines[3][:20])
     respond(configure(*sampled))

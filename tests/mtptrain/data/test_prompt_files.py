@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import (
     DocumentEntry,
     Documents,
@@ -16,8 +15,7 @@ from mtptrain.data.prompt_files import (
     is_held_out,
     name_hash,
 )
-
-MANIFEST = PromptsManifest(2, TokenizerIdentity("a", "b"), 260, 512, 3, 40, 1, 9)
+from tests.sealed import MANIFEST, seal_again, seal_prompts
 
 
 def test_documents_come_back_as_they_were_saved(tmp_path: Path) -> None:
@@ -92,14 +90,12 @@ def test_a_damaged_document_entry_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_the_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    MANIFEST.write(tmp_path)
+    seal_prompts(tmp_path)
     assert PromptsManifest.read(tmp_path) == MANIFEST
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
-    MANIFEST.write(tmp_path)
-    path = tmp_path / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))
+    seal_again(seal_prompts(tmp_path), schema_version=99)
     with pytest.raises(
         ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; rerun mtptrain prompts"
     ):
@@ -117,11 +113,8 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_manifest_with_other_entries_is_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
-    MANIFEST.write(tmp_path)
-    path = tmp_path / "manifest.json"
-    content = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
-    message = rf"/manifest\.json: must be the manifest that mtptrain prompts writes, but {reason}; run data_prep\.pro"
+    seal_again(seal_prompts(tmp_path), **change)
+    message = rf"/manifest\.json: must be the manifest that mtptrain prompts writes, but {reason}; run mtptrain pro"
     with pytest.raises(ValueError, match=message):
         PromptsManifest.read(tmp_path)
 

@@ -20,6 +20,7 @@ from mtptrain.decoding.prompts import (
 from mtptrain.decoding.prompts_file import read_prompts_file
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
+from tests.sealed import seal_prompts
 
 DOCUMENTS = Documents.from_list(
     [
@@ -49,6 +50,7 @@ def write_held_out(directory: Path, *documents: tuple[str, int, int, list[int]])
     DocumentEntry.write_all(directory, entries)
     split = [(i, np.arange(len(mask)) + 100 * i, mask) for i, (_, _, _, mask) in enumerate(documents)]
     Documents.from_list(split).save(directory / "validation.safetensors")
+    seal_prompts(directory)
     return directory
 
 
@@ -114,6 +116,7 @@ def test_a_question_is_asked_once_and_in_one_half(tmp_path: Path) -> None:
     Documents.from_list([(i, np.arange(20), [0] * 10 + [1] * 10) for i in range(400)]).save(
         tmp_path / "validation.safetensors"
     )
+    seal_prompts(tmp_path)
     parts = {part: [entries[i].group for i in held_out_documents(tmp_path, part).document_ids] for part in HeldOut}
     assert all(len(groups) == len(set(groups)) for groups in parts.values())
     assert not set(parts[HeldOut.choosing]) & set(parts[HeldOut.reporting])
@@ -327,6 +330,7 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
 def test_a_document_without_a_line_of_its_own_is_refused(tmp_path: Path, document_id: int) -> None:
     prompts_dir = write_held_out(tmp_path, ("a", 0, 0, [1, 1]))
     Documents.from_list([(document_id, [1, 2], [1, 1])]).save(prompts_dir / "validation.safetensors")
+    seal_prompts(prompts_dir)
     with pytest.raises(
         ValueError,
         match=rf"validation\.safetensors: document_ids must be .* 1 lines of .*, but one is {document_id}; run",

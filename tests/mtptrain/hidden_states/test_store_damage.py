@@ -4,13 +4,16 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mtptrain.hidden_states.store import HiddenStore, find_damage, open_store, verify
 from mtptrain.hidden_states.writer import read_record
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
 from tests.mtptrain.hidden_states.small_store import IDENTITY, LENGTHS, flip_bit, make_store
+from tests.sealed import seal_again
 
 
 @pytest.mark.parametrize("position", [3, 200, -1])  # in the length of the header, the header, the loss mask
@@ -34,7 +37,7 @@ def test_a_truncated_shard_is_named_by_verify_and_by_reading(tmp_path: Path) -> 
     path = tmp_path / "shard_00001.safetensors"
     size = path.stat().st_size
     os.truncate(path, size - 1)
-    message = rf"{path}: shard 1 must have {size} bytes, but has {size - 1}; run data_prep.hidden_states"
+    message = rf"{path}: shard 1 must have {size} bytes, but has {size - 1}; run mtptrain hidden-states"
     with pytest.raises(ValueError, match=message):
         verify(store, show_progress=False)
     with pytest.raises(ValueError, match=message):
@@ -47,7 +50,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     make_store(tmp_path)
     path = tmp_path / "shard_00003.safetensors"
     path.unlink()
-    message = rf"{path}: shard 3 must exist, but does not; run data_prep.hidden_states"
+    message = rf"{path}: shard 3 must exist, but does not; run mtptrain hidden-states"
     with pytest.raises(UserError, match=message):
         open_store(tmp_path, IDENTITY)
     with pytest.raises(ValueError, match=message):
@@ -129,15 +132,28 @@ def test_opening_reads_no_states(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ('{"schema_version": 2, "shards": [', "must be JSON, but is not"),
-        ('{"schema_version": 1}', "the schema version must be 2, but is 1"),
-        ('{"schema_version": 2, "shards": []}', "must have exactly the fields of a manifest, but does not .'identity'"),
+        ('{"schema_version": 2, "shards": []}', "must have the entry seal, but lacks it: .*an older version wrote it"),
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(
-        ValueError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run mtptrain hidden-states again"
+        UserError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run mtptrain hidden-states again"
     ):
+        HiddenStore.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 1}, "the schema version must be 2, but is 1"),
+        ({"shards": ...}, "must have exactly the fields of a manifest, but does not .'shards'"),
+    ],
+)
+def test_a_manifest_of_another_version_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    make_store(tmp_path)
+    seal_again(tmp_path / "manifest.json", **change)
+    with pytest.raises(UserError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run mtptrain hidden-sta"):
         HiddenStore.open(tmp_path)
 
 
@@ -151,7 +167,6 @@ def test_a_shard_that_training_deletes_while_it_is_looked_at_is_missing(
         "num_supervised_tokens": 1,
         "num_bytes": 9,
     }
-    content = json.dumps({**record, "sha256": "", "index_bytes": 1, "index_checksum": ""})
-    (tmp_path / "shard_00000.json").write_text(content)
+    write_sealed(tmp_path / "shard_00000.json", {**record, "sha256": "", "index_bytes": 1, "index_checksum": ""})
     monkeypatch.setattr(Path, "exists", lambda path: True)  # as if the shard were deleted right after this check
     assert read_record(tmp_path, 0) is None

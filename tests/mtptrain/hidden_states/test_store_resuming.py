@@ -23,11 +23,11 @@ from tests.mtptrain.hidden_states.small_store import (
 
 
 def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"manifest.json: must exist, but it does not; run data_prep.hidden_states"):
+    with pytest.raises(UserError, match=r"manifest.json: must exist, but it does not; run mtptrain hidden-states"):
         HiddenStore.open(tmp_path)
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    with pytest.raises(UserError, match=r"manifest.json: must exist, but the extraction is unfinished; run data_prep"):
+    with pytest.raises(UserError, match=r"manifest.json: must exist, but the extraction is unfinished; run mtptrain"):
         open_store(tmp_path, IDENTITY)
 
 

@@ -22,7 +22,7 @@ def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tm
         "data_prep.hidden_states", "plan=true", f"target.path={tiny_target}", f"run_dir={tmp_path}/run"
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "data_prep.prompts has not been run" in " ".join(result.stdout.replace("│", " ").split())
+    assert "mtptrain prompts has not been run" in " ".join(result.stdout.replace("│", " ").split())
     assert "WARNING train.micro_batches_per_step" in result.stdout
     assert not (tmp_path / "run").exists()
 

@@ -107,7 +107,7 @@ LARGE = (
             "8 GPUs with hidden_states.backend=vllm hidden_states.tensor_parallel_size=8, or at least 3 GPUs in one "
             "machine with hidden_states.backend=transformers"),
         ([], "weights must fit into 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start "
-             "data_prep.hidden_states as one"),
+             "mtptrain hidden-states as one"),
         ([], "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8"),
         (["hidden_states.backend=vllm"], "weights must fit into 64 GB of each GPU in extraction, but take 141 GB"),
         (["planner.num_gpus=1", "prompts.max_document_tokens=65536"],

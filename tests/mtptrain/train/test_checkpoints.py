@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from mtptrain.training.checkpoint import MARKER
 from tests.conftest import run_program
 from tests.mtptrain.train.runs import Run, train
+from tests.sealed import seal_again
 
 
 def test_checkpoints_hold_plain_tensors_in_fp32_whatever_trains(fresh_run: Run) -> None:
@@ -53,17 +54,16 @@ def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_an
     marker = next((fresh_run[0] / "train/checkpoints").glob(f"step_*/{MARKER}"))
     facts = json.loads(marker.read_text())
     del facts["head"]["norms"]  # imitate an older checkpoint: a missing `norms` must not count as a difference
-    unpacked = {
-        name: value for name, value in facts.items() if "packing" not in name
-    }  # imitate a checkpoint from before packing had a version, which is refused
-    marker.write_text(json.dumps(unpacked))
+    # Imitate a checkpoint from before packing had a version, which is refused.
+    packing = {name: value for name, value in facts.items() if "packing" in name}
+    seal_again(marker, head=facts["head"], **dict.fromkeys(packing, ...))
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
     assert (
         "to resume from this checkpoint, train.lr must be 0.003, but is 1e-06; the version of the packing of docu"
         in result.stderr
     )
     assert "packing of documents must be None, but is 2; restore" in result.stderr
-    marker.write_text(json.dumps(facts))
+    seal_again(marker, **packing)
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
     assert result.returncode != 0
     assert "to resume from this checkpoint, seed must be 0, but is 1; restore these settings" in result.stderr

@@ -1,6 +1,5 @@
 """Tests the training of a head with its own vocabulary."""
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -12,8 +11,10 @@ from safetensors.torch import load_file
 
 from mtptrain.data.draft_vocab import DraftVocabManifest, offsets, write_draft_vocab, write_manifest
 from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.utils.files import read_sealed
 from tests.conftest import run_program
 from tests.mtptrain.train.runs import FP32, Run, figures, train
+from tests.sealed import seal_again
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,2]", "head.draft_vocab_size=48")
 
@@ -125,12 +126,11 @@ def test_a_draft_vocabulary_that_is_missing_stale_or_of_another_size_is_refused(
     assert run_program("data_prep.draft_vocab", *overrides, "head.draft_vocab_size=40").returncode == 0
     result = run_program("mtptrain.train", *overrides)
     assert "manifest.json: head.draft_vocab_size must be 48, but is 40; run mtptrain draft-vocab again" in result.stderr
-    manifest = json.loads((run_dir / "draft_vocab/manifest.json").read_text())
-    (run_dir / "draft_vocab/manifest.json").write_text(json.dumps({**manifest, "prompts_sha256": "other"}))
+    seal_again(run_dir / "draft_vocab/manifest.json", prompts_sha256="other")
     result = run_program("mtptrain.train", *overrides, "head.draft_vocab_size=40")
     assert (
         "the hash of the prompts (train.safetensors) must be" in result.stderr
-        and "but is other; run data_prep" in result.stderr
+        and "but is other; run mtptrain" in result.stderr
     )
     assert not (run_dir / "train").exists()
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_another_draft_vocabulary_is_refused(eagle3_run: Run) ->
     run_dir, overrides = eagle3_run
     train(eagle3_run, "train.max_steps=1")
     directory = run_dir / "draft_vocab"
-    manifest = DraftVocabManifest(**json.loads((directory / "manifest.json").read_text()))
+    manifest = DraftVocabManifest(**read_sealed(directory / "manifest.json", "again"))
     sha256 = write_draft_vocab(directory, offsets(torch.arange(100, 148)), 260)
     write_manifest(directory, replace(manifest, draft_vocab_sha256=sha256))
     result = run_program("mtptrain.train", *overrides, "train.max_steps=2")

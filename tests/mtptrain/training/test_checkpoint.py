@@ -1,6 +1,5 @@
 """Tests that all ranks of a run resume from the newest whole checkpoint."""
 
-import json
 import os
 import re
 import shutil
@@ -15,17 +14,16 @@ from mtptrain.training import checkpoint
 from mtptrain.training.checkpoint import (
     MARKER,
     STATE,
-    STATE_FILE,
     Progress,
-    describe_file,
     find_fault,
     newest_whole_checkpoint,
     save_checkpoint,
 )
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import save_tensors, write_json
+from mtptrain.utils.files import save_tensors, write_json, write_sealed
 from tests.conftest import run_program
+from tests.sealed import seal_again
 
 ONE_RANK = Ranks(0, 1, 0)
 PLAIN_RUN = ("deepspeed=zero0", "train.validation_prompts=0")
@@ -35,7 +33,7 @@ def write_checkpoint(directory: Path, step: int) -> Path:
     folder = directory / f"step_{step:08d}"
     folder.mkdir(parents=True)
     save_tensors(folder / STATE, {"weight": torch.full((64,), float(step))})
-    write_json(folder / MARKER, {"seed": 0, STATE_FILE: describe_file(folder / STATE)})
+    write_sealed(folder / MARKER, {"seed": 0, "step": step}, [STATE])
     return folder
 
 
@@ -58,18 +56,27 @@ def flip(state: Path) -> None:
     state.write_bytes(content)
 
 
+CHANGED = r"state\.safetensors: must be as mtptrain wrote it, but was changed or damaged since"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (truncate, r"state\.safetensors: must have \d+ bytes, but has \d+"),
-    "empty": (empty, r"state\.safetensors: must have \d+ bytes, but has 0"),
-    "zeros": (zero, r"state\.safetensors: the sha256 must be \w{64}, but is \w{64}"),
-    "flipped": (flip, r"state\.safetensors: the sha256 must be \w{64}, but is \w{64}"),
+    "truncated": (truncate, CHANGED),
+    "empty": (empty, CHANGED),
+    "zeros": (zero, CHANGED),
+    "flipped": (flip, CHANGED),
     "missing": (Path.unlink, r"state\.safetensors: must exist, but does not"),
     "marker": (lambda state: (state.parent / MARKER).write_bytes(b""), r"complete\.json: must be JSON, but is not"),
     "list": (lambda state: (state.parent / MARKER).write_bytes(b"[]"), r"complete\.json: must hold a JSON object, but"),
     "nested": (lambda state: (state.parent / MARKER).write_bytes(b"[" * 100_000), r"complete\.json: .*nested too deep"),
-    "entry": (
-        lambda state: write_json(state.parent / MARKER, {STATE_FILE: 1}),
-        r"complete\.json: state_file must have num_bytes and sha256, but is 1",
+    "hash": (
+        lambda state: seal_again(state.parent / MARKER, files=...),
+        r"state\.safetensors: must be as mtptrain wrote it",
+    ),
+    "seal": (
+        lambda state: write_json(state.parent / MARKER, {"step": 8}),
+        r"complete\.json: must have the entry seal, but lacks it",
+    ),
+    "step": (
+        lambda state: (state.parent / MARKER).write_text((state.parent / MARKER).read_text().replace("8,", "9,", 1)),
+        r"complete\.json: must be as mtptrain wrote it",
     ),
 }
 
@@ -113,15 +120,24 @@ def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touche
     assert all((folder / MARKER).is_file() for folder in folders)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "zeros", "missing"])
-def test_a_checkpoint_from_before_hashes_were_recorded_counts_where_its_length_is_right(
-    tmp_path: Path, damage: str
+@pytest.mark.parametrize("change", ["deleted", "renamed"])
+def test_a_checkpoint_without_its_marker_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
 ) -> None:
-    folder = write_checkpoint(tmp_path, 4)
-    write_json(folder / MARKER, {"seed": 0})
-    assert find_fault(folder) is None
-    DAMAGES[damage][0](folder / STATE)
-    assert re.search(r"must (be a whole safetensors file, but is not|exist, but does not)", find_fault(folder) or "")
+    older, newest = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 8)
+    if change == "deleted":
+        (newest / MARKER).unlink()
+    else:
+        (newest / MARKER).rename(newest / "complete.json.old")
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
+    assert f"WARNING {newest}: must have complete.json, but has none" in capsys.readouterr().out
+
+
+def test_a_renamed_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = write_checkpoint(tmp_path, 4)
+    renamed = write_checkpoint(tmp_path, 8).rename(tmp_path / "step_00000009")
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
+    assert f"WARNING {renamed}: must be step_00000008, but was renamed" in capsys.readouterr().out
 
 
 def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(
@@ -170,7 +186,9 @@ def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
     truncate(checkpoints / "step_00000004" / STATE)
     result = run_program("mtptrain.train", *settings, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("step_00000004/state.safetensors: must have") == 1, "only rank 0 must print the warning"
+    assert result.stdout.count("step_00000004/state.safetensors: must be as mtptrain wrote it") == 1, (
+        "only rank 0 must print the warning"
+    )
     assert (tmp_path / "run/train/last/head.safetensors").read_bytes() == undisturbed
     assert find_fault(checkpoints / "step_00000004") is None
     assert {path.name for path in checkpoints.iterdir()} == {"step_00000002", "step_00000004"}, (
@@ -187,7 +205,7 @@ def test_settings_are_compared_with_the_checkpoint_that_is_loaded(
     assert run_program("mtptrain.train", *settings).returncode == 0
     truncate(checkpoints / "step_00000002" / STATE)
     marker = checkpoints / "step_00000001" / MARKER
-    write_json(marker, {**json.loads(marker.read_text()), "seed": 7})
+    seal_again(marker, seed=7)
     result = run_program("mtptrain.train", *settings)
     assert result.returncode != 0
     assert "step_00000001: to resume from this checkpoint, seed must be 7, but is 0; restore" in result.stderr

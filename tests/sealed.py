@@ -1,0 +1,28 @@
+"""Writes the sealed files that tests need: the manifest of prompts, and records as other versions would write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mtptrain.data.identity import TokenizerIdentity
+from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, PromptsManifest, Split
+from mtptrain.utils.files import SEAL, write_sealed
+
+MANIFEST = PromptsManifest(2, TokenizerIdentity("a", "b"), 260, 512, 3, 40, 1, 9)
+
+
+def seal_prompts(directory: Path, manifest: PromptsManifest = MANIFEST) -> Path:
+    """Write the manifest of prompts, and those of its files that do not exist. Returns the path of the manifest."""
+    for path in (directory / f"{split}.safetensors" for split in Split):
+        if not path.exists():
+            Documents.from_list([(0, [1], [1])]).save(path)
+    if not (directory / DOCUMENTS_FILE).exists():
+        DocumentEntry.write_all(directory, [])
+    manifest.write(directory)
+    return directory / "manifest.json"
+
+
+def seal_again(path: Path, **changes: Any) -> None:
+    """Change entries of a sealed JSON file as a version of mtptrain that writes them would; `...` removes one."""
+    content = {name: value for name, value in json.loads(path.read_text()).items() if name != SEAL} | changes
+    write_sealed(path, {name: value for name, value in content.items() if value is not ...})

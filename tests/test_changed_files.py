@@ -1,0 +1,123 @@
+"""Tests that no stage uses a file that was changed after an earlier stage wrote it: the stage names the file."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtptrain.hidden_states.stream import STREAM, released_windows
+from mtptrain.hidden_states.writer import begin_store
+from mtptrain.serving.exports import SERVING, read_serving_facts
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
+from tests.conftest import run_program
+from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, SHARD_TOKENS, make_shard, write_shard
+
+Run = tuple[Path, tuple[str, ...]]
+Change = Callable[[Path], None]
+
+
+def flip(path: Path) -> None:
+    """Flips the lowest bit of the last byte, which belongs to a tensor, a text or a number."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def edit(*keys: str | int, value: object) -> Change:
+    """Returns a change of one entry of a JSON file."""
+
+    def change(path: Path) -> None:
+        content = json.loads(path.read_text())
+        part = content
+        for key in keys[:-1]:
+            part = part[key]
+        assert part[keys[-1]] != value
+        part[keys[-1]] = value
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+    return change
+
+
+def reverse_shards(path: Path) -> None:
+    content = json.loads(path.read_text())
+    assert len(content["shards"]) > 1
+    content["shards"].reverse()
+    path.write_text(json.dumps(content))
+
+
+def ask_another_question(path: Path) -> None:
+    path.write_text(path.read_text().replace('"window": 0', '"window": 1', 1))
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose head is trained, measured and exported."""
+    directory = tmp_path_factory.mktemp("changed")
+    shutil.copytree(tiny_run[0], directory / "run")
+    for module in ("mtptrain.train", "eval.acceptance", "mtptrain.export"):
+        result = run_program(module, f"run_dir={directory}/run", *tiny_run[1])
+        assert result.returncode == 0, result.stderr[-3000:]
+    return directory / "run", tiny_run[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "module"),
+    [
+        ("prompts/train.safetensors", flip, "data_prep.hidden_states"),
+        ("prompts/train.safetensors", flip, "mtptrain.train"),
+        ("prompts/validation.safetensors", flip, "eval.acceptance"),
+        ("prompts/documents.jsonl", ask_another_question, "eval.acceptance"),
+        ("prompts/manifest.json", edit("vocab_size", value=999), "mtptrain.train"),
+        ("hidden_states/manifest.json", edit("num_documents", value=1), "mtptrain.train"),
+        ("hidden_states/manifest.json", reverse_shards, "mtptrain.train"),
+        ("hidden_states/manifest.json", edit("shards", 0, "file", value="../elsewhere.safetensors"), "mtptrain.train"),
+        ("train/best/head.safetensors", flip, "eval.acceptance"),
+        ("train/best/head.safetensors", flip, "mtptrain.export"),
+        ("train/best/head.json", edit("step", value=7000), "eval.acceptance"),
+        ("train/best/head.json", edit("acceptance_length", value=3.9), "mtptrain.export"),
+        ("acceptance/report.json", edit("acceptance_length", value=9.077), "mtptrain.export"),
+        ("acceptance/report.json", edit("acceptance_rate_at", value=[1.0, 1.0, 1.0]), "mtptrain.export"),
+    ],
+)
+def test_a_changed_file_is_named_before_it_is_used(
+    finished: Run, tmp_path: Path, name: str, change: Change, module: str
+) -> None:
+    shutil.copytree(finished[0], tmp_path / "run")
+    if module == "data_prep.hidden_states":
+        shutil.rmtree(tmp_path / "run/hidden_states")
+    change(tmp_path / "run" / name)
+    result = run_program(module, f"run_dir={tmp_path}/run", *finished[1])
+    assert result.returncode == 1, result.stdout[-2000:]
+    assert f"error: {tmp_path}/run/{name}: must be as mtptrain wrote it, but was changed or damaged" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", SERVING])
+def test_a_changed_export_is_named_before_it_is_served(finished: Run, tmp_path: Path, name: str) -> None:
+    shutil.copytree(finished[0] / "export/vllm", tmp_path / "export")
+    sha256 = json.loads((tmp_path / "export" / SERVING).read_text())["head_sha256"]
+    assert read_serving_facts(tmp_path / "export", "vllm", sha256)["engine"] == "vllm"
+    if name == SERVING:
+        edit("method", value="other")(tmp_path / "export" / name)
+    else:
+        flip(tmp_path / "export" / name)
+    with pytest.raises(UserError, match=rf"{name}: must be as mtptrain wrote it, but was changed or damaged"):
+        read_serving_facts(tmp_path / "export", "vllm", sha256)
+
+
+def test_a_changed_record_of_a_killed_extraction_is_named(tmp_path: Path) -> None:
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
+    edit("num_tokens", value=1)(tmp_path / "shard_00000.json")
+    with pytest.raises(UserError, match=r"shard_00000\.json: must be as mtptrain wrote it, but was changed or damaged"):
+        begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+
+
+def test_a_changed_number_of_released_windows_is_named_before_shards_are_deleted(tmp_path: Path) -> None:
+    write_sealed(tmp_path / STREAM, {"released_windows": 1, "windows": [[0], [1], [2]]})
+    assert released_windows(tmp_path, [[0], [1], [2]]) == 1
+    edit("released_windows", value=3)(tmp_path / STREAM)
+    with pytest.raises(UserError, match=rf"{STREAM}: must be as mtptrain wrote it, but was changed or damaged"):
+        released_windows(tmp_path, [[0], [1], [2]])
