@@ -37,8 +37,8 @@ from mtptrain.target.model import Target
 from tests.programs import run_ranks
 from tests.slow import is_slow
 
-# A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves. The packages of programs
-# set a handler for the time of their imports, which ends here.
+# A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves. The packages of
+# programs set a handler for the time of their imports, which ends here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
