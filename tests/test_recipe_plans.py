@@ -90,7 +90,7 @@ def test_both_engines_have_a_format_for_the_head_of_every_recipe(target: str, he
 
 
 def test_sglang_is_refused_an_eagle3_head_for_deepseek_that_reads_the_first_layer() -> None:
-    """Tests why the README's table of served heads has *no* for `eagle3` on DeepSeek-V2 with SGLang."""
+    """Tests why the table of served heads in docs/serving.md has *no* for `eagle3` on DeepSeek-V2 with SGLang."""
     config, target_config = compose_recipe("deepseek_v2_lite_eagle3"), PUBLISHED_TARGETS["deepseek_v2_lite"].config()
     head = replace(config.head, capture_layers=[1, 13, 24])
     assert format_for("vllm", head, target_config)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NAMES = [path.relative_to(ROOT).as_posix() for path in (README, *PAGES)]
-MOST_LINES, MOST_COLUMNS = 150, 100
+MOST_LINES, MOST_COLUMNS = 110, 100
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")

@@ -31,7 +31,7 @@ from tests.serving.conftest import NUM_GENERATED, OnDisk, Served, drafted_here
 from tests.serving.served_directories.breaks import BREAKS
 from tests.serving.table import served_table
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/serving.md"
 BETWEEN = re.compile(r"(?<=<!-- served: written by `make served-table` -->\n).*?(?=<!-- end of served -->)", re.DOTALL)
 PlainGreedy = Callable[[str], list[list[int]]]
 
@@ -160,16 +160,16 @@ def test_an_engine_that_fails_says_why_and_the_others_go_on(served: dict[str, Se
     assert {name for name, both in served.items() if both.theirs.error} == {"nothing", *not_here}
 
 
-def test_the_readmes_table_is_what_was_served(
+def test_the_pages_table_is_what_was_served(
     served: dict[str, Served],
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path: Path,
 ) -> None:
-    """Tests that the README's table is up to date; `make served-table` rewrites it."""
-    table, found = served_table(served, target_of, head_of, tmp_path), BETWEEN.search(README.read_text())
+    """Tests that the table of docs/serving.md is up to date; `make served-table` rewrites it."""
+    table, found = served_table(served, target_of, head_of, tmp_path), BETWEEN.search(PAGE.read_text())
     assert found is not None
     if os.environ.get("WRITE_SERVED_TABLE"):
-        README.write_text(BETWEEN.sub(lambda _: table, README.read_text()))
+        PAGE.write_text(BETWEEN.sub(lambda _: table, PAGE.read_text()))
     else:
         assert found[0] == table, "run `make served-table`"
