@@ -168,7 +168,7 @@ class StreamedStore(HiddenStore):
             path = shard_path(self.directory, index)
             wait_until(
                 lambda: self._is_closed or record_path(path).exists(),
-                f"{path.name} from data_prep.hidden_states, which must run with the same settings",
+                f"{path.name} from mtptrain hidden-states, which must run with the same settings",
             )
             record = read_record(self.directory, index)
             if record is None:
@@ -205,7 +205,7 @@ def open_stream(
         )
     wait_until(
         (directory / PLAN).exists,
-        f"{directory / PLAN} from data_prep.hidden_states, which must run with the same settings",
+        f"{directory / PLAN} from mtptrain hidden-states, which must run with the same settings",
     )
     plan = read_record_file(directory / PLAN)
     identity = identity_from_json(plan["identity"])
@@ -265,7 +265,7 @@ class Releases:
 
         wait_until(
             is_over,
-            f"the shards of step {step + 1} from data_prep.hidden_states, which must run with the same settings",
+            f"the shards of step {step + 1} from mtptrain hidden-states, which must run with the same settings",
         )
         return stopped_by
 

@@ -1,11 +1,13 @@
 """Tests that programs refuse old names of settings, mistakes and bad input with a one-line error."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 from mtptrain.command_line.program import RENAMED, refuse_renamed
+from mtptrain.command_line.stages import STAGES
 from tests.conftest import make_config
 from tests.programs import run_ranks
 
@@ -180,6 +182,31 @@ def test_every_program_ends_with_one_line() -> None:
         STARTED_BY_PROGRAMS
     )
     assert [name for name, text in sources.items() if "hydra.main(" in text] == ["mtptrain/command_line/program.py"]
+
+
+def texts() -> dict[str, str]:
+    """Returns all texts that a user reads, by file: strings of the code, recipes, scripts and pages."""
+    found = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for folder, suffix in (("recipes", "yaml"), ("docs", "md"), ("slurm", "sh"), ("slurm", "sbatch"), (".", "md"))
+        for path in (ROOT / folder).glob(f"*.{suffix}" if folder == "." else f"**/*.{suffix}")
+    }
+    for folder in ("mtptrain", "data_prep", "eval", "slurm", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+            found[path.relative_to(ROOT).as_posix()] = "\n".join(text for text in strings if isinstance(text, str))
+    return found
+
+
+def test_every_command_that_is_named_can_be_typed() -> None:
+    """Programs have one name: messages and pages say `mtptrain STAGE`, never the module."""
+    modules = {stage.program for stage in STAGES.values()}
+    command = re.compile(r"(?:(?:run|rerun|-m|^|#) |`)mtptrain ([a-z][a-z-]+)", re.MULTILINE)
+    named = {(name, stage) for name, text in texts().items() for stage in command.findall(text)}
+    assert {stage for _, stage in named} >= set(STAGES)
+    assert sorted(each for each in named if each[1] not in STAGES) == []
+    old = re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, modules)) + r")(?![\w/(])(?!\.[a-z_])")
+    assert [name for name, text in texts().items() if old.search(text)] == ["mtptrain/command_line/stages.py"]
 
 
 def test_a_program_without_a_config_refuses_in_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
