@@ -118,7 +118,7 @@ def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target:
 
 
 def test_every_stage_of_the_command_exists_in_the_wheel(installed: Path) -> None:
-    look = "from importlib.util import find_spec; from mtptrain.__main__ import STAGES, python_module; "
+    look = "from importlib.util import find_spec; from mtptrain.command_line.program import STAGES, python_module; "
     missing = "print([name for name, stage in STAGES.items() if not find_spec(python_module(stage.program))])"
     assert run(installed, "-c", look + missing, cwd=Path("/")).strip() == "[]"
 
