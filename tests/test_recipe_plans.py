@@ -171,12 +171,12 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     if getattr(config.head, "draft_vocab_size", None):
         lines.append("mtptrain draft-vocab")
     lines += [
-        f"{launcher(extracting)} -m mtptrain hidden-states",
-        f"{launcher(num_gpus)} -m mtptrain train",
+        f"{launcher(extracting)} hidden-states",
+        f"{launcher(num_gpus)} train",
     ]
     if config.train.validation_prompts == 0 and config.train.validate_every > 0:
         lines.append("mtptrain choose-head")
-    lines += [f"{launcher(measuring)} -m mtptrain acceptance", "mtptrain export"]
+    lines += [f"{launcher(measuring)} acceptance", "mtptrain export"]
     with_recipe = [f"{line} recipe={recipe}" for line in lines]
     with_recipe[0] += " plan=true"
     if config.prompts.source is PromptSource.responses:
@@ -192,7 +192,7 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
 
 
 def launcher(num_ranks: int) -> str:
-    return f"torchrun --nproc-per-node {num_ranks}" if num_ranks > 1 else "python"
+    return f"torchrun --nproc-per-node {num_ranks} -m mtptrain" if num_ranks > 1 else "mtptrain"
 
 
 def write_header(path: Path, header: str) -> None:
