@@ -23,6 +23,10 @@ CORRECT = "correct or remove it"
 REASONS_SHOWN = 3
 
 
+class SourceMissing(UserError):
+    """A path of `prompts.paths` is neither a file nor a data set that can be loaded."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of one file or hub data set, with their line or row numbers."""
@@ -157,7 +161,7 @@ def _read_rows(path: str, split: str) -> Rows:
     if Path(path).is_file():
         return {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[suffix](path)
     if suffix in FILE_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise UserError(
+        raise SourceMissing(
             f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path"
         )
     return _read_hub(path, split)
@@ -199,7 +203,7 @@ def _read_hub(name: str, split: str) -> Rows:
         rows = load_dataset(name, split=split)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [repr(error)])[0]
-        raise UserError(
+        raise SourceMissing(
             f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
             f"cannot be loaded from the hub: {reason}; correct prompts.paths and prompts.split, or download it as "
             "parquet"

@@ -25,8 +25,8 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.training.validation import Validated, Validation
 from mtptrain.utils.distributed import Ranks, init_ranks
-from mtptrain.utils.errors import StageMissing
-from mtptrain.utils.files import read_sealed, write_json
+from mtptrain.utils.errors import StageMissing, UserError
+from mtptrain.utils.files import read_sealed, write_sealed
 
 
 @program
@@ -41,7 +41,7 @@ def main(cfg: DictConfig) -> None:
         # Among equal heads, max returns the first, which is also the one that training would keep.
         best_step = max(measured, key=lambda step: measured[step].acceptance.acceptance_length)
         keep_best(config, heads[best_step], measured[best_step])
-        write_json(stage_dir / CHOICE, describe(config, measured, best_step))
+        write_sealed(stage_dir / CHOICE, describe(config, measured, best_step))
         print_table(config, measured, best_step)
         print(f"best head: {stage_dir / 'best'}, from step {best_step}; measurements: {stage_dir / CHOICE}")
 
@@ -51,6 +51,7 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
 
     Raises:
         StageMissing: no head was kept.
+        UserError: a folder was renamed, or its `head.json` was changed.
     """
     heads = kept_heads(stage_dir)
     if not heads:
@@ -59,6 +60,9 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
             "same recipe and run_dir, train.validation_prompts=0 and train.validate_every=N, which keeps the head "
             f"every N steps; if training has already ended, first delete {stage_dir / 'checkpoints'}"
         )
+    for step, directory in heads.items():
+        if (stored := read_sealed(directory / "head.json", RESTORE, ["step"])["step"]) != step:
+            raise UserError(f"{directory}: must be the folder of step {stored}, but was renamed; rename it back")
     best = stage_dir / "best/head.json"
     facts = read_sealed(best, RESTORE) if best.is_file() else {}
     if "acceptance_length" in facts:

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from mtptrain.config import PipelineConfig
-from mtptrain.utils.files import read_json, refuse_overwriting
+from mtptrain.utils.files import read_json, read_sealed, refuse_overwriting
 
 from .drawing import drawing
 from .report_plots import colours_of, plots_of
@@ -98,10 +98,11 @@ def write_run_page(config: PipelineConfig) -> None:
     studies.
     """
     directory = Path(config.acceptance.output_dir or config.stage_dir("acceptance"))
-    report = read_report(directory / "report.json")
+    path = directory / "report.json"
+    report = read_sealed(path, "run mtptrain acceptance again") if path.exists() else {}
     if "speed" not in report:  # missing, or an older format
         return
-    with drawing(directory / "report.html", directory / "report.json"):
+    with drawing(directory / "report.html", path):
         refuse_overwriting(directory / "report.html", "report.html", (TITLE,))
         write_page(directory / "report.html", {str(directory): report}, sections_of(config, report))
 

@@ -33,7 +33,7 @@ from mtptrain.utils.files import read_sealed, save_tensors, write_json, write_se
 from mtptrain.utils.masking import hide_home
 
 README = "README.md"
-WRITTEN = (CONFIG, PROVENANCE, "config.json", "model.safetensors", README)
+WRITTEN = (CONFIG, PROVENANCE, SERVING, "config.json", "model.safetensors", README)
 """Files of an export by a version that did not list them in its provenance."""
 HOME_NOTE = "\nIn these paths, `~` is the home directory of whoever wrote the export: write it out in full.\n"
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}

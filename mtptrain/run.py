@@ -8,7 +8,6 @@ over if its output is whole, was made with the same settings, and is newer than 
 was interrupted goes on where it stopped. A stage that fails ends the run with its exit code.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from mtptrain.config import PipelineConfig, load_config
 from mtptrain.run_dir import was_made_with
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
+from mtptrain.utils.files import read_sealed
 
 
 @program
@@ -109,7 +109,7 @@ def run_stage(command: Sequence[str]) -> None:
 def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) -> None:
     """Print how long each stage took, how well the head drafts, and where its files are."""
     report_path, export = (output_of(name, STAGES[name], config) for name in ("acceptance", "export"))
-    report = json.loads(report_path.read_text())
+    report = read_sealed(report_path, "run mtptrain acceptance again")
     table = Table("", "", title=f"Head {config.head.name}", show_header=False)
     for name, shown in durations:
         table.add_row(name, shown)

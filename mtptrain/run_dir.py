@@ -89,7 +89,7 @@ def _as_yaml(config: PipelineConfig) -> str:
 def was_made_with(directory: Path, config: PipelineConfig) -> bool:
     """Returns whether a stage's folder was written with exactly these settings."""
     path = directory / CONFIG
-    return path.is_file() and path.read_text() == _as_yaml(config)
+    return path.is_file() and path.read_text(errors="replace") == _as_yaml(config)
 
 
 def claim_stage_dir(stage_dir: Path, config: PipelineConfig) -> None:

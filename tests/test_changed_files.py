@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from eval.choose_head import heads_to_measure
+from mtptrain.convert.published.heads import read_published
 from mtptrain.hidden_states.stream import STREAM, released_windows
 from mtptrain.hidden_states.writer import begin_store
 from mtptrain.serving.exports import SERVING, read_serving_facts
+from mtptrain.target.families import read_target_config
+from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import run_program
@@ -105,6 +109,52 @@ def test_a_changed_export_is_named_before_it_is_served(finished: Run, tmp_path: 
         flip(tmp_path / "export" / name)
     with pytest.raises(UserError, match=rf"{name}: must be as mtptrain wrote it, but was changed or damaged"):
         read_serving_facts(tmp_path / "export", "vllm", sha256)
+
+
+@pytest.mark.parametrize("files", [None, 3, ["model.safetensors"]])
+def test_an_export_with_a_broken_list_of_files_is_named(finished: Run, tmp_path: Path, files: object) -> None:
+    shutil.copytree(finished[0] / "export/vllm", tmp_path / "export")
+    edit("files", value=files)(tmp_path / "export" / SERVING)
+    with pytest.raises(UserError, match=rf"{SERVING}: must be as mtptrain wrote it, but was changed or damaged"):
+        read_serving_facts(tmp_path / "export", "vllm", "of this run")
+
+
+@pytest.mark.parametrize("place", ["train/best", "train/last", "export/vllm"])
+def test_a_changed_head_is_named_before_another_training_starts_from_it(
+    finished: Run, tiny_target: Path, tmp_path: Path, place: str
+) -> None:
+    shutil.copytree(finished[0] / place, tmp_path / "head")
+    target_config = read_target_config(tiny_target)
+    assert read_published(str(tmp_path / "head"), target_config).tensors
+    weights = next((tmp_path / "head").glob("*.safetensors"))
+    flip(weights)
+    with pytest.raises(UserError, match=rf"{weights.name}: must be as mtptrain wrote it, but was changed or damaged"):
+        read_published(str(tmp_path / "head"), target_config)
+
+
+def test_a_kept_head_that_was_renamed_is_named(finished: Run, tmp_path: Path) -> None:
+    shutil.copytree(finished[0] / "train/best", tmp_path / "heads/step_00000099")
+    step = json.loads((tmp_path / "heads/step_00000099/head.json").read_text())["step"]
+    with pytest.raises(UserError, match=rf"step_00000099: must be the folder of step {step}, but was renamed"):
+        heads_to_measure(tmp_path)
+
+
+def test_a_record_of_another_shard_is_named(tmp_path: Path) -> None:
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
+    shutil.copy(tmp_path / "shard_00000.json", tmp_path / "shard_00001.json")
+    with pytest.raises(UserError, match=r"shard_00001\.json: must be the record of shard_00001\.safetensors, but is"):
+        begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+
+
+@pytest.mark.parametrize("line", ["{oops}", "[1]", '{"step": "7"}', '{"loss": 1.0}'])
+def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n{"step": 4, "lo')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: must be .*; remove the line"):
+        read_metrics(path)
+    path.write_text('{"step": 1}\n{"step": 4, "lo')
+    assert [record for _, record in read_metrics(path)] == [{"step": 1}]
 
 
 def test_a_changed_record_of_a_killed_extraction_is_named(tmp_path: Path) -> None:

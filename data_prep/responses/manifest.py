@@ -11,7 +11,7 @@ from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import manifest_of, read_sealed
 
-from ..conversations import Conversations, read_conversations, refuse_duplicate_paths
+from ..conversations import Conversations, SourceMissing, read_conversations, refuse_duplicate_paths
 from .dialogue import Ending, RegeneratedConversation
 from .survey import hash_sources
 
@@ -106,9 +106,9 @@ class ResponsesPlan:
 
     @staticmethod
     def read(path: Path) -> "ResponsesPlan":
-        """Read the plan from either file."""
+        """Read the plan from either file. Where it is the manifest, the conversations must be as it describes them."""
         advice = f"delete {path.parent} and run mtptrain responses again"
-        content = {name: value for name, value in read_sealed(path, advice).items() if name in PLANNED}
+        content = {name: value for name, value in read_sealed(path, advice, files=None).items() if name in PLANNED}
         return manifest_of(ResponsesPlan, content, path, ResponsesIdentity.program, advice)
 
 
@@ -139,7 +139,7 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
             "retry them",
             flush=True,
         )
-    conversations = require(directory / CONVERSATIONS, "mtptrain responses")
+    conversations = directory / CONVERSATIONS
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
     return read_conversations([str(conversations)], ConversationSchema.messages, metadata=written)
 
@@ -158,6 +158,6 @@ def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
         try:
             conversations = read_conversations([path], prompts.schema, prompts.split, prompts.metadata)
             hashes |= hash_sources(conversations, [path])
-        except FileNotFoundError:
+        except SourceMissing:
             print(f"{path} cannot be read any more, so the responses cannot be checked against it", flush=True)
     return hashes

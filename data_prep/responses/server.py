@@ -131,11 +131,11 @@ class CompletionServer:
             if not isinstance(text, str) or not all(type(token) is int for token in token_ids or []):
                 raise TypeError("text must be a string and token_ids integers")
             if not all(0 <= token < self._vocab_size for token in token_ids or []):
-                raise UserError(f"token_ids must be in [0, {self._vocab_size})")
+                raise ValueError(f"token_ids must be in [0, {self._vocab_size})")
             text.encode()  # the tokenizer rejects a lone surrogate
             num_tokens = len(token_ids) if token_ids is not None else content["usage"]["completion_tokens"]
             if type(num_tokens) is not int or not 0 <= num_tokens <= self._sampling.max_new_tokens:
-                raise UserError(
+                raise ValueError(
                     f"the number of tokens must be in [0, {self._sampling.max_new_tokens}], but is {num_tokens}"
                 )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -26,7 +26,7 @@ MAX_CHARACTERS = 2**24
 """Maximum length of a rendered conversation. The longest contexts have a few million characters."""
 
 
-class EndlessTemplate(RuntimeError):
+class EndlessTemplate(UserError):
     """Raised when a chat template has not rendered a conversation within `LIMIT_S`."""
 
 

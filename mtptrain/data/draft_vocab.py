@@ -107,7 +107,7 @@ def require_draft_vocab(directory: Path) -> Path:
     """Returns the file of a run's draft vocabulary.
 
     Raises:
-        UserError: mtptrain draft-vocab has not been run.
+        StageMissing: mtptrain draft-vocab has not been run.
     """
     require(directory / MANIFEST, PROGRAM)
     return require(directory / DRAFT_VOCAB, PROGRAM)

@@ -103,7 +103,7 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
         questions: hash of the first user turn by prompt id.
         prompts_dir: output of stage 1; nothing is compared if it does not exist.
     """
-    if not (prompts_dir / DOCUMENTS_FILE).exists():
+    if not (prompts_dir / "manifest.json").exists():
         return
     require_prompts(prompts_dir, DOCUMENTS_FILE)
     trained = {entry.group.split(".")[0] for entry in DocumentEntry.read_all(prompts_dir) if entry.split is Split.train}

@@ -15,14 +15,14 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig, config_of
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import read_json, read_sealed, remove_files, save_tensors, write_sealed
+from mtptrain.utils.files import read_sealed, remove_files, save_tensors, sync, write_sealed
 
 WEIGHTS = "head.safetensors"
 TARGET_WEIGHTS = "target_weights_sha256"
 RESTORE = "copy it again, or train again"
+"""The advice of errors about a damaged head."""
 STEP_NAME = r"step_(\d{8}|[1-9]\d{8,})"
 """Names of the folders of kept heads and of checkpoints."""
-"""The advice of errors about a damaged head."""
 CHOICE = "choice.json"
 """File in `run_dir/train` with the measurements of `mtptrain choose-head`."""
 
@@ -43,15 +43,22 @@ def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) ->
 
 
 def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
-    """Write a head to a directory. `head.json` is written last, so a new directory that has one is complete.
+    """Write a head to a directory. A new directory that has a `head.json` is complete.
+
+    Both files are ready before one is renamed, so that a reader or a kill meets a mixture of old and new only within
+    milliseconds. `head.json` would then be refused, since it describes other weights.
 
     Args:
         state: weights by name, in their training dtype.
         facts: more entries of `head.json`, such as the step and the acceptance measured there.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save_tensors(directory / WEIGHTS, state)
-    write_sealed(directory / "head.json", {"head": asdict(config), **facts}, [WEIGHTS])
+    weights, described = directory / WEIGHTS, directory / "head.json"
+    save_tensors(weights.with_name(f"{WEIGHTS}.tmp"), state)
+    write_sealed(described.with_name("head.json.tmp"), {"head": asdict(config), **facts}, [WEIGHTS], suffix=".tmp")
+    weights.with_name(f"{WEIGHTS}.tmp").replace(weights)
+    described.with_name("head.json.tmp").replace(described)
+    sync(directory)
 
 
 def kept_head(stage_dir: Path, step: int) -> Path:
@@ -74,7 +81,7 @@ def remove_later_heads(stage_dir: Path, step: int) -> None:
     choice = stage_dir / CHOICE
     if choice.is_file() and any(
         head["step"] > step
-        for head in read_json(choice, "delete it and run mtptrain choose-head again", ["heads"])["heads"]
+        for head in read_sealed(choice, "delete it and run mtptrain choose-head again", ["heads"])["heads"]
     ):
         choice.unlink()
     for kept_step, directory in kept_heads(stage_dir).items():

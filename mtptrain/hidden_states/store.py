@@ -160,7 +160,7 @@ class HiddenStore:
         """Returns the document at `index`, without a copy, after checking its bytes.
 
         Raises:
-            UserError: its shard is missing, or its shard is truncated, or the document was changed or damaged.
+            UserError: its shard is missing or truncated, or the document was changed or damaged.
         """
         path, shard, local = self._locate(index)
         tensors = _tensors_of(shard, local)
@@ -333,6 +333,6 @@ def has_length(path: Path, record: ShardRecord) -> bool:
         return False
 
 
-def read_record_file(path: Path) -> dict[str, Any]:
+def read_record_file(path: Path, advice: str | None = None) -> dict[str, Any]:
     """Returns the object in one of the store's JSON files."""
-    return files.read_sealed(path, f"delete {path.parent} and run mtptrain hidden-states again")
+    return files.read_sealed(path, advice or f"delete {path.parent} and run mtptrain hidden-states again")

@@ -44,6 +44,7 @@ from mtptrain.hidden_states.store import (
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, publish, write_sealed
 
+RECOMPUTE = "delete it and run mtptrain hidden-states, which recomputes only this shard"
 _SHARD = re.compile(r"shard_(\d{5}|[1-9]\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
 """Names of a shard, of its record, and of the temporary files of both."""
 _OTHER_TEMPORARY = re.compile(
@@ -299,9 +300,13 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
     """Returns the record of a shard; None if there is no record, or if the shard does not have its full length."""
     path = shard_path(directory, index)
     try:
-        record = ShardRecord(**read_record_file(record_path(path)))
+        record = ShardRecord(**read_record_file(record_path(path), RECOMPUTE))
     except FileNotFoundError:
         return None
+    if record.file != path.name:
+        raise UserError(
+            f"{record_path(path)}: must be the record of {path.name}, but is that of {record.file}; {RECOMPUTE}"
+        )
     return record if has_length(path, record) else None
 
 

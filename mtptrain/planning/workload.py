@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtptrain.config import PipelineConfig
-from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.training.step_packing import pack_documents, shuffled
 
 UNKNOWN_TOKENS = 1_000_000
@@ -33,6 +33,7 @@ def read_workload(config: PipelineConfig) -> Workload:
     if not path.exists():
         tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens
         return Workload(False, 0, tokens, tokens, longest, float(longest))
+    require_prompts(path.parent, path.name)
     documents = Documents.load(path)
     lengths = documents.lengths.astype(np.float64)
     return Workload(

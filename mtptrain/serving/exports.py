@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from mtptrain.run_dir import require
 from mtptrain.target.families import head_dim
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import FILES, read_json, read_sealed
+from mtptrain.utils.files import read_json, read_sealed
 
 SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
@@ -28,8 +28,7 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
             head.
     """
     path = require(head_dir / SERVING, "mtptrain export")
-    described = read_json(path, "run mtptrain export again", REQUIRED).get(FILES, {})
-    facts = read_sealed(path, "run mtptrain export again", files=list(described))
+    facts = read_sealed(path, "run mtptrain export again", REQUIRED, files=None)
     if facts["engine"] != engine:
         raise UserError(
             f"{path}: engine must be {engine}, but is {facts['engine']}; run mtptrain export with "

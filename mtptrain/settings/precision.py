@@ -36,8 +36,8 @@ def resolve_dtype(setting: Dtype, stage_dir: Path, has_gpu: bool) -> Dtype:
     """Returns the dtype that a stage computes in: as set, else as the stage began, else the fast one."""
     if setting != AUTO:
         return setting
-    began = _began_with(stage_dir, lambda config: config[stage_dir.name]["dtype"])
-    return fast_dtype(has_gpu)[0] if began is None else Dtype(began)
+    began = _began_with(stage_dir, lambda config: Dtype(config[stage_dir.name]["dtype"]))
+    return fast_dtype(has_gpu)[0] if began is None else began
 
 
 def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, has_gpu: bool) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
         return find(OmegaConf.to_container(OmegaConf.load(path)))
     except KeyError:
         return None
-    except (YAMLError, TypeError, OSError, UnicodeDecodeError) as error:
+    except (YAMLError, TypeError, OSError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path}: must be the config that the stage began with, but cannot be read ({type(error).__name__}); "
             f"restore it, or delete {stage_dir} to begin again"

@@ -2,8 +2,9 @@
 
 `checkpoints/step_00000100/state.safetensors` holds each weight and its two Adam moments as unpartitioned fp32 tensors,
 for any number of ranks and any ZeRO stage. Rank 0 writes `complete.json` last, with the size and sha256 of the
-state. A checkpoint without that file is ignored. If the state does not match `complete.json`, the checkpoint is torn,
-and the run resumes from the newest whole one. The best head is kept in `best/`, whichever checkpoints are removed.
+state. A checkpoint without that file is passed over, with a warning. If the state does not match `complete.json`, the
+checkpoint is torn, and the run resumes from the newest whole one. The best head is kept in `best/`, whichever
+checkpoints are removed.
 """
 
 import json
@@ -114,6 +115,11 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     """
     newest: tuple[Path | None, dict[Path, str]] = _newest_whole(directory) if ranks.is_first else (None, {})
     chosen, faults = ranks.gather(newest)[0]
+    if faults and chosen is None:
+        raise UserError(
+            f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore "
+            "one, or remove the folder to start again from step 0"
+        )
     if ranks.is_first:
         for folder in _folders(directory):
             if not (folder / MARKER).is_file() and (chosen is None or folder > chosen):
@@ -122,11 +128,6 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
                     f"training resumes from {chosen or 'step 0'}",
                     flush=True,
                 )
-    if faults and chosen is None:
-        raise UserError(
-            f"{directory}: at least one checkpoint must be whole, but none is ({'; '.join(faults.values())}); restore "
-            "one, or remove the folder to start again from step 0"
-        )
     if ranks.is_first:
         for folder, fault in faults.items():
             print(f"WARNING {fault}; training resumes from {chosen}", flush=True)

@@ -23,7 +23,7 @@ from deepspeed.utils import (
 
 from mtptrain.heads.base import Head
 from mtptrain.utils.distributed import Ranks, close_at_exit, prepare_single_process
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, error_summary
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -141,23 +141,28 @@ def build_engine(
     # DeepSpeed would silently skip steps with an overflow. `Trainer.check_finite` stops the run instead.
     bf16 = {"bf16": {**config["bf16"], "check_grad_overflow": False}} if "bf16" in config else {}
     is_first_engine = not dist.is_initialized()
-    engine, *_ = deepspeed.initialize(
-        model=head,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        dist_init_required=True if ranks.world_size == 1 else None,
-        config={
-            **with_fp32_sums(config, num_accumulated, ranks.is_first),
-            **bf16,
-            "zero_optimization": zero,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": num_accumulated,
-            "gradient_allreduce_op": "sum",  # the loss is already divided by the number of drafts on all ranks
-            "gradient_clipping": 0.0,
-            "steps_per_print": 2**31,
-            "zero_allow_untested_optimizer": True,
-        },
-    )
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=head,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            dist_init_required=True if ranks.world_size == 1 else None,
+            config={
+                **with_fp32_sums(config, num_accumulated, ranks.is_first),
+                **bf16,
+                "zero_optimization": zero,
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": num_accumulated,
+                "gradient_allreduce_op": "sum",  # the loss is already divided by the number of drafts on all ranks
+                "gradient_clipping": 0.0,
+                "steps_per_print": 2**31,
+                "zero_allow_untested_optimizer": True,
+            },
+        )
+    except ValueError as error:  # pydantic's, of a value that DeepSpeed's config does not take
+        raise UserError(
+            f"deepspeed: must be a config that DeepSpeed takes, but it says {error_summary(error)}; correct it"
+        ) from error
     if is_first_engine:  # DeepSpeed made a group of this process alone
         close_at_exit()
     return engine

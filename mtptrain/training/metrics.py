@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import wandb
@@ -17,12 +18,30 @@ from mtptrain.training.batches import Batch
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError, error_summary
-from mtptrain.utils.files import write_text
+from mtptrain.utils.files import parse_json, write_text
 from mtptrain.utils.masking import hide_passwords
 
 METRICS = "metrics.jsonl"
 PHASES = ("forward", "loss", "backward", "optimizer")
 """Phases of a step, named as in the trainer's clock."""
+
+
+def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the lines of `metrics.jsonl` with their records, without an incomplete last line that a kill may leave.
+
+    Raises:
+        UserError: a line is not the record of a step.
+    """
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line.endswith(b"}"):
+            break
+        record = parse_json(line, f"{path}:{number}", "remove the line")
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise UserError(f"{path}:{number}: must be the record of a step, but is not; remove the line")
+        found.append((line.decode(), record))
+    return found
 
 
 class Tracking:
@@ -31,17 +50,11 @@ class Tracking:
     def __init__(self, directory: Path, config: PipelineConfig, first_step: int) -> None:
         self.path = directory / METRICS
         # A resumed run repeats the steps since its checkpoint, so their old records are dropped.
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step] if first_step else []
+        kept = [line for line, record in read_metrics(self.path) if record["step"] <= first_step] if first_step else []
         write_text(self.path, "".join(line + "\n" for line in kept))
         self._wandb = None
         if config.train.tracker is Tracker.wandb:
             self._wandb = start_wandb(directory, config, "train")
-
-    def _lines(self) -> list[str]:
-        """Returns the lines of an earlier run, without the incomplete last line that a killed run may leave."""
-        return (
-            [line for line in self.path.read_text().splitlines() if line.endswith("}")] if self.path.is_file() else []
-        )
 
     def write(self, step: int, metrics: dict[str, object]) -> None:
         with self.path.open("a") as file:

@@ -1,6 +1,5 @@
 """Formats the progress bar of a training run, and prints the summary table at the end of the run."""
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from rich.table import Table
 
 from mtptrain.heads.files import kept_heads
 from mtptrain.training.checkpoint import Progress
-from mtptrain.training.metrics import METRICS, PHASES
+from mtptrain.training.metrics import METRICS, PHASES, read_metrics
 
 
 def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
@@ -43,7 +42,9 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
     Speeds and shares of time are medians over the records of the run, tokens a sum over them. "limited by" names the
     phase with the largest share.
     """
-    records = [record for line in metrics.read_text().splitlines() if "tokens_per_s" in (record := json.loads(line))]
+    records = [record for _, record in read_metrics(metrics) if "tokens_per_s" in record]
+    if not records:  # the file was removed or emptied
+        return []
     median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
     shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
     longest = max(shares, key=lambda name: shares[name])

@@ -86,25 +86,32 @@ SEAL, FILES = "seal", "files"
 
 
 def write_sealed(
-    path: Path, content: Mapping[str, Any], files: Collection[str] = (), temporary: Path | None = None
+    path: Path,
+    content: Mapping[str, Any],
+    files: Collection[str] = (),
+    temporary: Path | None = None,
+    suffix: str = "",
 ) -> None:
     """Write a JSON object that `read_sealed` can check. Write it last: it is the record of finished work.
 
     Args:
         files: names of files in the same directory, whose sizes and hashes become the entry `files`.
         temporary: as for `write_text`.
+        suffix: added to the names of `files` while they wait to be renamed.
     """
-    described = {FILES: {name: describe_file(path.with_name(name)) for name in files}} if files else {}
+    described = {FILES: {name: describe_file(path.with_name(name + suffix)) for name in files}} if files else {}
     write_json(path, {**content, **described, SEAL: _seal_of({**content, **described})}, temporary)
 
 
-def read_sealed(path: Path, advice: str, required: Collection[str] = (), files: Collection[str] = ()) -> dict[str, Any]:
+def read_sealed(
+    path: Path, advice: str, required: Collection[str] = (), files: Collection[str] | None = ()
+) -> dict[str, Any]:
     """Returns the object that `write_sealed` has written, if neither it nor the files have changed since.
 
     Args:
         advice: what to do about a damaged file.
         required: entries that it must have.
-        files: names of those described files that the caller reads next. All their bytes are read.
+        files: names of those described files that the caller reads next, or None for all. All their bytes are read.
 
     Raises:
         UserError: the object or one of the files was changed or damaged, or the object has no seal.
@@ -117,7 +124,7 @@ def read_sealed(path: Path, advice: str, required: Collection[str] = (), files: 
     if content.pop(SEAL) != _seal_of(content):
         raise UserError(f"{path}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
     described = content.pop(FILES, {})
-    for name in files:
+    for name in described if files is None else files:
         refuse_changed(path.with_name(name), described.get(name), advice)
     return content
 

@@ -43,12 +43,13 @@ from mtptrain.convert.target_files import INDEX
 from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
-from mtptrain.heads.files import stored_config
+from mtptrain.heads.files import RESTORE, WEIGHTS, stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
+from mtptrain.serving.exports import SERVING
 from mtptrain.target.hub import indexed_files
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_json, tensor_shapes
+from mtptrain.utils.files import SEAL, read_json, read_sealed, tensor_shapes
 
 NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
 MIMO_MTP = re.compile(r"^(model\.mtp_layers\.\d+\.)")
@@ -109,6 +110,8 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
         return _own(directory, target_config)
+    if SEAL in (read_json(serving) if (serving := directory / SERVING).is_file() else {}):
+        read_sealed(serving, "copy or download it again", files=None)
     files = tensor_files(directory)
     if not (directory / "config.json").is_file():
         raise UserError(
@@ -262,7 +265,8 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
     """Returns a head that `save_head` wrote. Sizes that its settings leave unset are the target's."""
     config = stored_config(directory)
     settings = effective_settings(config, target_config)
-    tensors = read_tensors([directory / "head.safetensors"])
+    read_sealed(directory / "head.json", RESTORE, files=[WEIGHTS])
+    tensors = read_tensors([directory / WEIGHTS])
     return PublishedHead(
         directory, config.name, {name: [value] for name, value in settings.items()}, tensors, None, None
     )

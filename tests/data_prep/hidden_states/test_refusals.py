@@ -83,7 +83,7 @@ def test_prompts_of_another_tokenizer_or_template_are_refused(
         tokenizer.save_pretrained(other)
     config.target.path = str(other)
     with pytest.raises(
-        ValueError, match=rf"prompts/manifest.json: {name} must be .*, as for target {other}, but is .*; run data_prep"
+        ValueError, match=rf"prompts/manifest.json: {name} must be .*, as for target {other}, but is .*; run mtptrain"
     ):
         extract_hidden_states(config, ONE_RANK)
 
@@ -103,7 +103,7 @@ def test_tokens_outside_the_vocabulary_are_refused(prepared: ConfigFor, tiny_tar
     config = prepared()
     write_prompts(Path(config.run_dir), tiny_target, Documents.from_list([(0, [1, 260], [1, 1])]))
     with pytest.raises(
-        ValueError, match=r"token ids must be below 260, the target's vocab_size, but the largest is 260; .*data_prep"
+        ValueError, match=r"token ids must be below 260, the target's vocab_size, but the largest is 260; .*mtptrain"
     ):
         extract_hidden_states(config, ONE_RANK)
 

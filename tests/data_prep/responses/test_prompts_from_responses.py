@@ -107,7 +107,9 @@ def test_deleted_answers_are_named(by_server: ConfigFor) -> None:
     config = by_server()
     respond(config)
     (config.stage_dir("responses") / "conversations.jsonl").unlink()
-    with pytest.raises(UserError, match=r"responses/conversations\.jsonl: must exist, but does not; run data_"):
+    with pytest.raises(
+        UserError, match=r"responses/conversations\.jsonl: must exist, but does not; delete \S+ and run"
+    ):
         prepare_prompts(config)
 
 
