@@ -6,7 +6,7 @@ from typing import Any
 
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, PromptsManifest, Split
-from mtptrain.utils.files import SEAL, write_sealed
+from mtptrain.utils.files import FILES, SEAL, write_sealed
 
 MANIFEST = PromptsManifest(2, TokenizerIdentity("a", "b"), 260, 512, 3, 40, 1, 9)
 
@@ -24,5 +24,11 @@ def seal_prompts(directory: Path, manifest: PromptsManifest = MANIFEST) -> Path:
 
 def seal_again(path: Path, **changes: Any) -> None:
     """Change entries of a sealed JSON file as a version of mtptrain that writes them would; `...` removes one."""
-    content = {name: value for name, value in json.loads(path.read_text()).items() if name != SEAL} | changes
-    write_sealed(path, {name: value for name, value in content.items() if value is not ...})
+    content = json.loads(path.read_text()) | changes
+    write_sealed(path, {name: value for name, value in content.items() if name != SEAL and value is not ...})
+
+
+def describe_again(path: Path) -> None:
+    """Write the hashes of the files that a sealed JSON file describes anew, as whoever changed them would."""
+    content = json.loads(path.read_text())
+    write_sealed(path, {name: value for name, value in content.items() if name not in (SEAL, FILES)}, content[FILES])

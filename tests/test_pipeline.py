@@ -86,7 +86,7 @@ def without_times(path: Path) -> dict[str, object]:
     return {
         name: figures
         for name, figures in report.items()
-        if name not in ("command", "device", "speed", "num_ranks", "quality")
+        if name not in ("command", "device", "speed", "num_ranks", "quality", "seal")
     }
 
 

@@ -17,7 +17,7 @@ from os.path import commonprefix
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import render_prompt, render_text
+from mtptrain.data.chat_template import EndlessTemplate, render_prompt, render_text
 from mtptrain.data.rows import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
@@ -150,6 +150,8 @@ class Dialogue:
         self._history = [*self.regenerated.messages, *self._questions[turn]]
         try:
             self._prompt_ids = render_prompt(self._tokenizer, self._history)
+        except EndlessTemplate:
+            raise
         except ValueError:
             self._end_before(Ending.template)
             return None

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.heads.files import remove_later_heads
 from tests.conftest import run_program
+from tests.sealed import describe_again
 
 Run = tuple[Path, tuple[str, ...]]
 KEEPING = ("train.validation_prompts=0", "train.validate_every=5", "deepspeed=zero0")
@@ -91,6 +92,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
         name: torch.randn(tensor.shape, generator=generator).to(tensor) for name, tensor in load_file(last).items()
     }
     save_file(spoilt, last)
+    describe_again(last.with_name("head.json"))
     assert facts(stage_dir / "best")["step"] == 20
     printed = run("eval.choose_head", *overrides, *settings)
     choice = json.loads((stage_dir / "choice.json").read_text())

@@ -191,7 +191,7 @@ def test_speed_and_studies_of_the_run_are_shown_on_its_page_with_their_commands(
     (tmp_path / "serving_check/report.json").write_text('{"torn')
     page = page_of(tmp_path)
     assert "head mtp" in page and "study/norms/study.json cannot be shown (KeyError(" in page
-    assert "serving_check/report.json cannot be shown (ValueError(" in page
+    assert "serving_check/report.json cannot be shown (UserError(" in page
 
 
 def test_names_with_dollars_are_shown_as_they_are(tmp_path: Path) -> None:

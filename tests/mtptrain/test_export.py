@@ -29,7 +29,7 @@ from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.model import load_target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, write_json, write_sealed
+from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sealed
 from tests.conftest import make_config, make_target, run_program
 from tests.mtptrain.convert.conftest import random_head
 from tests.sealed import seal_prompts
@@ -88,7 +88,7 @@ def test_an_export_holds_all_that_serving_needs(tmp_path: Path, target_of_four_l
     assert {"config.json", "README.md", "serving.json", "provenance.json", "config.yaml", form.weights_name} <= {
         path.name for path in directory.iterdir()
     }
-    assert json.loads((directory / "serving.json").read_text()) == {
+    assert read_sealed(directory / "serving.json", "export again", files=None) == {
         "engine": engine,
         "architecture": architecture,
         "method": method,

@@ -18,6 +18,7 @@ from mtptrain.heads.files import build_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.model import load_target
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
 from tests.conftest import FAMILIES, make_config, make_target, run_program
 from tests.mtptrain.convert.draft_models import CPU, DRAFT, Config, load
 
@@ -131,7 +132,7 @@ def test_a_model_that_cannot_draft_for_the_target_is_refused(bad: str, tmp_path:
 
 
 def test_a_head_of_another_kind_is_no_language_model(tmp_path: Path, tiny_target: Path) -> None:
-    (tmp_path / "head.json").write_text('{"head": {"name": "mtp"}}')
+    write_sealed(tmp_path / "head.json", {"head": {"name": "mtp"}})
     with pytest.raises(ValueError, match=r"head\.init_from: must be a language model, but .* holds the head mtp; set"):
         build_head(Config(init_from=str(tmp_path)), read_target_config(tiny_target))
 

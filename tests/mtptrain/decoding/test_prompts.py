@@ -187,6 +187,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         for i, split in enumerate((Split.train, Split.validation))
     ]
     DocumentEntry.write_all(tmp_path, entries)
+    seal_prompts(tmp_path)
     assert not recwarn
     with pytest.warns(
         UserWarning, match=r"first turns should not be .*, but 2 of 4 are \(ids turns, messages\); their accept"

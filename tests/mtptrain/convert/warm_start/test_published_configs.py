@@ -31,6 +31,7 @@ from tests.mtptrain.convert.warm_start.written_heads import (
     unchanged,
     write,
 )
+from tests.sealed import seal_again
 
 PEAGLE = PeagleHead.Config(capture_layers=[1, 2], mask_token_id=7)
 EXPORTS: dict[str, tuple[str, HeadConfig]] = {
@@ -310,7 +311,7 @@ def test_a_setting_of_our_own_head_that_this_version_does_not_have_is_refused(
     save_head(tmp_path / "best", random_state(config, tiny_target), config, {})
     stored = json.loads((tmp_path / "best/head.json").read_text())
     stored["head"]["sliding_window"] = 64
-    (tmp_path / "best/head.json").write_text(json.dumps(stored))
+    seal_again(tmp_path / "best/head.json", **stored)
     with pytest.raises(
         ValueError, match=r"head\.json: must hold only settings of head .*, but has sliding_window=64; "
     ):
