@@ -38,9 +38,12 @@ NEEDS_MORE = {
 """Names of the checks that need another Python environment, and are skipped here."""
 
 
-def run_quickly(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+def run_quickly(program: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
     """Runs a program in forks, which start faster. The step benchmark needs a new process without compilation."""
-    return (run_in_process if module == "eval.bench.train" else run_ranks)(module, arguments, num_ranks)
+    if program == "eval.bench.train":
+        return run_in_process(program, arguments, num_ranks)
+    module, *stage = program.split()
+    return run_ranks(module, [*stage, *arguments], num_ranks)
 
 
 def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
