@@ -13,6 +13,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.target.hub import weights_fingerprint
 from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
+from tests.sealed import describe_again
 from tests.serving.conftest import OnDisk, vllm_server
 
 
@@ -49,6 +50,7 @@ def wrong_export(run: tuple[Path, tuple[str, ...]]) -> Path:
     directory = shutil.copytree(run[0] / "export/vllm", run[0] / "export/wrong")
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {"enorm.weight": 0 * tensors["enorm.weight"]}, directory / "model.safetensors")
+    describe_again(directory / "serving.json")
     return directory
 
 
