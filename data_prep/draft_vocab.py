@@ -50,9 +50,7 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     size, vocab_size = draft_vocab_size(config.head, target_config.vocab_size), target_config.vocab_size
-    names = {split: f"{split}.safetensors" for split in Split}
-    prompts_dir = require_prompts(config.stage_dir("prompts"), *names.values())
-    paths = {split: prompts_dir / name for split, name in names.items()}
+    paths = {split: require_prompts(config.stage_dir("prompts"), f"{split}.safetensors") for split in Split}
     capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
     identity = expected_identity(config, target_dir, capture_layers, paths[Split.train])
 

@@ -66,8 +66,7 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
             prompts, target and settings do not fit each other.
     """
     settings = config.hidden_states
-    prompts_name = f"{Split.train}.safetensors"
-    prompts_file = require_prompts(config.stage_dir("prompts"), prompts_name) / prompts_name
+    prompts_file = require_prompts(config.stage_dir("prompts"), f"{Split.train}.safetensors")
     documents = Documents.load(prompts_file)
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)

@@ -32,7 +32,7 @@ from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards
-from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard
+from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import target_costs
 from mtptrain.planning.planner import print_plan
 from mtptrain.run_dir import check_stage_dir, claim_stage_dir, write_provenance
@@ -126,7 +126,7 @@ def worthwhile_ranks(extraction: Extraction) -> int:
     settings = extraction.config.hidden_states
     if settings.backend is Backend.vllm or extraction.windows:
         return 1
-    missing = sum(not has_shard(extraction.store_dir, index) for index in extraction.own)
+    missing = len(extraction.own) - len(finished_shards(extraction.store_dir, extraction.own))
     itemsize: int = getattr(torch, settings.dtype.value).itemsize
     weights_bytes = target_costs(extraction.target_config).num_parameters * itemsize
     return cpu_ranks(extraction.config.cpu_ranks, missing, weights_bytes)
@@ -246,7 +246,7 @@ def remove_scratch(config: PipelineConfig) -> None:
 
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
     """Returns the shards of this part that are not computed yet. Ranks share the search for finished shards."""
-    complete = [index for index in list(own)[ranks.rank :: ranks.world_size] if has_shard(store_dir, index)]
+    complete = finished_shards(store_dir, list(own)[ranks.rank :: ranks.world_size])
     everyone = {index for indices in ranks.gather(complete) for index in indices}
     return [index for index in own if index not in everyone]
 
@@ -273,7 +273,8 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
         unwritten = fullest_windows(extraction)
         written = [index for index in range(num_shards) if index not in missing]
     else:
-        unwritten = [i for i in range(num_shards) if i in missing or (i not in own and not has_shard(store_dir, i))]
+        finished = finished_shards(store_dir, set(range(num_shards)) - set(own))
+        unwritten = [i for i in range(num_shards) if i in missing or (i not in own and i not in finished)]
         written = []
     token_bytes = bytes_per_token(*extraction.layout)
     needed_bytes, written_bytes = (
@@ -309,7 +310,7 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
     store_dir, settings, num_shards = extraction.store_dir, extraction.config.hidden_states, len(extraction.shards)
     speed = f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s"
     if manifest is None:
-        left = [index for index in range(num_shards) if not has_shard(store_dir, index)]
+        left = set(range(num_shards)) - finished_shards(store_dir, range(num_shards))
         parts = ", ".join(str(part) for part in sorted({index % settings.num_parts for index in left}))
         rows = {
             "this part": f"{settings.part} of {settings.num_parts}, finished",

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
-from mtptrain.heads.files import CHOICE, RESTORE, WEIGHTS, check_head_target, kept_heads, load_head, save_head
+from mtptrain.heads.files import CHOICE, RESTORE, check_head_target, checked_weights, kept_heads, load_head, save_head
 from mtptrain.run_dir import check_stage_dir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
@@ -93,10 +93,10 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
 
 def keep_best(config: PipelineConfig, directory: Path, measured: Validated) -> None:
     """Save the head in `directory` as the best one, with the same metadata as validation during training."""
-    facts = read_sealed(directory / "head.json", RESTORE, files=[WEIGHTS])
+    facts = read_sealed(directory / "head.json", RESTORE)
     del facts["head"]
     facts |= measured.record()
-    save_head(config.stage_dir("train") / "best", load_file(directory / WEIGHTS), config.head, facts)
+    save_head(config.stage_dir("train") / "best", load_file(checked_weights(directory)), config.head, facts)
 
 
 def describe(config: PipelineConfig, measured: dict[int, Validated], best_step: int) -> dict[str, object]:

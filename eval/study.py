@@ -13,7 +13,6 @@ end at the same positions of held-out documents, so that only the length of the 
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from mtptrain.command_line.program import command, program, quoted
+from mtptrain.command_line.program import command, program, quoted, stage_command
 from mtptrain.command_line.stages import STAGES
 from mtptrain.config import RECIPES, PipelineConfig, PromptSource, load_config
 from mtptrain.decoding.prompts import HeldOut, held_out_documents, held_out_prompts
@@ -42,8 +41,7 @@ from .study_figures import RunResult, draw, print_tables, result_of
 
 STUDY_SETTINGS = ("study", "run_dir", "seed", "plan")
 """Top-level settings whose overrides are not passed on to the variants."""
-BEFORE_TRAINING = {name.replace("-", "_"): name for name in ("prompts", "hidden-states", "draft-vocab")}
-"""Stages before training, by the folders of their output."""
+BEFORE_TRAINING = ("prompts", "hidden-states", "draft-vocab")
 OWN_ACCEPTANCE = ("num_speculative_tokens", "rebuild_cache", "baselines", "temperatures")
 """Settings of `acceptance` that may differ between variants."""
 HEAD_ONLY = ("acceptance.baselines=[]", "acceptance.temperatures=[]", "acceptance.draft_model=null")
@@ -151,7 +149,7 @@ class Study:
         self._run(
             directory,
             longest,
-            [BEFORE_TRAINING["prompts"]],
+            ["prompts"],
             {"prompts": {**asdict(self.config.prompts), "windows": max(lengths)}},
         )
         chooses = any(variant.train.validation_prompts for variant in self.variants.values())
@@ -189,7 +187,7 @@ class Study:
         config, data = self.variants[variant], self._data(variant)
         directory = self.directory / self._trained_as(variant) / f"seed_{seed}"
         directory.mkdir(parents=True, exist_ok=True)
-        for stage in BEFORE_TRAINING:
+        for stage in (name.replace("-", "_") for name in BEFORE_TRAINING):
             if (directory / stage).is_symlink():
                 (directory / stage).unlink()
             if (data / stage).exists():
@@ -219,9 +217,9 @@ class Study:
         """Run the stages before training, and return their folder. Variants that need the same data share it."""
         needs = {name: needed_data(config) for name, config in self.variants.items()}
         first = next(name for name in needs if needs[name] == needs[variant])
-        directory, stages = self.directory / "data" / first, list(BEFORE_TRAINING.values())
+        directory, stages = self.directory / "data" / first, list(BEFORE_TRAINING)
         if needs[variant]["draft_vocab_size"] is None:
-            stages.remove(BEFORE_TRAINING["draft_vocab"])
+            stages.remove("draft-vocab")
         self._run(directory, [*self.common, *self.settings.variants[first]], stages, needs[variant])
         return directory
 
@@ -304,12 +302,10 @@ def run_stage(stage: str, overrides: Sequence[str], num_ranks: int, log: Path) -
     Raises:
         UserError: the program failed in another way. The message contains the last error in its log.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    uses_ranks = num_ranks > 1 and STAGES[stage].runner == "ranks"
+    command_line = stage_command(stage, overrides, num_ranks if STAGES[stage].runner == "ranks" else 1)
     with log.open("a") as file:
         before = log.stat().st_size
-        command = [sys.executable, *(launcher if uses_ranks else []), "-m", "mtptrain", stage, *overrides]
-        ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+        ended = subprocess.run(command_line, stdout=file, stderr=subprocess.STDOUT, check=False)
     if ended.returncode == 0:
         return True
     lines = log.read_bytes()[before:].decode(errors="replace").splitlines()

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import program
+from mtptrain.command_line.program import program, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.run_dir import was_made_with
@@ -82,14 +82,7 @@ def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
 
 def command_of(name: str, runner: Runner, overrides: Sequence[str]) -> list[str]:
     """Returns the command that runs a stage on this machine."""
-    num_gpus = torch.cuda.device_count()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
-    return [
-        sys.executable,
-        *(launcher if runner == "ranks" and num_gpus > 1 else []),
-        *("-m", "mtptrain", name),
-        *overrides,
-    ]
+    return stage_command(name, overrides, torch.cuda.device_count() if runner == "ranks" else 1)
 
 
 def run_stage(command: Sequence[str]) -> None:

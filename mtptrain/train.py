@@ -124,8 +124,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     head = build_trainable_head(config.head, target_config)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, target_config)
-    prompts_name = f"{Split.train}.safetensors"
-    prompts_file = require_prompts(config.stage_dir("prompts"), prompts_name) / prompts_name
+    prompts_file = require_prompts(config.stage_dir("prompts"), f"{Split.train}.safetensors")
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(config.stage_dir("draft_vocab"))
     identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from mtptrain.command_line.program import command, quoted
+from mtptrain.command_line.program import command, quoted, stage_command
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.formats import format_for
 from mtptrain.decoding.prompts import check_head_context
@@ -220,7 +220,7 @@ def export_random_head(config: PipelineConfig, target_dir: Path, head: Head, run
     save_head(best, head.state_dict(), config.head, {TARGET_WEIGHTS: weights_fingerprint(target_dir)})
     settings = [f"run_dir={quoted(run_dir)}", f"export.engine={config.serving.engine}"]
     settings.append(f"export.output_dir={quoted(head_dir)}")
-    arguments = [sys.executable, "-m", "mtptrain", "export", *sys.argv[1:], *settings]
+    arguments = stage_command("export", [*sys.argv[1:], *settings])
     result = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
         raise UserError(f"mtptrain export: must export a head with random weights, but failed:\n{result.stderr}")

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -123,8 +122,8 @@ def refuse_dashes(unknown: Sequence[str]) -> None:
 def started_stage() -> str | None:
     """Returns the name of the stage that this process runs, or None for any other program."""
     spec = sys.modules["__main__"].__spec__
-    name = "" if spec is None else re.sub(r"^mtptrain\.(data_prep|eval)\b", r"\1", spec.name.removesuffix(".__main__"))
-    return next((stage for stage, each in STAGES.items() if each.program == name), None)
+    name = None if spec is None else spec.name.removesuffix(".__main__")
+    return next((stage for stage, each in STAGES.items() if python_module(each.program) == name), None)
 
 
 def command() -> str:
@@ -132,6 +131,12 @@ def command() -> str:
     spec, stage = sys.modules["__main__"].__spec__, started_stage()
     module = ["python", *([sys.argv[0]] if spec is None else ["-m", spec.name])]
     return shlex.join([*(module if stage is None else ["mtptrain", stage]), *hide_passwords(sys.argv[1:])])
+
+
+def stage_command(stage: str, overrides: Sequence[str], num_ranks: int = 1) -> list[str]:
+    """Returns the command that runs a stage in another process, on several ranks by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return [sys.executable, *(launcher if num_ranks > 1 else []), "-m", "mtptrain", stage, *overrides]
 
 
 def python_module(name: str) -> str:

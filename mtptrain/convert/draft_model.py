@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM
 from mtptrain.convert.base import Tensors
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
-from mtptrain.heads.files import RESTORE, WEIGHTS, build_head, check_values, fill_head
+from mtptrain.heads.files import build_head, check_values, checked_weights, fill_head
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import _refuse_quantised, load_frozen_parts
 from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_sealed
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Tensors with one row for each token of the vocabulary."""
@@ -70,8 +69,7 @@ def initial_weights(
     expected = {name: tuple(x.shape) for name, x in state.items()}
     if (own := Path(config.init_from) / "head.json").is_file():
         directory = own.parent
-        read_sealed(own, RESTORE, files=[WEIGHTS])
-        tensors = _read([directory / WEIGHTS], expected)
+        tensors = _read([checked_weights(directory)], expected)
     else:
         directory = resolve_target(config.init_from, setting=setting)
         check_tokenizer(directory, target_dir, setting)

@@ -174,16 +174,16 @@ class PromptsManifest:
         return manifest_of(PromptsManifest, content, path, "mtptrain prompts", "run mtptrain prompts again")
 
 
-def require_prompts(directory: Path, *names: str) -> Path:
-    """Returns the directory of finished prompts. The named files are as they were written: all their bytes are checked.
+def require_prompts(directory: Path, name: str) -> Path:
+    """Returns a file of finished prompts, after checking that all its bytes are as they were written.
 
     Raises:
         StageMissing: mtptrain prompts has not been run.
         UserError: the manifest or a file was changed or damaged since.
     """
     require(directory / "manifest.json", "mtptrain prompts")
-    PromptsManifest.read(directory, names)
-    return directory
+    PromptsManifest.read(directory, [name])
+    return directory / name
 
 
 def name_hash(name: str) -> float:

@@ -128,8 +128,8 @@ def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Docume
         UserError: stage 1 has not run, or `part` would be empty, or no conversation has its first answer in its first
             window.
     """
-    require_prompts(prompts_dir, f"{Split.validation}.safetensors", DOCUMENTS_FILE)
-    documents = Documents.load(prompts_dir / f"{Split.validation}.safetensors")
+    documents = Documents.load(require_prompts(prompts_dir, f"{Split.validation}.safetensors"))
+    require_prompts(prompts_dir, DOCUMENTS_FILE)
     every_entry = DocumentEntry.read_all(prompts_dir)
     ids = documents.document_ids
     if unknown := [int(document_id) for document_id in ids if not 0 <= document_id < len(every_entry)]:

@@ -89,6 +89,16 @@ def remove_later_heads(stage_dir: Path, step: int) -> None:
             remove_files(directory, ("head.json", WEIGHTS))
 
 
+def checked_weights(directory: Path) -> Path:
+    """Returns the weights of a head that `save_head` wrote to a directory.
+
+    Raises:
+        UserError: a file is missing, or was changed or damaged since.
+    """
+    read_sealed(directory / "head.json", RESTORE, files=[WEIGHTS])
+    return directory / WEIGHTS
+
+
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns stored settings of a head, with defaults for settings added since."""
     return {**asdict(HEADS[settings["name"]].Config()), **settings}
@@ -138,8 +148,7 @@ def load_head(
             + "; change the config or train again"
         )
     head = build_head(config, target_config)
-    read_sealed(directory / "head.json", RESTORE, files=[WEIGHTS])
-    state = load_file(directory / WEIGHTS)
+    state = load_file(checked_weights(directory))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if found != expected:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -118,17 +118,22 @@ def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
 
 
 def has_shard(directory: Path, index: int) -> bool:
-    """Returns whether a shard is finished, by this part or another, and has its full length.
+    """Returns whether a shard is finished, by this part or another, and has its full length."""
+    return index in finished_shards(directory, [index])
 
-    This does not check the shard's bytes, which were on disk before its record was written. Training checks every
+
+def finished_shards(directory: Path, indices: Iterable[int]) -> set[int]:
+    """Returns those of the shards that are finished, by this part or another, and have their full length.
+
+    This does not check the shards' bytes, which were on disk before their records were written. Training checks every
     document that it reads, and `verify` checks every shard.
     """
-    if read_record(directory, index) is not None:
-        return True
-    if not (directory / MANIFEST).exists():
-        return False
-    record = StoreManifest.read(directory).shards[index]  # another part has finished the store in the meantime
-    return has_length(directory / record.file, record)
+    wanted = set(indices)
+    finished = {index for index in wanted if read_record(directory, index) is not None}
+    if finished == wanted or not (directory / MANIFEST).exists():
+        return finished
+    records = StoreManifest.read(directory).shards  # another part has finished the store in the meantime
+    return finished | {i for i in wanted - finished if has_length(directory / records[i].file, records[i])}
 
 
 class ShardFile:

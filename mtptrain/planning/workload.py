@@ -33,8 +33,7 @@ def read_workload(config: PipelineConfig) -> Workload:
     if not path.exists():
         tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens
         return Workload(False, 0, tokens, tokens, longest, float(longest))
-    require_prompts(path.parent, path.name)
-    documents = Documents.load(path)
+    documents = Documents.load(require_prompts(path.parent, path.name))
     lengths = documents.lengths.astype(np.float64)
     return Workload(
         is_counted=True,

@@ -43,7 +43,7 @@ from mtptrain.convert.target_files import INDEX
 from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
-from mtptrain.heads.files import RESTORE, WEIGHTS, stored_config
+from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
 from mtptrain.serving.exports import SERVING
@@ -265,8 +265,7 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
     """Returns a head that `save_head` wrote. Sizes that its settings leave unset are the target's."""
     config = stored_config(directory)
     settings = effective_settings(config, target_config)
-    read_sealed(directory / "head.json", RESTORE, files=[WEIGHTS])
-    tensors = read_tensors([directory / WEIGHTS])
+    tensors = read_tensors([checked_weights(directory)])
     return PublishedHead(
         directory, config.name, {name: [value] for name, value in settings.items()}, tensors, None, None
     )
