@@ -57,8 +57,8 @@ class AcceptanceConfig:
     """Dtype of target and head, also in validation. `auto` is bfloat16 on a GPU, and float32 on a CPU, where all
     counters then equal the engine's."""
     num_prompts: int = at_least(1, default=100)
-    """Maximum number of prompts from held-out documents, in an order fixed by the hash of the documents' ids. All prompts
-    of a `prompts_file` are used."""
+    """Maximum number of prompts from held-out documents, in an order fixed by the hash of the documents' ids. A
+    `prompts_file` is used as a whole."""
     prompt_tokens: int = at_least(2, default=256)
     """Length of a prompt cut from a document without turns. A conversation is cut before its first assistant turn."""
     batch_size: int = at_least(1, default=8)
