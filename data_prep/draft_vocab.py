@@ -25,7 +25,7 @@ from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.hidden_states.store import expected_identity
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance, writing
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.utils.errors import UserError
@@ -34,7 +34,8 @@ from mtptrain.utils.errors import UserError
 @program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    manifest = prepare_draft_vocab(config)
+    with writing(config.stage_dir("draft_vocab")):
+        manifest = prepare_draft_vocab(config)
     print_summary(manifest)
     print(f"written to {config.stage_dir('draft_vocab')}")
 

@@ -35,7 +35,7 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, m
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import target_costs
 from mtptrain.planning.planner import print_plan
-from mtptrain.run_dir import check_stage_dir, claim_stage_dir, write_provenance
+from mtptrain.run_dir import check_stage_dir, claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.model import check_placement, load_target
@@ -55,10 +55,13 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     if config.plan:
         print_plan(config)
-    elif config.verify:
-        verify_store(config.stage_dir("hidden_states"), init_ranks(config.distributed_timeout_hours))
-    else:
-        extract_hidden_states(config, init_ranks(config.distributed_timeout_hours))
+        return
+    ranks, store_dir = init_ranks(config.distributed_timeout_hours), config.stage_dir("hidden_states")
+    if config.verify:
+        verify_store(store_dir, ranks)
+        return
+    with writing(store_dir, ranks, part=config.hidden_states.part):
+        extract_hidden_states(config, ranks)
 
 
 def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:

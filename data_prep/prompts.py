@@ -18,7 +18,7 @@ from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource, load_co
 from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance, writing
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.utils.errors import UserError
@@ -42,7 +42,8 @@ from .renderings import NO_ANSWER
 @program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    report = prepare_prompts(config)
+    with writing(config.stage_dir("prompts")):
+        report = prepare_prompts(config)
     print_report(report)
     print(f"written to {config.stage_dir('prompts')}")
 

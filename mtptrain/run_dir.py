@@ -18,11 +18,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mtptrain.config import PipelineConfig
+from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import FILES, describe_file, read_json, sync, write_json, write_text
+from mtptrain.utils.locks import locked
 from mtptrain.utils.masking import hide_passwords
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
+_LOCK = ".mtptrain.lock"
 _FACTS = ("argv", "git_revision", "python", "packages")
 """Entries of every `provenance.json`."""
 _RECORDED_PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safetensors", "tokenizers", "datasets")
@@ -50,6 +53,27 @@ def check_stage_dir(directory: Path, setting: str = "run_dir") -> None:
             f"{setting}: {directory} must be new, empty or written by mtptrain, which leaves {PROVENANCE} there, but "
             f"{problem}; move that away, or set another {setting}"
         )
+
+
+@contextmanager
+def writing(directory: Path, ranks: Ranks | None = None, setting: str = "run_dir", part: int = 0) -> Iterator[None]:
+    """Hold a folder while the block writes to it. Every program calls this before any work, on all ranks.
+
+    Args:
+        directory: the folder.
+        ranks: the first rank holds the folder for all; None for a program without ranks.
+        setting: name of the setting that chooses the folder, for error messages.
+        part: programs with different numbers may write at the same time.
+
+    Raises:
+        UserError: `check_stage_dir` refuses the folder, or another program writes there.
+    """
+    if ranks is not None and not ranks.is_first:
+        yield
+        return
+    check_stage_dir(directory, setting)
+    with locked(directory / (f".{part}{_LOCK}" if part else _LOCK), setting):
+        yield
 
 
 def output_dir_of(given: str | None, setting: str, default: Path) -> Path:
@@ -182,7 +206,7 @@ def _others_file(directory: Path) -> Path | None:
         if path.is_dir() and not path.is_symlink():
             if (found := _others_file(path)) is not None:
                 return found
-        elif not _is_temporary_provenance(path):
+        elif not _is_temporary_provenance(path) and not path.name.endswith(_LOCK):
             return path
     return None
 

@@ -50,7 +50,7 @@ from mtptrain.heads.files import (
 )
 from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision, compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
@@ -82,8 +82,9 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
     stop = StopSignal(ranks)
-    run = prepare(config, ranks)
-    progress = fit(config, ranks, run, stop)
+    with writing(config.stage_dir("train"), ranks):
+        run = prepare(config, ranks)
+        progress = fit(config, ranks, run, stop)
     if progress.step < run.num_steps:
         sys.exit(EXIT_STOPPED)
     if ranks.is_first:

@@ -31,7 +31,7 @@ from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.planning.costs import target_costs
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import check_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
@@ -59,7 +59,9 @@ _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 @program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    manifest = prepare_responses(config, init_ranks(config.distributed_timeout_hours))
+    ranks = init_ranks(config.distributed_timeout_hours)
+    with writing(config.stage_dir("responses"), ranks):
+        manifest = prepare_responses(config, ranks)
     if manifest and manifest.failed:
         sys.exit(f"{manifest.failed:,} conversations failed; run mtptrain responses again to retry them")
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mtptrain.utils.locks import release_locks
+
 T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -153,6 +155,7 @@ def continue_on_ranks(num_ranks: int) -> None:
     module = sys.modules["__main__"].__spec__
     if num_ranks == 1 or not is_alone_on_cpu() or module is None:
         return
+    release_locks()
     name = module.name.removesuffix(".__main__")
     of_all = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
     of_all |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -1,0 +1,127 @@
+"""One program at a time writes to a stage's folder."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.locks import locked, release_locks
+from tests.conftest import program_command
+from tests.programs import ROOT
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from mtptrain.utils.locks import locked
+with locked(Path(sys.argv[1]), "run_dir"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    """Returns a process that holds the lock until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def refused(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("module", ["data_prep.prompts", "data_prep.hidden_states", "mtptrain.train"])
+def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
+    fresh_run: tuple[Path, tuple[str, ...]], module: str
+) -> None:
+    run_dir, overrides = fresh_run
+    stage_dir = run_dir / module.rpartition(".")[2]
+    stage_dir.mkdir(exist_ok=True)
+    before = {path: path.read_bytes() for path in stage_dir.iterdir() if path.is_file()}
+    process = hold(stage_dir / ".mtptrain.lock")
+    try:
+        done = refused(program_command(module, *overrides))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    line = done.stderr.strip().splitlines()[-1]
+    assert f"{stage_dir} must be written by one program at a time, but process {process.pid} on" in line
+    assert {path: path.read_bytes() for path in stage_dir.iterdir() if path.name != ".mtptrain.lock"} == before
+
+
+def test_the_lock_of_a_killed_program_is_free_and_that_of_a_finished_one_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "train" / ".mtptrain.lock"
+    process = hold(path)
+    with pytest.raises(UserError, match=f"but process {process.pid} on .* writes there"), locked(path, "run_dir"):
+        pass
+    process.kill()
+    process.wait()
+    assert path.is_file()
+    with locked(path, "run_dir"):
+        (path.parent / "metrics.jsonl").touch()
+    assert [each.name for each in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_folders_that_were_made_for_a_refused_program_are_removed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), locked(tmp_path / "runs" / "a" / "train" / ".mtptrain.lock", "run_dir"):
+        raise KeyError
+    assert not any(tmp_path.iterdir())
+
+
+def test_ranks_that_a_program_starts_take_its_lock(tmp_path: Path) -> None:
+    path = tmp_path / ".mtptrain.lock"
+    with locked(path, "run_dir"):
+        release_locks()
+        process = hold(path)
+    assert path.is_file()  # the file is the other process's now
+    process.kill()
+    process.wait()
+
+
+def test_a_lock_that_its_holder_removes_in_between_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / ".mtptrain.lock", fcntl.flock
+    removed = []
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        if not removed:
+            path.unlink()
+            removed.append(path)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with locked(path, "run_dir"):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(UserWarning, match="do not start two programs"), locked(tmp_path / "lock", "run_dir"):
+        pass
+
+
+def test_two_trainings_in_one_run_dir(fresh_run: tuple[Path, tuple[str, ...]]) -> None:
+    run_dir, overrides = fresh_run
+    command = program_command("mtptrain.train", *overrides, "train.max_steps=400", "train.validation_prompts=0")
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as first:
+        metrics = run_dir / "train" / "metrics.jsonl"
+        while not metrics.is_file() and first.poll() is None:
+            time.sleep(0.1)
+        second = refused(command)
+        still_ran = first.poll() is None
+        first.terminate()
+    assert still_ran, "the first training must still run, or nothing was tested"
+    assert f"but process {first.pid} on" in second.stderr.splitlines()[-1]
