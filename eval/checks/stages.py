@@ -118,7 +118,7 @@ class Stages:
             document = store.document(index)
             tokens = document.input_ids[None].long().to(self.device)
             positions = torch.arange(tokens.shape[1], device=self.device)[None]
-            plain = target.forward(tokens, positions, PositionCache(tokens.shape[1])).hidden_states[0]
+            plain = target.forward(tokens, positions, PositionCache(tokens.shape[1])).post_norm_states[0]
             wanted.append(plain.cpu())
             found.append(target.parts.final_norm(stored_states(store, index).to(self.device)).cpu())
         return at_most(

@@ -96,7 +96,7 @@ class MedusaHead(Head):
 def last_states(verified: Verified) -> torch.Tensor:
     """Returns the target's post-norm state [B, H] of the row whose next token is the newest one."""
     rows = torch.arange(len(verified.num_tokens), device=verified.num_tokens.device)
-    return verified.states.hidden_states[rows, verified.last_row]
+    return verified.states.post_norm_states[rows, verified.last_row]
 
 
 def check_num_drafts(num_drafts: int, num_depths: int) -> None:

@@ -140,7 +140,7 @@ def family_mask(
 class TargetStates:
     """The outputs of the target's forward that a drafter reads."""
 
-    hidden_states: torch.Tensor
+    post_norm_states: torch.Tensor
     """Post-norm states [B, S, H]."""
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [B, S, L, H]; None if none were requested."""
@@ -149,14 +149,14 @@ class TargetStates:
         """Returns the states that a head reads: the captured streams [B, S, L, H] if it captures any, otherwise the
         post-norm states [B, S, H]."""
         if not capture_layers:
-            return self.hidden_states
+            return self.post_norm_states
         assert self.aux_hidden_states is not None
         return self.aux_hidden_states
 
     def of_rows(self, index: torch.Tensor) -> "TargetStates":
         """Returns the states of the rows `index` [B, R] of each sequence."""
         rows, captured = torch.arange(len(index), device=index.device)[:, None], self.aux_hidden_states
-        return TargetStates(self.hidden_states[rows, index], None if captured is None else captured[rows, index])
+        return TargetStates(self.post_norm_states[rows, index], None if captured is None else captured[rows, index])
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def test_a_multimodal_target_is_refused_and_its_text_model_taken(tmp_path: Path)
     model.model.load_state_dict(whole.model.language_model.state_dict())
     model.save_pretrained(tmp_path / "text")
     target = load_target(tmp_path / "text", torch.float32, CPU)
-    states = target.forward(TOKENS, POSITIONS, PositionCache(NUM_TOKENS)).hidden_states
+    states = target.forward(TOKENS, POSITIONS, PositionCache(NUM_TOKENS)).post_norm_states
     with torch.no_grad():
         torch.testing.assert_close(states, whole.model(TOKENS).last_hidden_state, atol=1e-5, rtol=1e-5)
 
