@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mtptrain.command_line.stages import STAGES
+from tests.conftest import TINY_SETTINGS, write_text_files
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("mtptrain", "data_prep", "eval", "recipes")
 DEMO_TARGET = ("config.json", "tokenizer.json", "model.safetensors")
@@ -115,6 +118,18 @@ def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target:
     assert (tmp_path / "run/prompts/config.yaml").is_file()
     provenance = json.loads((tmp_path / "run/prompts/provenance.json").read_text())
     assert provenance["argv"][0] == str(package.parent / "data_prep/prompts.py")
+
+
+@pytest.mark.slow
+def test_an_installed_run_ends_with_an_exported_head(installed: Path, tiny_target: Path, tmp_path: Path) -> None:
+    settings = [*TINY_SETTINGS, f"target.path={tiny_target}", "train.compile=false", f"run_dir={tmp_path}/run"]
+    files = write_text_files(tmp_path / "files")
+    command = [installed.with_name("mtptrain"), "run", "recipe=quickstart", *settings, f"prompts.paths=[{files}]"]
+    output = run(*command, cwd=Path("/"))
+    assert "acceptance length" in output and (tmp_path / "run/export/vllm/model.safetensors").is_file()
+    assert [stage for stage in STAGES if f"== mtptrain {stage}:" in output] == [
+        *("prompts", "hidden-states", "train", "acceptance", "export")
+    ]
 
 
 def test_every_stage_of_the_command_exists_in_the_wheel(installed: Path) -> None:
