@@ -39,7 +39,7 @@ from mtptrain.serving.vllm_client import find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.hub import engine_target, resolve_target, weights_fingerprint
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_json
+from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
 from .drawing import drawing
@@ -143,7 +143,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "rows": described,
     }
     path = bench.output_dir / "report.json"
-    write_json(path, report)
+    write_sealed(path, report)
     print_table(bench, rows, str(report["version"]), costs)
     if bench.server is None:
         served = engine_target(config.target.path, bench.target_dir)

@@ -41,7 +41,7 @@ from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_json
+from mtptrain.utils.files import write_sealed
 
 from .report_page import write_run_page
 
@@ -76,7 +76,7 @@ def main(cfg: DictConfig) -> None:
 
     write_provenance(output_dir, config)
     served = {"command": command(), **report(config, comparison, divergence), "prompts_sha256": Prompts(prompts).sha256}
-    write_json(output_dir / "report.json", served)
+    write_sealed(output_dir / "report.json", served)
     print_table(config, comparison)
     write_run_page(config)
     if not comparison.is_equal:

@@ -44,7 +44,7 @@ from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_json
+from mtptrain.utils.files import write_json, write_sealed
 
 from ..drawing import drawing
 from ..report_page import write_run_page
@@ -82,7 +82,7 @@ def main(cfg: DictConfig) -> None:
         "rows": rows,
     }
     write_provenance(output_dir, config)
-    write_json(output_dir / "report.json", report)
+    write_sealed(output_dir / "report.json", report)
     if config.bench.out:
         write_json(Path(config.bench.out), report)
     print_table(rows)

@@ -50,7 +50,7 @@ from mtptrain.target.hub import resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, write_json
+from mtptrain.utils.files import file_sha256, write_sealed
 
 from ..drawing import drawing
 from ..report_plots import plot_break_even
@@ -265,7 +265,7 @@ def write_report(config: PipelineConfig, target_dir: Path, output_dir: Path, cos
         "subject": subject(config, target_dir),
         "rows": [cost.describe(config.head.name) for cost in costs],
     }
-    write_json(output_dir / "report.json", report)
+    write_sealed(output_dir / "report.json", report)
 
 
 def print_table(costs: Sequence[RoundCost], head_name: str) -> None:

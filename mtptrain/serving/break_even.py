@@ -19,7 +19,7 @@ from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import START, TARGET_WEIGHTS
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_json
+from mtptrain.utils.files import read_sealed
 
 OWN_LOOP = "mtptrain"
 """Name of our own decoding loop, beside the names of engines."""
@@ -179,7 +179,7 @@ def read_costs(config: PipelineConfig, target_dir: Path) -> list[RoundCost]:
     path = break_even_dir(config) / "report.json"
     if not path.is_file() or not any(target_dir.glob("*.safetensors")):
         return []
-    report, wanted = read_json(path, REMEASURE, ["subject", "rows"]), subject(config, target_dir)
+    report, wanted = read_sealed(path, REMEASURE, ["subject", "rows"]), subject(config, target_dir)
     if report["subject"] != wanted:
         return []
     try:

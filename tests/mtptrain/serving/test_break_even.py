@@ -22,7 +22,10 @@ from mtptrain.serving.break_even import (
 )
 from mtptrain.serving.load_generator import Latencies, Spread
 from mtptrain.serving.vllm_client import EngineCounts
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
 from tests.conftest import make_config, make_target
+from tests.sealed import seal_again
 
 
 def cost(depths: int, round_ms: float, plain_ms: float = 10.0, batch_size: int = 1, engine: str = "vllm") -> RoundCost:
@@ -110,7 +113,7 @@ def store(config: PipelineConfig, target_dir: Path) -> Path:
     path = break_even_dir(config) / "report.json"
     path.parent.mkdir(parents=True)
     rows = [cost(3, 25.0).describe(config.head.name)]
-    path.write_text(json.dumps({"subject": subject(config, target_dir), "rows": rows}))
+    write_sealed(path, {"subject": subject(config, target_dir), "rows": rows})
     return path
 
 
@@ -133,12 +136,15 @@ def test_costs_are_used_only_for_the_same_weights_head_and_dtype(
 def test_a_damaged_measurement_is_refused(config_for: Callable[..., PipelineConfig], tiny_target: Path) -> None:
     config = config_for()
     path = store(config, tiny_target)
-    report = json.loads(path.read_text())
-    del report["rows"][0]["plain_ms"]
-    path.write_text(json.dumps(report))
+    rows = json.loads(path.read_text())["rows"]
+    del rows[0]["plain_ms"]
+    seal_again(path, rows=rows)
     with pytest.raises(
         ValueError, match=r"report.json: must have all figures of every row, .*'plain_ms'.*; run mtptrain"
     ):
+        read_costs(config, tiny_target)
+    path.write_text(path.read_text().replace("25.0", "2.5"))
+    with pytest.raises(UserError, match=r"report.json: must be as mtptrain wrote it, but was changed .*; run mtptrain"):
         read_costs(config, tiny_target)
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"report.json: must have the entries subject, rows, but lacks rows; run mtp"):
