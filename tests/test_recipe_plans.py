@@ -141,6 +141,17 @@ def test_every_plan_warns_of_dense_attention_alone(
     assert others == []
 
 
+@pytest.mark.parametrize("head", ANY_TARGET - {"dflash"})
+def test_an_8b_target_fits_one_gpu_of_24_gb(head: str, tmp_path: Path) -> None:
+    PUBLISHED_TARGETS["qwen3_8b"].config().save_pretrained(tmp_path)
+    here = (f"target.path={tmp_path}", f"run_dir={tmp_path}/run", "plan=true")
+    config = compose_recipe(head, "hardware=gpu_1", *here)
+    warnings = plan_warnings(make_plan(config, free_bytes=NODE_DISK_BYTES), config)
+    assert [text for text in warnings if "on GPUs it is dense" not in text] == []
+    larger = compose_recipe(head, "hardware=gpu_1", "train.batch_tokens=8192", *here)
+    assert plan_warnings(make_plan(larger, free_bytes=NODE_DISK_BYTES), larger)
+
+
 def test_the_page_has_the_commands_and_the_plan_of_every_recipe(
     planned: Callable[[str, str], tuple[PipelineConfig, Plan]],
 ) -> None:
@@ -160,7 +171,7 @@ def section(target: str, head: str, config: PipelineConfig, plan: Plan) -> str:
     shell = "\n".join(commands(f"{target}_{head}", target, config, plan))
     for_gpus = f"Plan for {config.planner.num_gpus} GPUs of {config.planner.gpu_memory_gb:g} GB:"
     body = "\n".join(lines)
-    return f"## {target}_{head}\n\n```bash\n{shell}\n```\n\n{for_gpus}\n\n```text\n{body}\n```\n"
+    return f"## {target}_{head}\n\n```sh\n{shell}\n```\n\n{for_gpus}\n\n```text\n{body}\n```\n"
 
 
 def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> list[str]:
@@ -188,14 +199,22 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     with_recipe[0] += " plan=true"
     if config.prompts.source is PromptSource.responses:
         with_recipe[1] += f" responses.url={SERVER}"
-        with_recipe.insert(1, f"{serve} --data-parallel-size {engines}   # until the responses are generated")
+        with_recipe.insert(1, f"{serve} --data-parallel-size {engines}")
+        with_recipe.insert(1, "# The server is needed until the responses are generated.")
     ranks = "".join(
         f"NPROC_{stage}={ranks} "
         for stage, ranks in (("hidden_states", extracting), ("acceptance", measuring))
         if ranks < num_gpus
     )
     chain = f"SKIP=responses ARRAY_TASKS=1 {ranks}slurm/pipeline.sh recipe={recipe}"
-    return [*with_recipe, f"{chain}   # or everything after the responses, under Slurm"]
+    lines = [*with_recipe, "# Or, under Slurm, everything after the responses:", chain]
+    return [part for line in lines for part in _continued(line)]
+
+
+def _continued(line: str) -> list[str]:
+    """Returns a line of shell, continued on others if it is wider than the page."""
+    parts = textwrap.wrap(line, COLUMNS, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    return [f"{part} \\" for part in parts[:-1]] + parts[-1:]
 
 
 def launcher(num_ranks: int) -> str:
