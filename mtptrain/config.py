@@ -42,6 +42,7 @@ from mtptrain.settings.evaluation import (
     check_acceptance,
     check_serving_bench,
 )
+from mtptrain.settings.hardware import this_machine
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
 from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
@@ -132,7 +133,8 @@ class PipelineConfig:
 
 
 def register() -> None:
-    """Register the schema and every head's `Config` with Hydra."""
+    """Register the schema, every head's `Config` and what `hardware=auto` follows with Hydra."""
+    OmegaConf.register_new_resolver("this_machine", lambda field: getattr(this_machine(), field), replace=True)
     store = ConfigStore.instance()
     store.store(name="pipeline_schema", node=PipelineConfig)
     for name, head in HEADS.items():

@@ -1,11 +1,13 @@
 """Runs all stages that a recipe needs on this machine, from the prompts to the export: `mtptrain run`.
 
     mtptrain run recipe=quickstart
-    mtptrain run recipe=qwen3_8b_eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl]
+    mtptrain run recipe=eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl] plan=true
+    mtptrain run recipe=eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl]
 
-With GPUs, a stage runs on as many ranks as there are; on a CPU, it starts as many as are worth it. A stage is passed
-over if its output is whole, was made with the same settings, and is newer than that of the stages before it; one that
-was interrupted goes on where it stopped. A stage that fails ends the run with its exit code.
+`plan=true` prints what the run will need, and runs nothing. With GPUs, a stage runs on as many ranks as there are; on a
+CPU, it starts as many as are worth it. A stage is passed over if its output is whole, was made with the same settings,
+and is newer than that of the stages before it; one that was interrupted goes on where it stopped. A stage that fails
+ends the run with its exit code.
 """
 
 import signal
@@ -24,6 +26,7 @@ from rich.table import Table
 from mtptrain.command_line.program import program, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import PipelineConfig, load_config
+from mtptrain.planning.planner import print_plan
 from mtptrain.run_dir import was_made_with
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
@@ -34,6 +37,9 @@ from mtptrain.utils.files import read_sealed
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     check(config)
+    if config.plan:
+        print_plan(config)
+        return
     durations: list[tuple[str, str]] = []
     done_at = 0.0
     for name, stage, runner in stages_of(config):
@@ -51,11 +57,10 @@ def main(cfg: DictConfig) -> None:
 
 def check(config: PipelineConfig) -> None:
     """Refuse settings with which a later stage could not run."""
-    for name in ("plan", "verify"):
-        if getattr(config, name):
-            raise UserError(
-                f"{name}: must be false for a whole run, but is true; run `mtptrain hidden-states` with it instead"
-            )
+    if config.verify:
+        raise UserError(
+            "verify: must be false for a whole run, but is true; run `mtptrain hidden-states` with it instead"
+        )
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
 

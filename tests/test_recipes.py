@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, MissingConfigException
 
 from mtptrain import config as config_module
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads import HEADS
 from mtptrain.utils.settings import bounded_settings
 from tests.conftest import make_config
+from tests.mtptrain.settings.test_hardware import gpus
 from tests.programs import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -153,6 +154,34 @@ def compose_recipe(recipe: str, *overrides: str) -> PipelineConfig:
 @pytest.mark.parametrize("recipe", choices("recipe"))
 def test_every_recipe_composes(recipe: str) -> None:
     assert compose_recipe(recipe).run_dir
+
+
+@pytest.mark.parametrize("hardware", choices("hardware"))
+@pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "medusa"])
+def test_a_recipe_for_any_target_composes_with_every_hardware(recipe: str, hardware: str) -> None:
+    config = compose_recipe(recipe, f"hardware={hardware}")
+    assert config.head.name == recipe
+    if hardware != "h100_8":
+        assert config.train.batch_tokens == config.prompts.max_document_tokens
+    assert config.train.micro_batches_per_step % config.planner.num_gpus == 0
+
+
+def test_hardware_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(MissingConfigException, match="hardware/h100_9"):
+        compose_recipe("mtp", "hardware=h100_9")
+
+
+def test_a_setting_of_the_hardware_yields_to_the_recipe_and_to_the_command_line() -> None:
+    assert compose_recipe("mtp", "hardware=h100_8").hidden_states.backend == "vllm"
+    assert compose_recipe("deepseek_v2_lite_mtp").hidden_states.backend == "transformers"
+    assert compose_recipe("mtp", "hardware=gpu_1", "train.batch_tokens=8192").train.batch_tokens == 8192
+
+
+def test_the_demo_is_the_same_on_every_machine() -> None:
+    on_cpu = compose_recipe("quickstart")
+    with gpus(8, 80):
+        assert compose_recipe("quickstart").train == on_cpu.train
+        assert compose_recipe("mtp").train != compose_recipe("mtp", "hardware=cpu").train
 
 
 def test_no_two_recipes_share_a_run_dir() -> None:

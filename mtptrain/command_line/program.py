@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, unknown_name
 from mtptrain.command_line.stages import FINISHED_STAGES, STAGES
 from mtptrain.config import RECIPES, PipelineConfig
+from mtptrain.settings.hardware import announce_hardware
 from mtptrain.utils.errors import (
     EXIT_INTERRUPTED,
     EXIT_MISTAKE,
@@ -57,6 +59,7 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
             run_dir = None
         with errors_as_lines(lambda: after_ctrl_c(run_dir), run_dir):
             try:
+                announce_hardware(HydraConfig.get().runtime.choices.get("hardware"))
                 main(cfg)
             except (HydraException, OmegaConfBaseException) as error:
                 exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.attention.draft_blocks import block_attention
 from mtptrain.heads.base import FirstStates, Head, StepFlops
 from mtptrain.heads.config import MAX_LAYERS, MAX_SIZE, LayerConfig
-from mtptrain.heads.eagle3 import check_capture_layers
+from mtptrain.heads.eagle3 import check_capture_layers, default_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.heads.peagle import mask_token_id
@@ -108,7 +108,8 @@ class DflashHead(Head):
         capture_layers: list[int] | None = None
         """Residual streams to read: k is the stream after k decoder layers.
 
-        The default for a target of n layers is that of published heads: five, spread evenly from 2 to n - 2."""
+        The default for a target of n layers is that of published heads: five, spread evenly from 2 to n - 2. If n is
+        below 8, it is that of `eagle3` for a shallow target."""
         draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
         """Size D of the head's own vocabulary, for which it trains its own lm_head; see head `eagle3`."""
         mask_token_id: int | None = None
@@ -141,7 +142,7 @@ class DflashHead(Head):
         if config.capture_layers is not None:
             return check_capture_layers(tuple(config.capture_layers), num_layers)
         evenly = tuple(round(2 + i * (num_layers - 4) / (CAPTURED - 1)) for i in range(CAPTURED))
-        return check_capture_layers(evenly, num_layers, "the default of published heads")
+        return default_layers(evenly, num_layers)
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states [T, M, H] of the mask rows at the draft positions; see `Head.forward`."""

@@ -31,7 +31,8 @@ class Eagle3Head(LayerHead):
         capture_layers: list[int] | None = None
         """Residual streams to read: k is the stream after k decoder layers.
 
-        The default for a target of n layers is that of the engines: 2, n // 2 and n - 3."""
+        The default for a target of n layers is that of the engines: 2, n // 2 and n - 3. If n is below 7, these are not
+        different layers, and the default is 1, n // 2 and n - 1."""
         draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
         """Size D of the head's own vocabulary, for which it trains its own lm_head. `mtptrain draft-vocab` chooses the
         tokens. By default the head uses the target's vocabulary and frozen lm_head."""
@@ -65,7 +66,7 @@ class Eagle3Head(LayerHead):
 
     @classmethod
     def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the configured layers, or the engines' default.
+        """Returns the configured layers, or the default.
 
         Raises:
             UserError: the layers are not different layers of the target in rising order.
@@ -73,7 +74,7 @@ class Eagle3Head(LayerHead):
         num_layers = int(target_config.num_hidden_layers)
         if config.capture_layers is not None:
             return check_capture_layers(tuple(config.capture_layers), num_layers)
-        return check_capture_layers((2, num_layers // 2, num_layers - 3), num_layers, "the engines' default")
+        return default_layers((2, num_layers // 2, num_layers - 3), num_layers)
 
     def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
         """Project the captured streams [..., L, H] to one hidden state [..., H]."""
@@ -106,6 +107,18 @@ class Eagle3Head(LayerHead):
 def can_capture(layers: Sequence[int], num_layers: int) -> bool:
     """Returns whether these are different layers, in rising order, of a target of `num_layers` decoder layers."""
     return bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] <= num_layers
+
+
+def default_layers(usual: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Returns the usual layers, or for a target too shallow for them its first, middle and last but one.
+
+    Raises:
+        UserError: the target is too shallow even for these.
+    """
+    shallow = (1, num_layers // 2, num_layers - 1)
+    if not can_capture(usual, num_layers) and can_capture(shallow, num_layers):
+        return shallow
+    return check_capture_layers(usual, num_layers, "the default")
 
 
 def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str = "") -> tuple[int, ...]:

@@ -89,10 +89,17 @@ def test_ctrl_c_is_left_to_the_stage(tmp_path: Path) -> None:
     assert process.communicate(timeout=60)[0] == "kept\n" and process.returncode == 130
 
 
-@pytest.mark.parametrize("setting", ["plan=true", "verify=true"])
-def test_settings_of_one_stage_are_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match=r"must be false for a whole run, .* run `mtptrain hidden-states` with it"):
-        run.check(make_config(setting))
+def test_the_check_of_a_store_is_no_whole_run() -> None:
+    with pytest.raises(ValueError, match=r"verify: must be false for a whole run, .* run `mtptrain hidden-states`"):
+        run.check(make_config("verify=true"))
+
+
+def test_a_plan_of_a_whole_run_runs_nothing(tmp_path: Path) -> None:
+    result = run_program("mtptrain.run", "recipe=eagle3", f"run_dir={tmp_path}/run", "plan=true", "cpu_ranks=1")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "plan of " in result.stdout and "eagle3, " in result.stdout
+    assert result.stderr.count("hardware: ") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_gpus_that_cannot_share_a_step_are_refused_before_anything_runs() -> None:

@@ -128,7 +128,7 @@ def test_the_default_layers_are_those_of_published_heads(layers: int, expected: 
     [
         (
             {},
-            r"head\.capture_layers: must be different layers .* within 0\.\.2, .* the default of published heads; set",
+            r"head\.capture_layers: must be different layers .* within 0\.\.2, .* the default; set",
         ),
         ({"capture_layers": [1, 3]}, r"head\.capture_layers: must be .* within 0\.\.2, .* but are \[1, 3\]; set them"),
         ({"capture_layers": []}, r"head\.capture_layers: must be different layers .* but are \[\]; set them"),
