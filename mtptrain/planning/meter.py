@@ -207,7 +207,7 @@ def attention_flops(name: str, args: Any) -> int:
     products, tensors = (2, args) if "backward" not in name else (5, args[1:])
     query, key = tensors[:2]
     if name in FLASH_OF_CPUS:  # [B, heads, S, head_dim]
-        is_causal = args[4 if products == 2 else 7]
+        is_causal = any(args[4:5] if products == 2 else args[7:8])  # absent if it has its default
         return products * query.numel() * key.shape[2] * 2 // (2 if is_causal else 1)
     offsets = tensors[3:5] if products == 2 else tensors[5:7]
     longest, is_causal = (args[5:7], args[8]) if products == 2 else (args[8:10], args[11])

@@ -14,6 +14,7 @@ from mtptrain.planning.meter import Meter
 from mtptrain.target.families import head_dim
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import TargetStates, Verified
+from mtptrain.target.position_cache import PositionCache, TreeRows
 
 
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
@@ -78,10 +79,21 @@ def head_prompt_bytes(config: HeadConfig, target_config: PreTrainedConfig, dtype
     return meter.peak_bytes["cpu"] - held
 
 
+class _CacheWithoutData(PositionCache):
+    """A cache for positions without data: a block that `dflash` drafts after the prompt reads all slots."""
+
+    def begin(self, positions: torch.Tensor, tree: TreeRows | None = None) -> torch.Tensor | None:
+        if self._used_slots == 0:
+            return super().begin(positions, tree)
+        self._written, self._used_slots = {positions.device: positions}, self.num_slots
+        return torch.ones(len(positions), 1, positions.shape[1], self.num_slots, dtype=torch.bool)
+
+
 def read_prompt(head: Head, parts: FrozenParts, target_config: PreTrainedConfig, tokens: int) -> HeadDrafter:
     """Returns a drafter whose head has run depth 0 over a prompt of `tokens` tokens. The states are uninitialised."""
     drafter = HeadDrafter(head, parts, 1)
     drafter.start(1, tokens + 1)
+    drafter.cache = _CacheWithoutData(tokens + 1)
     states = torch.empty(1, tokens, target_config.hidden_size)
     captured = torch.empty(1, tokens, len(head.read_layers), target_config.hidden_size)
     read = TargetStates(states, captured if head.read_layers else None)

@@ -14,7 +14,9 @@ import pytest
 from mtptrain import run
 from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.run_dir import write_provenance
+from mtptrain.target.hub import DEMO_DIR
 from tests.conftest import make_config, run_program
+from tests.programs import run_ranks
 
 Run = tuple[Path, tuple[str, ...]]
 
@@ -94,10 +96,13 @@ def test_the_check_of_a_store_is_no_whole_run() -> None:
         run.check(make_config("verify=true"))
 
 
-def test_a_plan_of_a_whole_run_runs_nothing(tmp_path: Path) -> None:
-    result = run_program("mtptrain.run", "recipe=eagle3", f"run_dir={tmp_path}/run", "plan=true", "cpu_ranks=1")
+@pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "medusa"])
+def test_a_recipe_for_any_target_has_a_plan_without_other_settings(recipe: str, tmp_path: Path) -> None:
+    shutil.copytree(DEMO_DIR, tmp_path / "mine")
+    arguments = [f"recipe={recipe}", f"target.path={tmp_path}/mine", f"run_dir={tmp_path}/run", "plan=true"]
+    result = run_ranks("mtptrain.run", arguments)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "plan of " in result.stdout and "eagle3, " in result.stdout
+    assert "plan of " in result.stdout and f"{recipe}, " in result.stdout
     assert result.stderr.count("hardware: ") == 1
     assert not (tmp_path / "run").exists()
 
