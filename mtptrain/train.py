@@ -50,6 +50,7 @@ from mtptrain.heads.files import (
 )
 from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
+from mtptrain.planning.costs import step_flops
 from mtptrain.run_dir import check_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision, compute_dtype
 from mtptrain.target.families import read_target_config
@@ -162,7 +163,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     if ranks.is_first:
         remove_later_heads(config.stage_dir("train"), progress.step)
-    flops = head.step_flops(len(parts.lm_head), config.head.ttt_steps)
+    flops = step_flops(config.head, target_config)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
     if releases is not None:

@@ -97,7 +97,6 @@ OUT_OF_RANGE = {
     "planner.num_gpus": {"0": "at least 1, but is 0"},
     "planner.gpu_memory_gb": {"0": "at least 1, but is 0.0"},
     "planner.gpu_tflops": {"-1": "at least 0.0, but is -1.0"},
-    "planner.gpu_memory_gb_per_s": {"-1": "at least 0.0, but is -1.0"},
     "planner.hidden_states_peak_share": {
         "0": "above 0 and at most 1, but is 0.0",
         "1.1": "at most 1, but is 1.1",

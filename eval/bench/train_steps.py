@@ -17,6 +17,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.planning.costs import step_flops
 from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
 from mtptrain.target.frozen_parts import FrozenParts
@@ -61,14 +62,15 @@ class Ours:
         settings = (
             {"capture_layers": [2, 4, 6], "draft_vocab_size": case.draft_vocab_size} if case.head == "eagle3" else {}
         )
-        self.head = build_head(HEADS[case.head].Config(ttt_steps=case.depths, **settings), target)
+        head_config = HEADS[case.head].Config(ttt_steps=case.depths, **settings)
+        self.head = build_head(head_config, target)
         if self.head.d2t is not None:
             self.head.d2t.zero_()
         self.parts = random_parts(target, ranks.device, compute_dtype(config.deepspeed))
         self.trainer = Trainer(self.head, self.parts, config.train, config.deepspeed, 10_000, ranks)
         self.device = ranks.device
         self.batch = random_batch(target, shape, len(self.head.capture_layers), case.depths)
-        self.flops = self.head.step_flops(target.vocab_size, case.depths).of(self.batch.packing)
+        self.flops = step_flops(head_config, target).of(self.batch.packing)
 
     def step(self) -> None:
         self.trainer.step([self.batch])

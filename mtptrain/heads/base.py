@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
@@ -32,26 +32,6 @@ class FirstStates:
     head that drafts all tokens in one forward."""
     fed_back: torch.Tensor
     """The states that depth 1 reads [B, H]; wider if the head also feeds back embeddings. Not used if P = K."""
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """FLOPs of the weight matmuls and attention in forward, loss and backward. Recomputation does not count."""
-
-    per_token: int
-    """FLOPs per packed token: the weights that every token passes through, such as those of depth-0 keys and values."""
-    per_row: int
-    """FLOPs per draft position: the other weights and the draft logits at T depths, and the teacher's logits."""
-    per_pair: int
-    """FLOPs per pair of a draft position and a token that it attends to, at all depths."""
-    per_document_pair: int = 0
-    """FLOPs per pair of a token and itself or an earlier token of its document, in heads where all tokens attend."""
-
-    def of(self, packing: Packing) -> float:
-        """Returns the FLOPs of a step over a packed batch."""
-        num_tokens, num_rows = len(packing.positions), len(packing.rows)
-        attention = self.per_pair * packing.num_pairs + self.per_document_pair * packing.num_document_pairs
-        return self.per_token * num_tokens + self.per_row * num_rows + attention
 
 
 class Head(nn.Module, ABC):
@@ -181,10 +161,6 @@ class Head(nn.Module, ABC):
             The states that `logits` reads [B, W, H], and the states to feed back [B, W, H or wider].
         """
         raise AssertionError("draft_first returns the states of all depths")
-
-    @abstractmethod
-    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step. A weight costs 2 per row in the forward and up to 4 in the backward."""
 
     def output_weight(self, parts: FrozenParts) -> torch.Tensor:
         """Returns the output layer's weight: the head's own [D, H], or the target's frozen one [V, H]."""

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.draft_blocks import block_attention
-from mtptrain.heads.base import FirstStates, Head, StepFlops
+from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_LAYERS, MAX_SIZE, LayerConfig
 from mtptrain.heads.eagle3 import check_capture_layers, default_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
@@ -209,25 +209,3 @@ class DflashHead(Head):
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.norm(x)
         return normed
-
-    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step over T depths; see `Head.step_flops`."""
-        weights = {
-            name: module.weight.numel() for name, module in self.named_modules() if isinstance(module, nn.Linear)
-        }
-        fuse, own_vocab = weights.pop("fc"), weights.pop("lm_head", None)
-        attention = self._layers()[0][0].self_attn
-        hidden_size, attended = int(attention.o_proj.out_features), int(attention.o_proj.in_features)
-        keys = sum(size for name, size in weights.items() if name.endswith(("k_proj", "v_proj")))
-        per_row_of_block, last = sum(weights.values()), f"layers.{len(self.layers) - 1}."
-        of_last = sum(size for name, size in weights.items() if name.startswith(last)) - keys // len(self.layers)
-        num_queries = len(self.layers) * (ttt_steps + 1) - 1  # the last layer has no query for row 0
-        draft = own_vocab * 6 if own_vocab else vocab_size * hidden_size * 4
-        return StepFlops(
-            per_token=4 * fuse + 6 * keys,
-            per_row=6 * ((ttt_steps + 1) * per_row_of_block - of_last)
-            + 12 * num_queries * (ttt_steps + 1) * attended
-            + ttt_steps * draft
-            + 2 * vocab_size * hidden_size,
-            per_pair=12 * num_queries * attended,
-        )

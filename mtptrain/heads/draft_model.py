@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.heads.attention.documents import DOCUMENTS_OR_CACHE, longer_documents
-from mtptrain.heads.base import FirstStates, Head, StepFlops
+from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE, HeadConfig, config_of
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.families import head_rope_parameters, read_target_config, sliding_window
@@ -160,20 +160,6 @@ class DraftModelHead(Head):
         logits = super().logits(states, parts)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step.
-
-        All tokens pass through the layers, but only draft positions through lm_head.
-        """
-        linear = [module for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
-        query_size = sum(layer.self_attn.o_proj.in_features for layer in self.model.layers)
-        return StepFlops(
-            per_token=6 * sum(module.weight.numel() for module in linear),
-            per_row=vocab_size * (6 * ttt_steps * self.config.hidden_size + 2 * self.target_hidden_size),
-            per_pair=0,
-            per_document_pair=12 * query_size,
-        )
 
     def _checkpoint_layers(self, is_on: bool) -> None:
         for layer in self.model.layers:

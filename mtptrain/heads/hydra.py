@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import FirstStates, Head, StepFlops
+from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.medusa import MlpConfig, ResidualMlp, add_silu, check_num_drafts, last_states
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
@@ -94,10 +94,3 @@ class HydraHead(Head):
         inputs = torch.cat([fed_back, parts.embed(tokens)], dim=-1)  # [B, W, (k + 2) H]
         depth = inputs.shape[-1] // self.hidden_size - 2
         return self.mlps[depth](inputs), inputs
-
-    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step. Inputs are frozen: a weight that reads them costs 4 per row, not 6."""
-        num_squares = sum(2 * 4 * (2 + depth) + 6 * (self.num_layers - 1) for depth in range(ttt_steps))
-        vocabulary = vocab_size * self.hidden_size
-        per_row = num_squares * self.hidden_size**2 + (4 * ttt_steps + 2) * vocabulary
-        return StepFlops(per_token=0, per_row=per_row, per_pair=0)

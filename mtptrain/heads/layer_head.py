@@ -10,16 +10,13 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.decoding import cached_attention
 from mtptrain.heads.attention.training import depth_attention
-from mtptrain.heads.base import FirstStates, Head, StepFlops
-from mtptrain.heads.layers import Attention, RmsNorm
+from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
 from mtptrain.utils.compile import fused
-
-INPUT_NORMS = ("enorm", "hnorm", "fc_norm", "input_norm")
-"""Names of the norms that heads may apply before an input projection."""
 
 
 class LayerHead(Head):
@@ -209,35 +206,3 @@ class LayerHead(Head):
     def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Apply the output projection to attended values [..., heads, head_dim], then `finish`."""
         return self.finish(residual, self.self_attn.o_proj(attended.flatten(-2)))
-
-    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step over T depths.
-
-        The target's states need no gradient, so an input projection that reads them without a norm in between counts
-        only 2 FLOPs per weight and row in the backward pass. A head with `mask_hidden` projects one input for all its
-        later depths; this is not counted.
-        """
-        weights = {
-            name: module.weight.numel() for name, module in self.named_modules() if isinstance(module, nn.Linear)
-        }
-        hidden_size = int(self.self_attn.o_proj.out_features)
-        own_vocab = weights.pop("lm_head", None)
-        first = sum(  # weights of `combine` or `fuse`
-            weights.pop(name) for name in list(weights) if not name.startswith(("self_attn.", "mlp."))
-        )
-        keys = weights["self_attn.k_proj"] + weights["self_attn.v_proj"]
-        queries = weights["self_attn.q_proj"]
-        is_fused = bool(self.capture_layers)  # the input projection runs at depth 0 only
-        has_bare_input = not any(
-            isinstance(getattr(self, norm, None), (RmsNorm, nn.ModuleList)) for norm in INPUT_NORMS
-        )
-        draft = (own_vocab * 6) if own_vocab else vocab_size * hidden_size * 4
-        later_inputs = 0 if self.mask_hidden is not None else 6 * ((0 if is_fused else first) + keys + queries)
-        return StepFlops(
-            per_token=first * (4 if has_bare_input else 6) + keys * 6,
-            per_row=ttt_steps * (6 * (sum(weights.values()) - keys - queries) + draft)
-            + 6 * queries
-            + (ttt_steps - 1) * later_inputs
-            + 2 * vocab_size * hidden_size,
-            per_pair=ttt_steps * 12 * int(self.self_attn.o_proj.in_features),
-        )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import FirstStates, Head, StepFlops
+from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_LAYERS, HeadConfig
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
@@ -85,12 +85,6 @@ class MedusaHead(Head):
         hidden_states = last_states(verified)  # [B, H]
         states = torch.stack([block(hidden_states) for block in self.blocks[:num_drafts]], dim=1)  # [B, K, H]
         return FirstStates(states, hidden_states)
-
-    def step_flops(self, vocab_size: int, ttt_steps: int) -> StepFlops:
-        """Returns the FLOPs of a training step. The first layer's input, the target's state, needs no gradient."""
-        layers = (4 + 6 * (self.num_layers - 1)) * self.hidden_size**2
-        vocabulary = vocab_size * self.hidden_size
-        return StepFlops(per_token=0, per_row=ttt_steps * (layers + 4 * vocabulary) + 2 * vocabulary, per_pair=0)
 
 
 def last_states(verified: Verified) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Counts the costs of a target and of a training step, without allocating weights."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,14 @@ from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
 from mtptrain.target.families import head_dim
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
+from mtptrain.training.flops import StepFlops
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.utils.clock import PhaseClock
-from mtptrain.utils.compile import fused_through
+from mtptrain.utils.compile import eager, fused_through
+
+COUNTED_STEPS = ((1024, 1.0), (512, 0.25))
+"""Number of tokens and supervised share of the two steps from which `step_flops` derives those of all others."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,6 @@ class TargetCosts:
     """Number of parameters of the decoder layers and the final norm that one token uses: only k of E experts."""
     attention_flops: int
     """FLOPs of attention for each pair of a query token and a key token, over all layers."""
-    traffic_bytes_per_token: int
-    """Bytes that elementwise kernels of the decoder layers read and write per token, in bf16."""
 
     def flops_per_token(self, document_tokens: float) -> float:
         """Returns 2 FLOPs per active parameter, plus causal attention over half a document on average.
@@ -57,25 +59,7 @@ def target_costs(config: PreTrainedConfig) -> TargetCosts:
     query_dim = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0) or head_dim(config)
     value_dim = getattr(config, "v_head_dim", None) or head_dim(config)
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * (query_dim + value_dim)
-    return TargetCosts(sum(sizes.values()), round(active), attention, _traffic_per_token(config, query_dim + value_dim))
-
-
-def _traffic_per_token(config: PreTrainedConfig, head_dims: int) -> int:
-    """Returns the bytes that elementwise kernels move per token.
-
-    In each layer, two norms with their residual sums move four rows of the hidden size each. RoPE and the cache move
-    four times the query and value sizes of all attention heads. The MLP's activation moves three rows of the
-    intermediate size. With experts, their outputs are read and written one more time.
-    """
-    experts = getattr(config, "num_experts_per_tok", 0) or 0
-    width = config.moe_intermediate_size * experts if experts else config.intermediate_size
-    values = (
-        8 * config.hidden_size
-        + 4 * config.num_attention_heads * head_dims
-        + 3 * width
-        + 2 * experts * config.hidden_size
-    )
-    return 2 * config.num_hidden_layers * values
+    return TargetCosts(sum(sizes.values()), round(active), attention)
 
 
 def head_parameters(config: HeadConfig, target_config: PreTrainedConfig) -> int:
@@ -93,7 +77,7 @@ class StepCosts:
     """The costs of forward, loss and backward over one packed micro-batch."""
 
     flops: int
-    """FLOPs of matmuls and attention as counted, with recomputation, which the formula `Head.step_flops` leaves out."""
+    """FLOPs of matmuls and attention."""
     attention_flops: int
     """FLOPs of attention to the depth-0 keys."""
     elementwise_bytes: int
@@ -125,52 +109,61 @@ def step_costs(micro_batch: MicroBatch, is_compiled: bool = False) -> StepCosts:
         is_compiled: `train.compile`. If set, a fused function reads only its arguments and writes only its results.
             Memory is always counted without compilation, as an upper bound.
     """
-    eager, weight_bytes = _metered_step(micro_batch)
-    traffic = _metered_step(micro_batch, is_fused=True)[0] if is_compiled else eager
-    flops = eager.matmul_flops + eager.attention_flops
-    return StepCosts(flops, eager.attention_flops, traffic.elementwise_bytes, eager.peak_bytes["cpu"] - weight_bytes)
+    meter, _, weight_bytes = _metered_step(micro_batch)
+    traffic = _metered_step(micro_batch, is_fused=True)[0] if is_compiled else meter
+    flops = meter.matmul_flops + meter.attention_flops
+    return StepCosts(flops, meter.attention_flops, traffic.elementwise_bytes, meter.peak_bytes["cpu"] - weight_bytes)
 
 
-def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Meter, int]:
-    """Returns the counts of a step, and the bytes of weights and frozen parts that its peak includes."""
+def step_flops(config: HeadConfig, target_config: PreTrainedConfig) -> StepFlops:
+    """Returns the FLOPs of a training step over any packing, derived from two steps on fake tensors.
+
+    The FLOPs of matmuls are linear in the numbers of tokens and draft positions. Those of attention are linear in the
+    pairs of a token and a draft position, or of two tokens, that see each other. Activation checkpointing, which
+    recomputes, does not count.
+    """
+    sizes, matmuls, attention = [], [], []
+    for length, share in COUNTED_STEPS:  # each computes its loss in one block, which takes the fewest operators
+        micro_batch = MicroBatch(config, target_config, torch.bfloat16, [length], share, loss_chunk_rows=2**20)
+        meter, packing, _ = _metered_step(micro_batch)
+        sizes.append(StepFlops.sizes(packing))
+        matmuls.append(meter.matmul_flops)
+        attention.append(meter.attention_flops)
+    tokens_and_rows, pairs = np.split(np.array(sizes), 2, axis=1)
+    return StepFlops(*np.linalg.solve(tokens_and_rows, matmuls), *np.linalg.solve(pairs, attention))
+
+
+def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Meter, Packing, int]:
+    """Runs a step on fake tensors.
+
+    Returns:
+        The counts of the step, its packing, and the bytes of weights and frozen parts that the peak includes.
+    """
     meter, target_config = Meter(), micro_batch.target_config
-    with FakeTensorMode(allow_non_fake_inputs=True), _DefaultDtype(micro_batch.dtype):
+    with FakeTensorMode(allow_non_fake_inputs=True), _default_dtype(micro_batch.dtype), eager():
         head = build_head(micro_batch.head, target_config)
         head.activation_checkpointing = micro_batch.activation_checkpointing
         parts = _frozen_parts(target_config)
         meter.hold(*head.parameters(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
         weight_bytes = meter.peak_bytes["cpu"]
         with meter, fused_through(meter.fused) if is_fused else nullcontext():
-            _step(
-                head,
-                parts,
-                micro_batch.head.ttt_steps,
-                target_config.hidden_size,
-                micro_batch.lengths,
-                micro_batch.supervised_share,
-                micro_batch.loss_chunk_rows,
-            )
-    return meter, weight_bytes
+            packing = _step(head, parts, micro_batch)
+    return meter, packing, weight_bytes
 
 
-def _step(
-    head: Head,
-    parts: FrozenParts,
-    depths: int,
-    hidden_size: int,
-    lengths: Sequence[int],
-    supervised_share: float,
-    chunk_rows: int,
-) -> None:
-    """Run forward, loss and backward of one micro-batch whose documents end with their responses."""
-    rows = [max(1, round((length - 1) * supervised_share)) for length in lengths]
+def _step(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> Packing:
+    """Run forward, loss and backward of a micro-batch whose documents end with their responses; return its packing."""
+    lengths, depths = micro_batch.lengths, micro_batch.head.ttt_steps
+    rows = [max(1, round((length - 1) * micro_batch.supervised_share)) for length in lengths]
     with unset_fake_temporarily():  # attention's FLOPs are counted from the real document positions
         packing = _packing(lengths, rows, head.drafts_per_document)
-    batch, scale = _batch(head, depths, hidden_size, packing), torch.empty(depths, dtype=torch.float32)
-    clock = PhaseClock(torch.device("cpu"))
-    losses = training_losses(head, parts, batch, scale, LossSettings(chunk_rows=chunk_rows), clock)
+    batch = _batch(head, depths, micro_batch.target_config.hidden_size, packing)
+    scale, clock = torch.empty(depths, dtype=torch.float32), PhaseClock(torch.device("cpu"))
+    settings = LossSettings(chunk_rows=micro_batch.loss_chunk_rows)
+    losses = training_losses(head, parts, batch, scale, settings, clock)
     del batch  # its memory is free during the backward pass
     losses.loss.backward()
+    return packing
 
 
 def _packing(lengths: Sequence[int], rows: Sequence[int], drafts_per_document: int | None) -> Packing:
@@ -215,14 +208,12 @@ def _frozen_parts(config: PreTrainedConfig) -> FrozenParts:
     )
 
 
-class _DefaultDtype:
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Sets the dtype of new floating-point tensors, because a module without data cannot be cast."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.before = dtype, torch.get_default_dtype()
-
-    def __enter__(self) -> None:
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(self.before)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

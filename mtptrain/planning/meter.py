@@ -1,6 +1,5 @@
-"""Counts memory, FLOPs, bytes moved and host-device synchronisations of operators, on real or fake tensors."""
+"""Counts memory, FLOPs and bytes moved of operators, on real or fake tensors."""
 
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,22 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-SYNCING = frozenset(
-    (
-        "_local_scalar_dense",
-        "is_nonzero",
-        "equal",
-        "nonzero",
-        "masked_select",
-        "bincount",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-    )
-)
-"""Operators that make the host read their result or its shape."""
-MASKED = frozenset(("index", "index_put", "index_put_"))
-"""Operators that make the host read the shape of their result if an index is a boolean mask."""
 WRITING = frozenset(
     ("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange")
 )
@@ -54,16 +37,9 @@ class Meter(TorchDispatchMode):
         self.peak_bytes = Counter[str]()
         """Peak memory of operator outputs, tensors passed to `hold` and flash attention's scratch, by device."""
         self.matmul_flops = 0
-        self.matmul_bytes = 0
         self.attention_flops = 0
-        self.attention_bytes = 0
         self.elementwise_bytes = 0
         """Bytes moved by operators that are neither matmuls nor flash attention."""
-        self.bytes_of = Counter[str]()
-        """`elementwise_bytes` by operator name. Operators inside `fused` are not included."""
-        self.num_calls = Counter[str]()
-        self.syncs = Counter[str]()
-        """Number of times that the host waits for a CUDA device, by operator and calling line."""
         self._alive_bytes = Counter[str]()
         self._alive: set[int] = set()
         self._is_fused = False
@@ -74,10 +50,8 @@ class Meter(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         name = func._overloadpacket.__name__
-        self.num_calls[name] += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if _waits(name, args, kwargs, inputs):  # checked before the call, which raises for fake tensors
-            self.syncs[f"{name} at {_caller()}"] += 1
+        self.observe(name, args, kwargs, inputs)
         if name == "_flash_attention_backward":
             self._count_peak(args[1].device, flash_scratch_bytes(args))
         out = func(*args, **kwargs)
@@ -86,6 +60,9 @@ class Meter(TorchDispatchMode):
             self._count(func, name, args, kwargs, inputs, outputs, out)
         self.hold(*outputs)
         return out
+
+    def observe(self, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
+        """Called before every operator. Subclasses count more here."""
 
     def hold(self, *tensors: torch.Tensor) -> None:
         """Count the memory of tensors until it is freed, without keeping them alive."""
@@ -144,15 +121,12 @@ class Meter(TorchDispatchMode):
         num_bytes = _moved(name, inputs, outputs)
         if name in ATTENTION:
             self.attention_flops += attention_flops(name, args)
-            self.attention_bytes += num_bytes
         elif func._overloadpacket in flop_registry:
             self.matmul_flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            self.matmul_bytes += num_bytes
             if self._is_fused:
                 self.elementwise_bytes += num_bytes_of(inputs[-2]) + sum(map(num_bytes_of, outputs))
         elif not self._is_fused:
             self.elementwise_bytes += num_bytes
-            self.bytes_of[name] += num_bytes
 
 
 @cache
@@ -262,24 +236,3 @@ def num_bytes_of(x: torch.Tensor) -> int:
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else 1
     return count
-
-
-def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Returns whether the host waits for a CUDA device: for a value, a shape, or a copy that is not `non_blocking`."""
-    devices = {x.device.type for x in inputs}
-    if name in ("_to_copy", "copy_"):
-        is_free = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
-        devices |= {torch.device(kwargs["device"]).type} if kwargs.get("device") else set()
-        return "cuda" in devices and len(devices) > 1 and not is_free
-    if "cuda" not in devices:
-        return False
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
-    return name in SYNCING or (name in MASKED and any(x is not None and x.dtype == torch.bool for x in args[1]))
-
-
-def _caller() -> str:
-    frames = [
-        frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"

@@ -5,6 +5,7 @@ Until mtptrain prompts has been run, upper bounds stand in for unknown numbers: 
 `prompts.max_train_tokens` sets no limit.
 """
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +14,35 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.config import Backend, PipelineConfig, StoreDtype
+from mtptrain.config import Backend, PipelineConfig, PlannerConfig, StoreDtype
 from mtptrain.convert.export_proof import proof_bytes
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.planning.costs import MicroBatch, StepCosts, TargetCosts, head_parameters, step_costs, target_costs
-from mtptrain.planning.serving_costs import describe_serving
-from mtptrain.planning.speed import Speed, TokenCosts, estimate
-from mtptrain.planning.validation_costs import validation_bytes
+from mtptrain.planning.decoding_memory import draft_model_bytes, validation_bytes
 from mtptrain.planning.workload import Workload, count_steps, count_trained_tokens, read_workload
-from mtptrain.planning.writing import writer_tokens_per_s
 from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import config_dir, weight_files
+from mtptrain.training.flops import matmul_peak
 
 FITTING_SHARE = 0.8
 """Largest share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
 ENGINE_SHARE = 0.9
 """Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including a batch's activations."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """An estimate of a stage's time."""
+
+    tokens_per_s: float
+    """Tokens per second of all GPUs together."""
+    seconds: float
+    basis: str
+    """Text that says what limits the speed, or that tokens/s were given."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +96,8 @@ class Plan:
     """Speed of training, over all epochs."""
     export_bytes: int
     """Host memory that the export needs to prove that the written head drafts the same tokens as the trained one."""
-    serving: str | None
-    """Text about the memory that head `draft_model` takes in serving; None for other heads."""
+    draft_model_bytes: tuple[int, int] | None
+    """Bytes that head `draft_model` takes in serving: its weights, and keys and values per token; None for others."""
 
 
 def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
@@ -102,7 +112,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             head does not fit the target.
     """
     # 1. Check that the settings fit the target.
-    settings = config.hidden_states
+    settings, planner = config.hidden_states, config.planner
     target_dir = config_dir(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     if settings.backend is Backend.vllm:
@@ -117,7 +127,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     stored_bytes = {dtype: bytes_per_token(target_config.hidden_size, len(captured), dtype) for dtype in dtypes}
     weights = target_weights_bytes(config, target_dir, target_config, target)
     per_gpu, is_spread = extraction_bytes(config, weights)
-    extraction = extraction_speed(config, target_config, target, workload, captured, is_spread)
+    scratch = scratch_bytes_per_token(config, target_config, captured)
     # 3. Training: memory and time.
     num_parameters = head_parameters(config.head, target_config)
     costs_by_length = {
@@ -126,7 +136,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     }
     activations = costs_by_length[workload.longest_tokens].peak_bytes
     trained_tokens = count_trained_tokens(config, workload.tokens)
-    step = costs_by_length[round(workload.mean_tokens)]
+    step_flops = costs_by_length[round(workload.mean_tokens)].flops
     return Plan(
         workload=workload,
         bytes_per_token=stored_bytes,
@@ -143,64 +153,78 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         head_parameters=num_parameters,
         memory=train_memory(config, target_config, target, num_parameters, activations, workload.longest_tokens),
         num_steps=count_steps(config, trained_tokens),
-        scratch_bytes_per_token=scratch_bytes_per_token(config, target_config, captured),
-        extraction_speed=extraction,
-        training_speed=training_speed(config, step, stored_bytes[settings.store_dtype], trained_tokens),
-        export_bytes=export_proof_bytes(target_config, num_parameters),
-        serving=describe_serving(config.head, target_config, compute_dtype(config.deepspeed)),
+        scratch_bytes_per_token=scratch,
+        extraction_speed=estimate(
+            planner,
+            workload.tokens,
+            planner.hidden_states_tokens_per_s,
+            target.flops_per_token(workload.mean_tokens),
+            stored_bytes[settings.store_dtype] + scratch,
+            planner.hidden_states_peak_share,
+            1 if is_spread else planner.num_gpus,  # a spread target keeps only one GPU busy at a time
+            getattr(torch, settings.dtype.value),
+        ),
+        training_speed=estimate(
+            planner,
+            trained_tokens,
+            planner.train_tokens_per_s,
+            step_flops / max(1, config.train.batch_tokens),
+            stored_bytes[settings.store_dtype],
+            planner.train_peak_share,
+            planner.num_gpus,
+            compute_dtype(config.deepspeed),
+        ),
+        export_bytes=proof_bytes(
+            target_config.vocab_size, target_config.hidden_size, num_parameters, _num_tables(target_config)
+        ),
+        draft_model_bytes=draft_model_bytes(config.head, target_config, compute_dtype(config.deepspeed)),
     )
 
 
-def export_proof_bytes(target_config: PreTrainedConfig, num_parameters: int) -> int:
-    """Returns the bytes of host memory that an export's proof takes."""
-    num_tables = 1 if target_config.tie_word_embeddings else 2
-    return proof_bytes(target_config.vocab_size, target_config.hidden_size, num_parameters, num_tables)
-
-
-def extraction_speed(
-    config: PipelineConfig,
-    target_config: PreTrainedConfig,
-    target: TargetCosts,
-    workload: Workload,
-    captured: Sequence[int],
-    is_spread: bool,
+def estimate(
+    planner: PlannerConfig,
+    tokens: int,
+    given: float,
+    flops: float,
+    disk_bytes: float,
+    share: float,
+    gpus_at_work: int,
+    dtype: torch.dtype,
 ) -> Speed:
-    """Returns the speed of mtptrain hidden-states.
+    """Returns the estimate of a stage's time: the slower of matrix products and the disk, unless tokens/s are given.
 
-    A target that is spread over all GPUs keeps only one of them busy at a time.
+    Args:
+        planner: rates of the hardware.
+        tokens: number of tokens that the stage processes.
+        given: tokens/s; 0 to estimate them.
+        flops: FLOPs of one token.
+        disk_bytes: bytes of one token that are written to the disk or read from it.
+        share: share of the peak FLOP/s that the stage reaches.
+        gpus_at_work: number of GPUs that work at once.
+        dtype: dtype of the matmuls.
     """
-    settings, planner, hidden_size = config.hidden_states, config.planner, target_config.hidden_size
-    scratch_bytes = scratch_bytes_per_token(config, target_config, captured)
-    costs = TokenCosts(
-        flops=target.flops_per_token(workload.mean_tokens),
-        traffic_bytes=target.traffic_bytes_per_token,
-        pcie_bytes=max(scratch_bytes, _itemsize(settings.dtype.value) * (1 + len(captured)) * hidden_size),
-        disk_bytes=bytes_per_token(hidden_size, len(captured), settings.store_dtype) + scratch_bytes,
-        writer_s=1 / writer_tokens_per_s(hidden_size, len(captured), settings.store_dtype, settings.writer_threads),
-    )
-    busy_gpus = 1 if is_spread else planner.num_gpus
-    num_ranks = 1 if is_spread else planner.num_gpus // _gpus_per_rank(config)
-    dtype = getattr(torch, settings.dtype.value)
-    given, share = planner.hidden_states_tokens_per_s, planner.hidden_states_peak_share
-    return estimate(planner, workload.tokens, given, costs, share, busy_gpus, num_ranks, dtype)
+    if given:
+        return Speed(given, tokens / given, "as given")
+    peak, description = device_peak(planner, gpus_at_work, dtype)
+    rate, basis = share * peak / flops, f"limited by {flops / 1e9:,.3g} GFLOP/token at {share:.0%} of {description}"
+    disk_rate = planner.disk_gb_per_s * 1e9 / disk_bytes if planner.disk_gb_per_s else math.inf
+    if disk_rate < rate:
+        rate, basis = disk_rate, f"limited by a disk of {planner.disk_gb_per_s:g} GB/s"
+    return Speed(rate, tokens / rate, basis)
 
 
-def training_speed(config: PipelineConfig, step: StepCosts, stored_bytes: int, trained_tokens: int) -> Speed:
-    """Returns the speed of training, from the costs of one micro-batch and the stored bytes of a token."""
-    planner, step_tokens = config.planner, max(1, config.train.batch_tokens)
-    costs = TokenCosts(
-        flops=step.flops / step_tokens,
-        traffic_bytes=step.elementwise_bytes / step_tokens,
-        pcie_bytes=stored_bytes,
-        disk_bytes=stored_bytes,
-    )
-    given, share, num_gpus = planner.train_tokens_per_s, planner.train_peak_share, planner.num_gpus
-    return estimate(planner, trained_tokens, given, costs, share, num_gpus, num_gpus, compute_dtype(config.deepspeed))
+def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -> tuple[float, str]:
+    """Returns the total peak FLOP/s of the GPUs at work, and text that describes it.
 
-
-def _gpus_per_rank(config: PipelineConfig) -> int:
-    is_vllm = config.hidden_states.backend is Backend.vllm
-    return min(config.planner.num_gpus, config.hidden_states.tensor_parallel_size) if is_vllm else 1
+    CPU ranks share one CPU, so its rate is not multiplied.
+    """
+    if planner.gpu_tflops:
+        return gpus_at_work * planner.gpu_tflops * 1e12, f"{gpus_at_work} x {planner.gpu_tflops:g} TFLOP/s"
+    if torch.cuda.is_available():
+        peak, name = matmul_peak(torch.device("cuda"), dtype), torch.cuda.get_device_name()
+        return gpus_at_work * peak, f"{gpus_at_work} x {peak / 1e12:.0f} TFLOP/s measured on {name}"
+    peak = matmul_peak(torch.device("cpu"), dtype)
+    return peak, f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
 
 
 def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
@@ -256,19 +280,19 @@ def micro_batch_costs(
     config: PipelineConfig, target_config: PreTrainedConfig, document_tokens: int, workload: Workload
 ) -> StepCosts:
     """Returns the costs of one full micro-batch of documents of this length."""
-    size, dtype, is_compiled = config.train.batch_tokens, compute_dtype(config.deepspeed), config.train.compile
+    size = config.train.batch_tokens
     length = min(max(2, document_tokens), size)
     remainder = size % length
     micro_batch = MicroBatch(
         head=config.head,
         target_config=target_config,
-        dtype=dtype,
+        dtype=compute_dtype(config.deepspeed),
         lengths=[length] * (size // length) + [remainder] * (remainder > 1),  # one token has no draft position
         supervised_share=workload.supervised_tokens / max(1, workload.tokens),
         loss_chunk_rows=config.train.loss_chunk_rows,
         activation_checkpointing=config.train.activation_checkpointing,
     )
-    return step_costs(micro_batch, dtype is torch.bfloat16 if is_compiled is None else is_compiled)
+    return step_costs(micro_batch)
 
 
 def train_memory(
@@ -287,18 +311,22 @@ def train_memory(
     stage = int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
     width, num_gpus = compute_dtype(config.deepspeed).itemsize, config.planner.num_gpus
     optimizer = num_parameters * (8 + (4 if width == 2 or stage else 0))
-    tables = 1 if target_config.tie_word_embeddings else 2
     validates = config.train.validation_prompts > 0
     return TrainMemory(
         zero_stage=stage,
         weights=num_parameters * width,
         gradients=num_parameters * width // (num_gpus if stage >= 2 else 1),
         optimizer=optimizer // (num_gpus if stage >= 1 else 1),
-        frozen_parts=target_config.hidden_size * (target_config.vocab_size * tables + 1) * width,
+        frozen_parts=target_config.hidden_size * (target_config.vocab_size * _num_tables(target_config) + 1) * width,
         activations=activations,
         validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value) if validates else 0,
         validation=validation_bytes(config, target_config, longest_tokens) if validates else 0,
     )
+
+
+def _num_tables(target_config: PreTrainedConfig) -> int:
+    """Returns the number of tables [V, H]: one if lm_head is the embeddings."""
+    return 1 if target_config.tie_word_embeddings else 2
 
 
 def _itemsize(dtype: str) -> int:

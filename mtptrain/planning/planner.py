@@ -16,8 +16,7 @@ from rich.table import Table
 
 from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
-from mtptrain.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, TrainMemory, make_plan
-from mtptrain.planning.speed import Speed
+from mtptrain.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, Speed, TrainMemory, make_plan
 from mtptrain.serving.break_even import read_costs, verdicts
 from mtptrain.target.hub import config_dir
 
@@ -92,7 +91,7 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
             "training",
             f"{plan.num_steps:,} steps of {config.train.batch_tokens * config.train.micro_batches_per_step:,} tokens",
         ),
-        *([("serving", plan.serving)] if plan.serving else []),
+        *([("serving", _describe_serving(*plan.draft_model_bytes))] if plan.draft_model_bytes else []),
         ("time of hidden states", _describe_speed(plan.extraction_speed)),
         ("time of training", _describe_speed(plan.training_speed)),
         ("time of both", _duration(plan.extraction_speed.seconds + plan.training_speed.seconds)),
@@ -134,8 +133,11 @@ def _describe_validation(memory: TrainMemory) -> str:
 
 
 def _describe_speed(speed: Speed) -> str:
-    cost = f", {speed.flops_per_token / 1e9:,.3g} GFLOP/token" if speed.flops_per_token else ""
-    return f"{_duration(speed.seconds)} at {speed.tokens_per_s:,.0f} tokens/s, {speed.basis}{cost}"
+    return f"{_duration(speed.seconds)} at {speed.tokens_per_s:,.0f} tokens/s, {speed.basis}"
+
+
+def _describe_serving(weights: int, cached_per_token: int) -> str:
+    return f"{_gb(weights)} of weights, and {cached_per_token:,} bytes of keys and values per token"
 
 
 def plan_warnings(plan: Plan, config: PipelineConfig) -> list[str]:

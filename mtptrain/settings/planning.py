@@ -13,17 +13,15 @@ class PlannerConfig:
     gpu_memory_gb: float = at_least(1, default=80.0)
     gpu_tflops: float = at_least(0.0, default=0.0)
     """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU."""
-    gpu_memory_gb_per_s: float = at_least(0.0, default=0.0)
-    """Memory bandwidth of one GPU. With 0, estimates ignore memory traffic, PCIe and the CPU that writes states."""
     hidden_states_peak_share: float = share(default=0.4, hint="1 is the whole peak")
-    """Share of the peak that extraction's matrix products reach; used if `hidden_states_tokens_per_s` is 0."""
-    train_peak_share: float = share(default=0.65, hint="1 is the whole peak")
-    """Share of the peak that training's matrix products reach; used if `train_tokens_per_s` is 0."""
+    """Share of the peak that extraction reaches; used if `hidden_states_tokens_per_s` is 0."""
+    train_peak_share: float = share(default=0.5, hint="1 is the whole peak")
+    """Share of the peak that training reaches; used if `train_tokens_per_s` is 0."""
     disk_gb_per_s: float = at_least(0.0, default=0.0)
     """Disk bandwidth, which limits extraction (it writes states) and training (it reads them); 0 ignores this limit."""
     hidden_states_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured extraction speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs,
-    memory traffic, PCIe bytes, disk bytes and writing time."""
+    """Measured extraction speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs
+    and disk bytes."""
     train_tokens_per_s: float = at_least(0.0, default=0.0)
-    """Measured training speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs,
-    memory traffic, PCIe bytes and disk bytes."""
+    """Measured training speed of all GPUs together; 0 estimates it from the rates above and from each token's FLOPs
+    and disk bytes."""

@@ -1,9 +1,35 @@
-"""Measures the peak matmul rate of a device."""
+"""The FLOPs of a training step, and the peak matmul rate of a device."""
 
 import time
+from dataclasses import astuple, dataclass
 from functools import cache
 
 import torch
+
+from mtptrain.heads.packing import Packing
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of matmuls and attention in forward, loss and backward; see `mtptrain.planning.costs.step_flops`."""
+
+    per_token: float
+    """FLOPs per packed token."""
+    per_row: float
+    """FLOPs per draft position, at all depths."""
+    per_pair: float
+    """FLOPs per pair of a draft position and a token that it attends to, at all depths."""
+    per_document_pair: float
+    """FLOPs per pair of a token and itself or an earlier token of its document, in heads where all tokens attend."""
+
+    @staticmethod
+    def sizes(packing: Packing) -> tuple[float, float, float, float]:
+        """Returns the numbers in a packed batch of what the fields count: tokens, rows, pairs and document pairs."""
+        return len(packing.positions), len(packing.rows), packing.num_pairs, packing.num_document_pairs
+
+    def of(self, packing: Packing) -> float:
+        """Returns the FLOPs of a step over a packed batch."""
+        return float(sum(flops * size for flops, size in zip(astuple(self), self.sizes(packing), strict=True)))
 
 
 @cache

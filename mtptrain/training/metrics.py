@@ -13,8 +13,8 @@ import torch
 import wandb
 
 from mtptrain.config import PipelineConfig, Tracker
-from mtptrain.heads.base import StepFlops
 from mtptrain.training.batches import Batch
+from mtptrain.training.flops import StepFlops
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError, error_summary

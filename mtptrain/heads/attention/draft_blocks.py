@@ -5,7 +5,7 @@ The rows of a block see each other, and the tokens up to the draft position.
 
 import torch
 
-from mtptrain.heads.attention.training import attend_to_tokens, attend_to_tokens_backward
+from mtptrain.heads.attention.training import MergedAttention
 from mtptrain.heads.packing import Packing
 from mtptrain.utils.compile import fused
 
@@ -36,45 +36,21 @@ def block_attention(
     """
     num_rows, kv_heads = len(query), key.shape[1]
     folded = query.unflatten(2, (kv_heads, -1)).permute(1, 2, 0, 3, 4).flatten(1, 3)  # [M, kv heads * R * groups, ...]
-    out: torch.Tensor = _BlockAttention.apply(folded, key, value, block_key, block_value, packing)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
+        folded, key, value, block_key, block_value, packing, _merge_block, _block_backward
+    )
     return out.unflatten(1, (kv_heads, num_rows, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
-
-
-class _BlockAttention(torch.autograd.Function):
-    """Attention to the tokens, merged with attention to the block by log-sum-exp; see `training._MergedAttention`."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        query: torch.Tensor,  # folded: [M, R * heads, head_dim]
-        key: torch.Tensor,  # [N, kv heads, head_dim]
-        value: torch.Tensor,
-        block_key: torch.Tensor,  # [T + 1, M, kv heads, head_dim]
-        block_value: torch.Tensor,
-        packing: Packing,
-    ) -> torch.Tensor:
-        out, lse, row_maxes = attend_to_tokens(query, key, value, packing)
-        out, lse = _merge_block(out, lse, query, block_key, block_value)
-        ctx.save_for_backward(query, key, value, block_key, block_value, out, lse, *row_maxes)  # type: ignore[arg-type]  # takes None
-        ctx.packing = packing  # type: ignore[attr-defined]
-        return out
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, block_key, block_value, out, lse, *row_maxes = ctx.saved_tensors  # type: ignore[attr-defined]
-        packing: Packing = ctx.packing  # type: ignore[attr-defined]
-        grad_query, grad_key, grad_value = attend_to_tokens_backward(
-            grad_out, query, key, value, out, lse, row_maxes, packing
-        )
-        grad_query, *block_grads = _block_backward(grad_out, grad_query, query, block_key, block_value, out, lse)
-        return grad_query, grad_key, grad_value, *block_grads, None
 
 
 @fused
 def _merge_block(
     out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, block_key: torch.Tensor, block_value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `out` and `lse`, merged with the attention to the block's rows. Products are in fp32."""
+    """Returns `out` and `lse`, merged with the attention to the block's rows. Products are in fp32.
+
+    Matmuls are faster than `training._merge_own` for the rows of a block, which share their keys, but slower for the
+    few queries per key of the other heads at depth 1.
+    """
     scores = _block_scores(query, block_key)  # [M, kv heads, groups, T + 1]
     grouped_lse = lse.unflatten(1, scores.shape[1:3])
     total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(-1))

@@ -1,10 +1,10 @@
 """Computes a head's attention during training, over a document's depth-0 keys and the keys of later depths.
 
-`_MergedAttention` merges the parts of the softmax. `_attend` and its backward pass use FlashAttention on a GPU and
+`MergedAttention` merges the parts of the softmax. `_attend` and its backward pass use FlashAttention on a GPU and
 `cpu_blocks` on a CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,11 +43,13 @@ def depth_attention(
     own = [
         torch.stack(list(parts)) if parts else no_keys for parts in (own_keys, own_values)
     ]  # [k, M, kv heads, head_dim]
-    out: torch.Tensor = _MergedAttention.apply(query, key, value, *own, packing)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, *own, packing, _merge_own, _own_backward
+    )
     return out
 
 
-class _MergedAttention(torch.autograd.Function):
+class MergedAttention(torch.autograd.Function):
     """Attention to the depth-0 keys, merged by log-sum-exp with attention to the few own keys. Memory is linear in N.
 
     The backward pass is exact: FlashAttention's backward computes P = exp(QK - lse) and dS = P * (dO V -
@@ -64,28 +66,32 @@ class _MergedAttention(torch.autograd.Function):
         own_keys: torch.Tensor,  # [k, M, kv heads, head_dim]
         own_values: torch.Tensor,
         packing: Packing,
+        merge: Callable[..., tuple[torch.Tensor, torch.Tensor]],  # for example `_merge_own`
+        merge_backward: Callable[..., tuple[torch.Tensor, ...]],  # for example `_own_backward`
     ) -> torch.Tensor:
-        out, lse, row_maxes = attend_to_tokens(query, key, value, packing)
+        out, lse, row_maxes = _attend_to_tokens(query, key, value, packing)
         if len(own_keys):
-            out, lse = _merge_own(out, lse, query, own_keys, own_values)
+            out, lse = merge(out, lse, query, own_keys, own_values)
         ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse, *row_maxes)  # type: ignore[arg-type]  # takes None
-        ctx.packing = packing  # type: ignore[attr-defined]
+        ctx.packing, ctx.merge_backward = packing, merge_backward  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, own_keys, own_values, out, lse, *row_maxes = ctx.saved_tensors  # type: ignore[attr-defined]
         packing: Packing = ctx.packing  # type: ignore[attr-defined]
-        grad_query, grad_key, grad_value = attend_to_tokens_backward(
+        grad_query, grad_key, grad_value = _attend_to_tokens_backward(
             grad_out, query, key, value, out, lse, row_maxes, packing
         )
         if not len(own_keys):
-            return grad_query, grad_key, grad_value, own_keys, own_values, None
-        grad_query, *own_grads = _own_backward(grad_out, grad_query, query, own_keys, own_values, out, lse)
-        return grad_query, grad_key, grad_value, *own_grads, None
+            return grad_query, grad_key, grad_value, own_keys, own_values, None, None, None
+        grad_query, *own_grads = ctx.merge_backward(  # type: ignore[attr-defined]
+            grad_out, grad_query, query, own_keys, own_values, out, lse
+        )
+        return grad_query, grad_key, grad_value, *own_grads, None, None, None
 
 
-def attend_to_tokens(
+def _attend_to_tokens(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
     """Attend from draft positions [M, heads, head_dim] to the tokens that they see [N, kv heads, head_dim].
@@ -107,7 +113,7 @@ def attend_to_tokens(
     return out, lse, row_maxes
 
 
-def attend_to_tokens_backward(
+def _attend_to_tokens_backward(
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -30,7 +30,6 @@ def test_times_come_from_flops_and_the_peak(config_for: Callable[..., PipelineCo
     layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64
     # FLOPs of two layers and the final norm, and of two attention matmuls per layer over half a document.
     flops = 2 * (2 * layer + 64) + 2 * 2 * 2 * 64 * 128 / 2
-    assert plan.extraction_speed.flops_per_token == flops
     assert plan.extraction_speed.tokens_per_s == pytest.approx(8 * 1e9 * 0.4 / flops)
     assert plan.extraction_speed.seconds == pytest.approx(1e6 * flops / (8 * 1e9 * 0.4))
 

@@ -8,95 +8,57 @@ import torch
 
 from mtptrain.config import PipelineConfig
 from mtptrain.heads import HEADS
-from mtptrain.heads.attention import cpu_blocks
+from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import Packing
-from mtptrain.planning.costs import MicroBatch, _packing, _step, step_costs
+from mtptrain.planning.costs import MicroBatch, _packing, _step, step_costs, step_flops
 from mtptrain.planning.plan import make_plan
 from mtptrain.planning.planner import plan_rows
 from mtptrain.target.families import read_target_config
-from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
+
+HEADS_AND_SETTINGS = [
+    ("mtp", {}),
+    ("eagle", {}),
+    ("eagle3", {"capture_layers": [0, 1, 2], "draft_vocab_size": 40}),
+    ("peagle", {"capture_layers": [0, 1, 2]}),
+    ("medusa", {"num_layers": 2}),
+    ("hydra", {"num_layers": 2}),
+    ("dflash", {"capture_layers": [0, 1, 2]}),
+    ("dflash", {"capture_layers": [0, 1, 2], "num_layers": 2, "anchors_per_document": 11}),
+    ("draft_model", {"num_hidden_layers": 2, "intermediate_size": 80}),
+]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["spans", "single draft positions"])
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_the_step_of_blocks_costs_what_the_formula_says(packed: bool, num_layers: int, tiny_target: Path) -> None:
-    """Attention in blocks computes its scores twice, and has two extra columns in two of its matmuls."""
-    depths, length, vocab_size, drafts = 3, 65, 260, 11 if packed else None
-    target_config = read_target_config(tiny_target)
-    config = HEADS["dflash"].Config(
-        ttt_steps=depths, capture_layers=[0, 1, 2], num_layers=num_layers, anchors_per_document=drafts
-    )
-    costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, 0.5, loss_chunk_rows=32))
-    rows = drafts or 32
-    packing = _packing([length] * 4, [32] * 4, drafts)
-    head = build_head(config, target_config)
-    flops = head.step_flops(vocab_size, depths)
-    attention = head.layers[0].self_attn
-    pairs = sum(  # a causal segment is one block of all pairs, with padded keys
-        q * (-(-k // cpu_blocks.KEY_MULTIPLE) * cpu_blocks.KEY_MULTIPLE if part.is_causal else k)
-        for part in packing.segments
-        for q, k in part.lengths
-    )
-    num_queries = num_layers * (depths + 1) - 1
-    inside = num_queries * (depths + 1) * attention.o_proj.in_features * 4 * rows
-    # With single draft positions, the target's logits are computed again at each depth after the first.
-    teachers = 2 * vocab_size * target_config.hidden_size * (depths - 1) * 4 * rows * packed
-    expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + 2 * inside + teachers
-    expected += flops.per_pair * pairs * (14 + 8 / attention.head_dim) / 12
-    assert costs.flops == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", ["mtp", "eagle", "eagle3", "medusa", "hydra"])
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_the_training_step_costs_what_the_formula_says(
-    share: float, name: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "settings"), HEADS_AND_SETTINGS, ids=str)
+def test_the_flops_of_a_step_are_those_of_its_operators(
+    name: str, settings: dict[str, object], tiny_target: Path
 ) -> None:
-    """Compares `Head.step_flops` with the operators that run.
-
-    Attention computes its scores twice, so it runs 14 FLOPs where the formula has 12. Attention to prompts is
-    computed in blocks, which have two extra columns in two matmuls.
-    """
-    monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)  # use the flash kernel: blocks compute more than the causal half
-    depths, length, vocab_size = 3, 65, 260
+    """They are derived from two other steps, of one document each."""
     target_config = read_target_config(tiny_target)
-    settings = {"eagle3": {"capture_layers": [0, 1, 2]}, "medusa": {"num_layers": 2}, "hydra": {"num_layers": 2}}
-    config = HEADS[name].Config(ttt_steps=depths, **settings.get(name, {}))
-    rows = round((length - 1) * share)
-    packing = Packing.of([length] * 4, [(i, length - 1 - rows, rows) for i in range(4)])
-    head = build_head(config, target_config)
-    flops = head.step_flops(vocab_size, depths)
-    of_prompts = (14 + 8 / 64) / 12  # the head dim is 64
-    pairs = sum(
-        q * k * (14 / 12 / 2 if part.is_causal else of_prompts) for part in packing.segments for q, k in part.lengths
-    )
-    expected = flops.per_token * 4 * length + flops.per_row * 4 * rows + flops.per_pair * pairs
-    costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, share, loss_chunk_rows=32))
-    assert costs.flops == pytest.approx(expected, rel=1e-9)
+    config = HEADS[name].Config(ttt_steps=1 if name == "draft_model" else 3, **settings)
+    lengths, share = [500, 500], 0.6
+    counted = step_costs(MicroBatch(config, target_config, torch.bfloat16, lengths, share, loss_chunk_rows=64)).flops
+    rows = [round((length - 1) * share) for length in lengths]
+    packing = _packing(lengths, rows, build_head(config, target_config).drafts_per_document)
+    assert step_flops(config, target_config).of(packing) == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_the_training_step_of_a_draft_model_costs_what_the_formula_says(
-    share: float, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every token passes through all layers, and each document has one token more than `length`.
+def test_the_flops_of_an_mtp_head_are_those_of_its_weights(tiny_target: Path) -> None:
+    """A weight costs 6 FLOPs per row: 2 in the forward pass, and 4 for the gradients of input and weight.
 
-    Flash attention computes its scores twice, so it runs 14 FLOPs where the formula has 12.
+    lm_head is frozen, so it costs 4 at each depth, and 2 for the teacher. A pair of a query and a key costs two dot
+    products in the forward and five in the backward pass.
     """
-    monkeypatch.setattr(cpu_blocks, "SHORT_TOKENS", 0)
-    length, rows = 65, round(64 * share)
     target_config = read_target_config(tiny_target)
-    config = HEADS["draft_model"].Config(num_hidden_layers=2, intermediate_size=80, tie_word_embeddings=False)
-    flops = build_head(config, target_config).step_flops(260, ttt_steps=1)
-    layer = 4 * 64 * 64 + 3 * 64 * 80
-    assert (flops.per_token, flops.per_row) == (6 * 2 * layer, 260 * 64 * 8)
-    attention = flops.per_document_pair * 4 * (length + 1) ** 2 / 2 * 14 / 12
-    expected = flops.per_token * 4 * (length + 1) + flops.per_row * 4 * rows + attention
-    costs = step_costs(MicroBatch(config, target_config, torch.float32, [length] * 4, share, loss_chunk_rows=32))
-    assert costs.flops == pytest.approx(expected, rel=1e-9)
+    flops = step_flops(HEADS["mtp"].Config(ttt_steps=3), target_config)
+    combine, queries, keys, rest = 2 * 64 * 64, 64 * 64, 2 * 64 * 64, 64 * 64 + 3 * 64 * 96
+    assert flops.per_token == pytest.approx(6 * (combine + keys))
+    per_row = 6 * (3 * rest + queries + 2 * (combine + keys + queries)) + 260 * 64 * (3 * 4 + 2)
+    assert flops.per_row == pytest.approx(per_row)
+    assert flops.per_pair == pytest.approx(3 * 7 * 2 * 64, rel=0.01)
 
 
-def test_a_draft_models_memory_in_serving_is_planned_beside_a_heads(
+def test_a_draft_models_memory_in_serving_is_planned(
     config_for: Callable[..., PipelineConfig],
 ) -> None:
     sizes = (
@@ -109,15 +71,11 @@ def test_a_draft_models_memory_in_serving_is_planned_beside_a_heads(
     plan = make_plan(config)
     layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 96 + 2 * 128  # q and o, k and v, MLP, norms
     weights = 2 * (260 * 128 + 3 * layer + 128)
-    assert plan.serving is not None and weights == 2 * plan.head_parameters
-    assert plan.serving.startswith(
-        f"{weights / 1e9:.3g} GB of weights and {2 * 3 * 2 * 2 * 32} bytes of keys and values"
-    )
-    assert plan.serving.endswith(
-        "256 bytes; the target caches 512 bytes per token"
-    )  # one kv head of 64 takes 256 bytes per layer; the target has two layers
-    assert ("serving", plan.serving) in plan_rows(plan, config)
-    assert make_plan(config_for()).serving is None
+    cached = 2 * 3 * 2 * 2 * 32
+    assert plan.draft_model_bytes == (weights, cached) and weights == 2 * plan.head_parameters
+    text = f"{weights / 1e9:.3g} GB of weights, and {cached} bytes of keys and values per token"
+    assert ("serving", text) in plan_rows(plan, config)
+    assert make_plan(config_for()).draft_model_bytes is None
 
 
 @pytest.mark.parametrize("lengths", [[2048], [100] * 20], ids=["one document", "twenty documents"])
@@ -125,14 +83,15 @@ def test_the_planned_activations_are_the_memory_that_a_step_takes(lengths: list[
     """Compares the plan with the allocations that torch's profiler records for the same step on real tensors."""
     target_config = read_target_config(tiny_target)
     config = HEADS["mtp"].Config(ttt_steps=3)
-    planned = step_costs(MicroBatch(config, target_config, torch.float32, lengths, 1.0, loss_chunk_rows=256)).peak_bytes
+    micro_batch = MicroBatch(config, target_config, torch.float32, lengths, 1.0, loss_chunk_rows=256)
+    planned = step_costs(micro_batch).peak_bytes
     head, parts = build_head(config, target_config), load_frozen_parts(tiny_target)
     with torch.profiler.profile(profile_memory=True) as profile:
-        _step_with_data(head, parts, lengths)
+        _step_with_data(head, parts, micro_batch)
     assert planned == pytest.approx(peak_of(profile), rel=0.1)
 
 
-def _step_with_data(head: torch.nn.Module, parts: object, lengths: list[int]) -> None:
+def _step_with_data(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> None:
     torch.manual_seed(0)
     empty = torch.empty
 
@@ -143,7 +102,7 @@ def _step_with_data(head: torch.nn.Module, parts: object, lengths: list[int]) ->
 
     torch.empty = filled  # type: ignore[assignment]
     try:
-        _step(head, parts, 3, 64, lengths, 1.0, 256)  # type: ignore[arg-type]
+        _step(head, parts, micro_batch)
     finally:
         torch.empty = empty
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import wandb
 
-from mtptrain.heads.base import StepFlops
-from mtptrain.training.flops import _now
+from mtptrain.training.flops import StepFlops, _now
 from mtptrain.training.metrics import StepMeter, Tracking, track_report
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
@@ -28,7 +27,7 @@ class BusyClock(PhaseClock):
 @pytest.mark.parametrize(("clock", "is_lost"), [(BusyClock, False), (PhaseClock, True)])
 def test_waiting_for_data_while_the_device_is_busy_costs_nothing(clock: type[PhaseClock], is_lost: bool) -> None:
     cpu = torch.device("cpu")
-    meter = StepMeter(cpu, clock(cpu), StepFlops(1, 1, 1), 1e12)
+    meter = StepMeter(cpu, clock(cpu), StepFlops(1, 1, 1, 0), 1e12)
     while not meter._data_wait_s:
         meter.data_arrived()
     assert (meter.read(Ranks(0, 1, 0))["data_wait_share"] > 0) == is_lost
@@ -36,7 +35,7 @@ def test_waiting_for_data_while_the_device_is_busy_costs_nothing(clock: type[Pha
 
 def test_a_peak_that_a_busy_machine_made_too_low_never_gives_an_mfu_above_one() -> None:
     cpu = torch.device("cpu")
-    meter = StepMeter(cpu, PhaseClock(cpu), StepFlops(1, 1, 1), 1e-3)
+    meter = StepMeter(cpu, PhaseClock(cpu), StepFlops(1, 1, 1, 0), 1e-3)
     meter._flops = 1e6  # a step's, which takes less than the 1e9 seconds that the peak allows for
     assert meter.read(Ranks(0, 1, 0))["mfu"] == pytest.approx(1.0)
     meter._flops = 1.0  # a slower step is compared with the fastest

@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.heads.files import build_head
-from mtptrain.planning.costs import _DefaultDtype
+from mtptrain.planning.costs import _default_dtype
+from mtptrain.planning.decoding_memory import cached_values, largest_batch, validation_bytes
 from mtptrain.planning.meter import Meter
 from mtptrain.planning.plan import make_plan
 from mtptrain.planning.planner import plan_rows, plan_warnings
-from mtptrain.planning.validation_costs import cached_values, largest_batch, validation_bytes
 from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES, make_config
@@ -35,7 +35,7 @@ def measured_bytes(
     config: PipelineConfig, target_config: LlamaConfig, prompts: int, prompt_tokens: int, num_slots: int
 ) -> int:
     meter = Meter()
-    with FakeTensorMode(), _DefaultDtype(torch.bfloat16), torch.no_grad():
+    with FakeTensorMode(), _default_dtype(torch.bfloat16), torch.no_grad():
         target = Target(AutoModelForCausalLM.from_config(target_config, attn_implementation="sdpa"))
         head = build_head(config.head, target_config)
         meter.hold(*target.model.parameters(), *head.parameters(), *head.buffers())

@@ -1,0 +1,76 @@
+"""Estimates the memory of decoding: in validation beyond the weights, and of a draft model in serving."""
+
+import torch
+from transformers import PreTrainedConfig
+
+from mtptrain.config import PipelineConfig, PromptSource
+from mtptrain.heads import HEADS
+from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.files import build_head
+from mtptrain.target.families import head_dim
+
+
+def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
+    """Returns the peak bytes of validation on a GPU, beyond the weights of the target and the head.
+
+    The estimate is rather high: it assumes the largest batch that the settings allow, and that all of its tokens are
+    prompts. Later rounds process only a few rows per sequence and need less memory than the prompts do.
+
+    Args:
+        config: the run's settings.
+        target_config: the target's config.
+        longest_tokens: number of tokens in the longest document.
+    """
+    prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
+    # `speculate` allocates these slots in addition to those of prompt and answer.
+    drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)
+    num_captured = len(HEADS[config.head.name].layers_to_capture(config.head, target_config))
+    # The head reads a prompt with a layer like the target's. Alive beside it are rows of the hidden size: the target's
+    # states, the captured ones, the embeddings, the concatenated input, and the head's own keys and values.
+    read_values = forward_values(target_config) + (5 + num_captured) * target_config.hidden_size
+    values = (tokens + drafted_slots) * cached_values(target_config) + tokens * read_values
+    return values * int(getattr(torch, config.acceptance.dtype.value).itemsize)
+
+
+def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
+    """Returns the size of validation's largest batch on a GPU, in prompts and in tokens (with answers and padding)."""
+    new_tokens = config.train.validation_new_tokens
+    is_text = config.prompts.source is PromptSource.text_files
+    prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens
+    longest = min(prompt_tokens + new_tokens, context_tokens)
+    prompts = min(config.acceptance.batch_size, -(-config.train.validation_prompts // config.planner.num_gpus))
+    return prompts, max(longest, min(prompts * longest, config.acceptance.batch_tokens))
+
+
+def cached_values(config: PreTrainedConfig) -> int:
+    """Returns the number of values that the cache of a target or of a draft model holds per token, over all layers."""
+    # DeepSeek caches the latent from which the keys and values of all attention heads are computed.
+    if config.model_type == "deepseek_v2":
+        layer_values = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        layer_values = 2 * config.num_key_value_heads * head_dim(config)
+    return int(config.num_hidden_layers * layer_values)
+
+
+def forward_values(target_config: PreTrainedConfig) -> int:
+    """Returns the approximate number of values per token alive in the MLP, the widest part of a decoder layer."""
+    hidden_size = target_config.hidden_size
+    dense = 3 * target_config.intermediate_size
+    experts_size = getattr(target_config, "moe_intermediate_size", None)
+    routed = target_config.num_experts_per_tok * (3 * experts_size + 2 * hidden_size) if experts_size else 0
+    # Four more rows of the hidden size: residual stream, its norm, the MLP's output, and the sum of stream and output.
+    return int(max(dense, routed) + 4 * hidden_size)
+
+
+def draft_model_bytes(
+    config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[int, int] | None:
+    """Returns the bytes of weights, and of keys and values per token, of head `draft_model`; None for other heads."""
+    if not isinstance(config, DraftModelHead.Config):
+        return None
+    with torch.device("meta"):
+        head = build_head(config, target_config)
+    assert isinstance(head, DraftModelHead)
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    return num_parameters * dtype.itemsize, cached_values(head.config) * dtype.itemsize
