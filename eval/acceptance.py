@@ -42,15 +42,16 @@ from mtptrain.decoding.prompts import check_head_context, read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
+from mtptrain.heads.files import RESTORE
 from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
-from mtptrain.training.metrics import track_report
+from mtptrain.training.metrics import METRICS, read_metrics, track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_sealed
+from mtptrain.utils.files import read_sealed, write_sealed
 
 from .draft_quality import DraftQuality
 from .examples import coloured, examples
@@ -219,6 +220,7 @@ def report(
         "head": str(found.directory),
         "head_name": config.head.name,
         "head_sha256": found.sha256,
+        **training_facts(found),
         "prompts_file": settings.prompts_file,
         "prompts_sha256": prompts.sha256,
         "baselines": described,
@@ -226,6 +228,16 @@ def report(
             name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()
         },
     }
+
+
+def training_facts(found: RunHead) -> dict[str, int | None]:
+    """Returns the number of tokens that a head was trained on in this run, and the seed; None if it was not."""
+    if not found.is_trained:
+        return {"train_tokens": None, "train_seed": None}
+    facts = read_sealed(found.directory / "head.json", RESTORE, ["step"])
+    records = [record for _, record in read_metrics(found.directory.parent / METRICS)]
+    tokens = sum(each.get("tokens", 0) for each in records if each["step"] <= facts["step"])
+    return {"train_tokens": int(tokens) or None, "train_seed": facts.get("seed")}
 
 
 def generations_file(output_dir: Path, name: str) -> Path:

@@ -38,7 +38,6 @@ from mtptrain.settings.evaluation import (
     ServingBenchConfig,
     ServingConfig,
     ServingEngine,
-    StudyConfig,
     check_acceptance,
     check_serving_bench,
 )
@@ -74,7 +73,6 @@ __all__ = [
     "ServingConfig",
     "ServingEngine",
     "StoreDtype",
-    "StudyConfig",
     "TargetConfig",
     "Tracker",
     "TrainConfig",
@@ -125,7 +123,6 @@ class PipelineConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     check: CheckConfig = field(default_factory=CheckConfig)
-    study: StudyConfig = field(default_factory=StudyConfig)
 
     def stage_dir(self, stage: str) -> Path:
         return Path(self.run_dir) / stage

@@ -1,4 +1,4 @@
-"""Settings of acceptance, export, serving, benchmarks and studies."""
+"""Settings of acceptance, export, serving and benchmarks."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from mtptrain.settings.data import Dtype
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.settings import at_least, directory_path, each_at_least, random_seed, random_seeds, share
+from mtptrain.utils.settings import at_least, directory_path, each_at_least, random_seed, share
 
 
 class Baseline(StrEnum):
@@ -275,22 +275,3 @@ class CheckConfig:
     """Settings of mtptrain gpu-check, which checks the project on one machine with GPUs in a few minutes."""
 
     size: CheckSize = CheckSize.full
-
-
-@dataclass
-class StudyConfig:
-    """mtptrain study: trains and measures several variants of a recipe; `recipes/study/` has examples."""
-
-    name: str = "study"
-    """Folder below `run_dir/study/`."""
-    common: list[str] = field(default_factory=list)
-    """Overrides that all variants share."""
-    variants: dict[str, list[str]] = field(default_factory=dict)
-    """Overrides of each variant, by name."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata=random_seeds())
-    prompt_tokens: list[int] = field(default_factory=list)
-    """Prompt lengths at which acceptance is measured."""
-    num_prompts: int = at_least(1, default=80)
-    """Number of prompts of each length."""
-    num_ranks: int = at_least(1, default=1)
-    """Number of ranks of each program; stage 1 and mtptrain draft-vocab always run as one process."""
