@@ -64,11 +64,6 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
     settings = config.acceptance
-    if not settings.rebuild_cache and settings.output_dir is None:
-        raise UserError(
-            "acceptance.rebuild_cache: must be true for the report of a run, because engines rebuild the cache, but is "
-            "false; set acceptance.output_dir to write another report"
-        )
     output_dir = output_dir_of(settings.output_dir, "acceptance.output_dir", config.stage_dir("acceptance"))
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
@@ -138,8 +133,7 @@ def candidates_of(
     """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
 
     Raises:
-        UserError: the head can draft fewer tokens than `tree_top_k`, cannot draft a tree, or cannot keep its cache as
-            `rebuild_cache=false` asks.
+        UserError: the head can draft fewer tokens than `tree_top_k`, or cannot draft a tree.
     """
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
@@ -154,7 +148,7 @@ def candidates_of(
 
     def head_candidate(temperature: float, sample_drafts: bool) -> Candidate:
         quality = DraftQuality(found.head, sampler(temperature), vocab_size, depths)
-        drafter = HeadDrafter(found.head, target.parts, depths, sample_drafts, settings.rebuild_cache)
+        drafter = HeadDrafter(found.head, target.parts, depths, sample_drafts)
         return Candidate(drafter, sampler(temperature), quality)
 
     head = head_candidate(settings.temperature, settings.sample_drafts)
@@ -204,7 +198,6 @@ def report(
         "top_p": settings.top_p,
         "top_k": settings.top_k,
         "sample_drafts": settings.sample_drafts,
-        "rebuild_cache": settings.rebuild_cache,
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(settings.dtype),
         "seed": settings.seed,

@@ -2,10 +2,10 @@
 
     mtptrain compare runs/a runs/b --out compare.html
 
-Takes directories of runs, and paths of `report.json`. The reports must have the same prompts, target and settings of decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if
-`acceptance.batch_size`, `acceptance.batch_tokens`, the number of ranks and the device are the same too. Of a
-conversation, only the user's turns are compared: the prompts of later turns also contain the target's own answers,
-which may differ from run to run at a temperature above 0 or in bf16.
+Takes directories of runs, and paths of `report.json`. The reports must have the same prompts, target and settings of
+decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if `acceptance.batch_size`, `acceptance.batch_tokens`, the number of
+ranks and the device are the same too. Of a conversation, only the user's turns are compared: the prompts of later turns
+also contain the target's own answers, which may differ from run to run at a temperature above 0 or in bf16.
 """
 
 import argparse

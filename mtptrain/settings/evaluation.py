@@ -49,16 +49,13 @@ class AcceptanceConfig:
     """Further temperatures, each measured with greedy drafts and with sampled drafts."""
     sample_drafts: bool = False
     """Sample drafts too if temperature is above 0, as vLLM does with `draft_sample_method: probabilistic`."""
-    rebuild_cache: bool = True
-    """False keeps the head's keys of accepted drafts as it wrote them, instead of rebuilding them from the target's
-    states as engines do. For ablations; needs `output_dir`."""
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.auto
     """Dtype of target and head, also in validation. `auto` is bfloat16 on a GPU, and float32 on a CPU, where all
     counters then equal the engine's."""
     num_prompts: int = at_least(1, default=100)
-    """Maximum number of prompts from held-out documents, in an order fixed by the hash of the documents' ids. All prompts
-    of a `prompts_file` are used."""
+    """Maximum number of prompts from held-out documents, in an order fixed by the hash of the documents' ids. All
+    prompts of a `prompts_file` are used."""
     prompt_tokens: int = at_least(2, default=256)
     """Length of a prompt cut from a document without turns. A conversation is cut before its first assistant turn."""
     batch_size: int = at_least(1, default=8)
