@@ -42,15 +42,16 @@ from mtptrain.decoding.prompts import check_head_context, read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
+from mtptrain.heads.files import RESTORE
 from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
-from mtptrain.training.metrics import track_report
+from mtptrain.training.metrics import METRICS, read_metrics, track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_sealed
+from mtptrain.utils.files import read_sealed, write_sealed
 
 from .draft_quality import DraftQuality
 from .examples import coloured, examples
@@ -63,11 +64,6 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
     settings = config.acceptance
-    if not settings.rebuild_cache and settings.output_dir is None:
-        raise UserError(
-            "acceptance.rebuild_cache: must be true for the report of a run, because engines rebuild the cache, but is "
-            "false; set acceptance.output_dir to write another report"
-        )
     output_dir = output_dir_of(settings.output_dir, "acceptance.output_dir", config.stage_dir("acceptance"))
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
@@ -137,8 +133,7 @@ def candidates_of(
     """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
 
     Raises:
-        UserError: the head can draft fewer tokens than `tree_top_k`, cannot draft a tree, or cannot keep its cache as
-            `rebuild_cache=false` asks.
+        UserError: the head can draft fewer tokens than `tree_top_k`, or cannot draft a tree.
     """
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
@@ -153,7 +148,7 @@ def candidates_of(
 
     def head_candidate(temperature: float, sample_drafts: bool) -> Candidate:
         quality = DraftQuality(found.head, sampler(temperature), vocab_size, depths)
-        drafter = HeadDrafter(found.head, target.parts, depths, sample_drafts, settings.rebuild_cache)
+        drafter = HeadDrafter(found.head, target.parts, depths, sample_drafts)
         return Candidate(drafter, sampler(temperature), quality)
 
     head = head_candidate(settings.temperature, settings.sample_drafts)
@@ -203,7 +198,6 @@ def report(
         "top_p": settings.top_p,
         "top_k": settings.top_k,
         "sample_drafts": settings.sample_drafts,
-        "rebuild_cache": settings.rebuild_cache,
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(settings.dtype),
         "seed": settings.seed,
@@ -219,6 +213,7 @@ def report(
         "head": str(found.directory),
         "head_name": config.head.name,
         "head_sha256": found.sha256,
+        **training_facts(found),
         "prompts_file": settings.prompts_file,
         "prompts_sha256": prompts.sha256,
         "baselines": described,
@@ -226,6 +221,16 @@ def report(
             name: {"tokens_per_s": each.tokens_per_s, "seconds": each.seconds} for name, each in measured.items()
         },
     }
+
+
+def training_facts(found: RunHead) -> dict[str, int | None]:
+    """Returns the number of tokens that a head was trained on in this run, and the seed; None if it was not."""
+    if not found.is_trained:
+        return {"train_tokens": None, "train_seed": None}
+    facts = read_sealed(found.directory / "head.json", RESTORE, ["step"])
+    records = [record for _, record in read_metrics(found.directory.parent / METRICS)]
+    tokens = sum(each.get("tokens", 0) for each in records if each["step"] <= facts["step"])
+    return {"train_tokens": int(tokens) or None, "train_seed": facts.get("seed")}
 
 
 def generations_file(output_dir: Path, name: str) -> Path:

@@ -1,11 +1,11 @@
 """Compares reports of `mtptrain acceptance` in a table and on a page with plots.
 
-    mtptrain compare runs/a/acceptance/report.json runs/b/acceptance/report.json --out compare.html
+    mtptrain compare runs/a runs/b --out compare.html
 
-The reports must have the same prompts, target and settings of decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if
-`acceptance.batch_size`, `acceptance.batch_tokens`, the number of ranks and the device are the same too. Of a
-conversation, only the user's turns are compared: the prompts of later turns also contain the target's own answers,
-which may differ from run to run at a temperature above 0 or in bf16.
+Takes directories of runs, and paths of `report.json`. The reports must have the same prompts, target and settings of
+decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if `acceptance.batch_size`, `acceptance.batch_tokens`, the number of
+ranks and the device are the same too. Of a conversation, only the user's turns are compared: the prompts of later turns
+also contain the target's own answers, which may differ from run to run at a temperature above 0 or in bf16.
 """
 
 import argparse
@@ -26,12 +26,16 @@ MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k",
     "sample_drafts", "max_new_tokens", "dtype",
 )  # fmt: skip
+TRAINED = {"trained on": "train_tokens", "seed": "train_seed"}
+"""Columns that say how a head was trained, and where a report has them. Earlier reports have neither."""
 
 
 @errors_as_lines()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("reports", type=Path, nargs="+", help="report.json of mtptrain acceptance")
+    parser.add_argument(
+        "reports", type=Path, nargs="+", help="a run's directory, or a report.json of mtptrain acceptance"
+    )
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page to write")
     args = parser.parse_args()
     if args.out.suffix == ".json":
@@ -52,7 +56,8 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             with other settings than the first.
     """
     reports: dict[str, dict[str, Any]] = {}
-    for path in paths:
+    for given in paths:
+        path = given / "acceptance/report.json" if given.is_dir() else given
         if not path.is_file():
             raise UserError(
                 f"{path}: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
@@ -103,7 +108,15 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
     depths = range(max(len(each["acceptance_rate_at"]) for each in reports.values()))
     table = Table(title="Acceptance")
     table.add_column("", no_wrap=True)
-    for column in ("length", "95 %", "no loops", "per step", *(f"at {depth}" for depth in depths), "tokens/s"):
+    for column in (
+        "length",
+        "95 %",
+        "no loops",
+        "per step",
+        *(f"at {depth}" for depth in depths),
+        *TRAINED,
+        "tokens/s",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for name, each in drafters_of(reports).items():
         figures = [each["without_loops"]["acceptance_length"], each["tokens_per_step"]]
@@ -115,10 +128,11 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
             *(f"{figure:.3f}" for figure in figures),
             *rates,
             *[""] * (len(depths) - len(rates)),
+            *("" if each.get(key) is None else f"{each[key]:,}" for key in TRAINED.values()),
             f"{each['tokens_per_s']:,.0f}" if has_comparable_speeds(reports) else "",
         )
     console = Console()
-    console.width = max(console.width, 70 + 8 * len(depths) + max(map(len, drafters_of(reports))))
+    console.width = max(console.width, 95 + 8 * len(depths) + max(map(len, drafters_of(reports))))
     console.print(table)
 
 

@@ -12,7 +12,6 @@ from mtptrain.utils.files import read_json, read_sealed, refuse_overwriting
 
 from .drawing import drawing
 from .report_plots import colours_of, plots_of
-from .study_figures import lengths_table
 
 ReportFigures = Mapping[str, Any]
 """A whole `report.json`, or the figures of one drafter in it."""
@@ -94,8 +93,7 @@ class Section:
 def write_run_page(config: PipelineConfig) -> None:
     """Write `report.html` for the `report.json` of `mtptrain acceptance`, if there is one.
 
-    The page also shows what other programs have measured in the same run: an engine's counters, decoding speed,
-    studies.
+    The page also shows what other programs have measured in the same run: an engine's counters and decoding speed.
     """
     directory = Path(config.acceptance.output_dir or config.stage_dir("acceptance"))
     path = directory / "report.json"
@@ -114,7 +112,6 @@ def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
     builders = {
         Path(config.serving.output_dir or config.stage_dir("serving_check")) / "report.json": served_section,
         config.stage_dir("bench_decode") / "report.json": decoding_section,
-        **dict.fromkeys(sorted(config.stage_dir("study").glob("*/study.json")), study_section),
     }
     for path, build in builders.items():
         try:
@@ -175,14 +172,6 @@ def decoding_section(path: Path, report: ReportFigures) -> Section | None:
     command, svg = decoding.get("command", ""), read_svg(path.with_suffix(".svg"))
     best = best_draft_depths(decoding["rows"])
     return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, svg, best)
-
-
-def study_section(path: Path, report: ReportFigures) -> Section:
-    """Returns a section with the results of `mtptrain study`, which depend on the recipe but not on this run's head."""
-    study = read_report(path)
-    columns, *rows = lengths_table(study["study"]["prompt_tokens"], study["measured"])
-    title = f"Study: {study['study']['name']}, acceptance length by prompt length"
-    return Section(title, study.get("command", ""), columns, rows, svg=read_svg(path.with_suffix(".svg")))
 
 
 def read_report(path: Path) -> dict[str, Any]:

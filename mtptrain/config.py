@@ -38,7 +38,6 @@ from mtptrain.settings.evaluation import (
     ServingBenchConfig,
     ServingConfig,
     ServingEngine,
-    StudyConfig,
     check_acceptance,
     check_serving_bench,
 )
@@ -75,7 +74,6 @@ __all__ = [
     "ServingConfig",
     "ServingEngine",
     "StoreDtype",
-    "StudyConfig",
     "TargetConfig",
     "Tracker",
     "TrainConfig",
@@ -126,7 +124,6 @@ class PipelineConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     check: CheckConfig = field(default_factory=CheckConfig)
-    study: StudyConfig = field(default_factory=StudyConfig)
 
     def stage_dir(self, stage: str) -> Path:
         return Path(self.run_dir) / stage

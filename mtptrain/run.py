@@ -3,11 +3,15 @@
     mtptrain run recipe=quickstart
     mtptrain run recipe=eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl] plan=true
     mtptrain run recipe=eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl]
+    mtptrain run --multirun recipe=quickstart train.lr=1e-3,3e-3 'run_dir=runs/lr/${train.lr}'
 
 `plan=true` prints what the run will need, and runs nothing. With GPUs, a stage runs on as many ranks as there are; on a
 CPU, it starts as many as are worth it. A stage is passed over if its output is whole, was made with the same settings,
-and is newer than that of the stages before it; one that was interrupted goes on where it stopped. A stage that fails
-ends the run with its exit code.
+and is newer than that of the stages before it; one that was interrupted goes on where it stopped. So is a stage whose
+folder is a link to that of another run, which shares it. A stage that fails ends the run with its exit code.
+
+With `--multirun`, each setting with several values makes variants, which run one after the other; all of them are
+checked before the first begins. `mtptrain compare` compares their measurements.
 """
 
 import signal
@@ -18,7 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from hydra import compose
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +47,11 @@ from mtptrain.utils.files import read_sealed
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     check(config)
+    hydra = HydraConfig.get()
+    if hydra.mode is RunMode.MULTIRUN:
+        if hydra.job.num == 0:
+            check_variants(get_args_parser().parse_args().overrides)
+        print(f"\n==== {config.run_dir}: {' '.join(hydra.overrides.task)}", flush=True)
     if config.plan:
         print_plan(config)
         return
@@ -49,7 +64,7 @@ def main(cfg: DictConfig) -> None:
         else:
             print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)
             started = time.monotonic()
-            run_stage(command_of(name, runner, HydraConfig.get().overrides.task))
+            run_stage(command_of(name, runner, hydra.overrides.task))
             durations.append((name, f"{time.monotonic() - started:,.0f} s"))
         done_at = max(done_at, output.stat().st_mtime) if output.is_file() else time.time()
     print_summary(config, durations)
@@ -65,6 +80,21 @@ def check(config: PipelineConfig) -> None:
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
 
 
+def check_variants(arguments: Sequence[str]) -> None:
+    """Refuse the variants of `--multirun` if a setting of one is wrong, or if two have the same `run_dir`."""
+    overrides = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(arguments))
+    made_by: dict[Path, str] = {}
+    for variant in BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]:
+        config, described = load_config(compose("pipeline", variant)), " ".join(variant)
+        check(config)
+        other = made_by.setdefault(Path(config.run_dir).resolve(), described)
+        if other != described:
+            raise UserError(
+                f"run_dir: must differ between the variants of --multirun, but is {config.run_dir} for both ({other}) "
+                f"and ({described}); name it after what differs, for example 'run_dir=runs/variants/${{head.name}}'"
+            )
+
+
 def output_of(name: str, stage: Stage, config: PipelineConfig) -> Path:
     """Returns the file that a stage leaves when it is finished."""
     output = Path(config.run_dir) / stage.output.format(engine=config.export.engine)
@@ -76,13 +106,15 @@ def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
     """Returns whether a stage need not run again.
 
     A head's folder does not record settings, so training always runs, and ends at once if it has made its last step.
+    A folder that is a link belongs to another run. Later stages check what it holds.
 
     Args:
         output: the file that the finished stage leaves.
         done_at: when the last of the stages before it was finished, in seconds since the epoch.
         config: the settings of this run.
     """
-    return output.is_file() and output.stat().st_mtime >= done_at and was_made_with(output.parent, config)
+    is_made = output.parent.is_symlink() or was_made_with(output.parent, config)
+    return output.is_file() and output.stat().st_mtime >= done_at and is_made
 
 
 def command_of(name: str, runner: Runner, overrides: Sequence[str]) -> list[str]:

@@ -105,7 +105,7 @@ class Run:
     progress: Progress
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
-    """Facts saved with every head: the sha256 of its target's weights."""
+    """Facts saved with every head: the sha256 of its target's weights, and the seed."""
     releases: Releases | None = None
     """Frees disk space if the store is streamed."""
 
@@ -165,7 +165,7 @@ def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
         remove_later_heads(config.stage_dir("train"), progress.step)
     flops = step_flops(config.head, target_config)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
-    head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256}
+    head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256, "seed": config.seed}
     if releases is not None:
         releases.release(progress.step, progress.step == num_steps, ranks.is_first)
     return Run(schedule, num_steps, trainer, meter, validation, progress, facts, head_facts, releases)

@@ -46,7 +46,6 @@ OUT_OF_RANGE = {
     "cpu_ranks": {"-1": "at least 0, but is -1"},
     "seed": {"-1": "at least 0 and below 2**63, but is -1", f"{2**63}": "below 2**63, but is 9223372036854775808"},
     "acceptance.seed": {"-1": "at least 0 and below 2**63, but is -1", f"{2**63}": "below 2**63, but is"},
-    "study.seeds": {"[0,-1]": "at least 0 and below 2**63, but is [0, -1]", f"[{2**63}]": "below 2**63, but is"},
     "train.betas": {"[0.9,1.0]": "in [0, 1), but is [0.9, 1.0]"},
     "train.lk_eta": {"-1": "at least 0.0, but is -1"},
     "train.feature_weight": {"-0.1": "at least 0.0, but is -0.1"},
@@ -140,8 +139,6 @@ OUT_OF_RANGE = {
     "acceptance.tree_nodes": {"0": "at least 1, but is 0"},
     "acceptance.tree_top_k": {"0": "at least 1, but is 0"},
     "acceptance.hybrid_min_match": {"0": "at least 1, but is 0"},
-    "study.num_prompts": {"0": "at least 1, but is 0"},
-    "study.num_ranks": {"0": "at least 1, but is 0"},
 }
 
 

@@ -5,8 +5,10 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -78,12 +80,17 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
         try:
             options, unknown = get_args_parser().parse_known_args()
-            if options.multirun:
-                raise UserError("--multirun: must be left out, but is given; use mtptrain study to run variants")
             refuse_dashes(unknown)
+            if options.multirun and started_stage() != "run":
+                raise UserError(
+                    "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but "
+                    "is given to another program; leave it out"
+                )
             refuse_renamed(sys.argv[1:])
             refuse_additions(sys.argv[1:])
-            run()
+            with TemporaryDirectory() if options.multirun else nullcontext("") as sweep_dir:
+                os.environ["MTPTRAIN_SWEEP_DIR"] = sweep_dir  # for Hydra's multirun.yaml, which could hold a password
+                run()
         except KeyboardInterrupt:
             exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
         except (HydraException, OmegaConfBaseException, ValueError) as error:  # some of Hydra's are OSErrors too

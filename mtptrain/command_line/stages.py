@@ -94,14 +94,7 @@ STAGES = {
         _always,
         "export/{engine}/provenance.json",
     ),
-    "compare": Stage(
-        "eval.compare", "compare measurements on one page; takes paths of report.json instead of settings"
-    ),
-    "study": Stage(
-        "eval.study",
-        "train and measure variants of a recipe",
-        kept="finished stages are kept in {run_dir}/study; the same command runs the rest",
-    ),
+    "compare": Stage("eval.compare", "compare measurements on one page; takes directories of runs instead of settings"),
     "serving-check": Stage("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),
     "serving-bench": Stage("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
     "gpu-check": Stage("eval.gpu_check", "run the checks that need a machine with GPUs"),

@@ -9,7 +9,7 @@ from mtptrain.convert.transformers import MODEL_CLASSES
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
-from mtptrain.heads.mtp import MtpHead, RestoredNorm
+from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import head_dim, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
@@ -56,10 +56,6 @@ def single_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
 def deepseek_stream_1(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     layers = Eagle3Head.layers_to_capture(head, target)
     return list(layers) if target.model_type == "deepseek_v2" and layers[0] == 1 else None
-
-
-def norms_left_out(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    return None if set(head.norms) == set(RestoredNorm) else f"[{','.join(head.norms)}]"
 
 
 def is_mimo(target: PreTrainedConfig) -> bool:
@@ -131,10 +127,6 @@ TRAIN_MTP = (
 
 # fmt: off
 LIMITS = (
-    *(Limit(engine, "mtp", "head.norms", "all four", norms_left_out,
-            "the engine's class has all four norms",
-            "train with all of them")
-      for engine in ("vllm", "sglang", "transformers")),
     Limit("vllm", "mtp", "target.path", "a target that is not quantised", quantisation,
           "vLLM builds the layers of this head with the target's quantisation",
           "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),

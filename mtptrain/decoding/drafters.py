@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
-from mtptrain.heads.layer_head import LayerHead
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeRows
@@ -34,26 +33,16 @@ class HeadDrafter:
         parts: FrozenParts,
         num_speculative_tokens: int,
         sample_drafts: bool = False,
-        rebuild_cache: bool = True,
     ) -> None:
         self.head = head
         self.parts = parts
         self.num_speculative_tokens = num_speculative_tokens
         self.sample_drafts = sample_drafts
         """Sample drafts if the sampler is not greedy, instead of taking the most likely tokens."""
-        self.rebuild_cache = rebuild_cache
-        """Rebuild the head's keys of accepted tokens from the target's states, as engines do and as training assumes.
-        Otherwise keep the keys that the head wrote while drafting, computed from its own states."""
-        if not rebuild_cache and not isinstance(head, LayerHead):
-            raise UserError(
-                f"acceptance.rebuild_cache: must be true for {type(head).__name__}, which cannot keep the keys of its "
-                "drafts, but is false; leave it out"
-            )
         self.cache = PositionCache(0)
-        self._drafted_to: torch.Tensor | None = None  # [B], the position after the last key of the previous draft
 
     def start(self, batch_size: int, num_slots: int) -> None:
-        self.cache, self._drafted_to = PositionCache(num_slots), None
+        self.cache = PositionCache(num_slots)
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -69,14 +58,9 @@ class HeadDrafter:
     def first_depth(self, verified: Verified) -> FirstDepth:
         """Run depth 0 over the rows that the target has just read, which rebuilds the head's keys of these rows.
 
-        Without `rebuild_cache`, run it only over the rows that have no keys from drafting, and over the last one.
+        Engines do the same, and training assumes it.
         """
         position = verified.num_tokens - 2  # [B]
-        if not self.rebuild_cache:
-            if self._drafted_to is not None:
-                num_kept = self._drafted_to - verified.positions[:, 0]
-                verified = verified.from_row(torch.minimum(num_kept, verified.last_row).clamp(min=0))
-            self._drafted_to = position + self.num_speculative_tokens
         first = self.head.draft_first(verified, self.parts, self.cache, self.num_speculative_tokens)
         return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, position)
 

@@ -7,8 +7,8 @@ The target has read all tokens of a sequence except the newest one. In each roun
 3. the longest branch that the target agrees with is kept, followed by a token that the target chooses, the bonus token.
 
 In the next round, a head that has a cache first runs depth 0 over the K + 1 rows that were just verified, with the
-target's own states. This rebuilds the head's keys, unless `acceptance.rebuild_cache` is false, and gives the first
-draft. Rows of rejected tokens are computed too, but have no effect.
+target's own states. This rebuilds the head's keys and gives the first draft. Rows of rejected tokens are computed too,
+but have no effect.
 
 Caches store position p in slot p. Each sequence of a batch therefore continues from its own length, and rejected slots
 are overwritten. A tree is the exception: it occupies slots after the sequence until the accepted branch is copied to

@@ -5,8 +5,7 @@ Llama layer, a final norm and the target's frozen lm_head. The state after the f
 2.2 of the DeepSeek-V3 Technical Report (arXiv 2412.19437), except that all depths share one module.
 """
 
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,23 +16,12 @@ from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 
 
-class RestoredNorm(StrEnum):
-    """The RMSNorms that EAGLE-1 lacks."""
-
-    enorm = "enorm"
-    hnorm = "hnorm"
-    input_layernorm = "input_layernorm"
-    norm = "norm"
-
-
 class MtpHead(LayerHead):
     """Multi-token-prediction head with all RMSNorms."""
 
     @dataclass
     class Config(LayerConfig):
         name: str = "mtp"
-        norms: list[RestoredNorm] = field(default_factory=lambda: list(RestoredNorm))
-        """The norms to include. Engines serve only heads with all of them; `recipes/study/norms.yaml` uses fewer."""
         attention_bias: bool = False
         """Whether queries, keys and values have biases, as in MiMo's MTP layer."""
         zero_first_embedding: bool = False
@@ -42,24 +30,20 @@ class MtpHead(LayerHead):
         """Read the target's last states before its final norm. vLLM passes these to a head for a MiMo target, and the
         states after the norm to a head for any other."""
 
-        def __post_init__(self) -> None:
-            self.norms = [norm for norm in RestoredNorm if norm in self.norms]
-
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
         hidden_size, eps = dims.hidden_size, target_config.rms_norm_eps
-        restored = {name: RmsNorm(hidden_size, eps) if name in config.norms else nn.Identity() for name in RestoredNorm}
-        self.enorm = restored[RestoredNorm.enorm]
-        self.hnorm = restored[RestoredNorm.hnorm]
+        self.enorm = RmsNorm(hidden_size, eps)
+        self.hnorm = RmsNorm(hidden_size, eps)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)  # columns: embedding, then hidden state
-        self.input_layernorm = restored[RestoredNorm.input_layernorm]
+        self.input_layernorm = RmsNorm(hidden_size, eps)
         self.self_attn = Attention(hidden_size, dims, target_config, config.attention_bias)
         self.zero_first_embedding = config.zero_first_embedding
         self._read_layers = (target_config.num_hidden_layers,) if config.prenorm_states else ()
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
         self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
-        self.norm = restored[RestoredNorm.norm]
+        self.norm = RmsNorm(hidden_size, eps)
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     @property

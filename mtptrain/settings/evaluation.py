@@ -1,4 +1,4 @@
-"""Settings of acceptance, export, serving, benchmarks and studies."""
+"""Settings of acceptance, export, serving and benchmarks."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from mtptrain.settings.data import Dtype
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.settings import at_least, directory_path, each_at_least, random_seed, random_seeds, share
+from mtptrain.utils.settings import at_least, directory_path, each_at_least, random_seed, share
 
 
 class Baseline(StrEnum):
@@ -49,9 +49,6 @@ class AcceptanceConfig:
     """Further temperatures, each measured with greedy drafts and with sampled drafts."""
     sample_drafts: bool = False
     """Sample drafts too if temperature is above 0, as vLLM does with `draft_sample_method: probabilistic`."""
-    rebuild_cache: bool = True
-    """False keeps the head's keys of accepted drafts as it wrote them, instead of rebuilding them from the target's
-    states as engines do. For ablations; needs `output_dir`."""
     max_new_tokens: int = at_least(1, default=128)
     dtype: Dtype = Dtype.auto
     """Dtype of target and head, also in validation. `auto` is bfloat16 on a GPU, and float32 on a CPU, where all
@@ -275,22 +272,3 @@ class CheckConfig:
     """Settings of mtptrain gpu-check, which checks the project on one machine with GPUs in a few minutes."""
 
     size: CheckSize = CheckSize.full
-
-
-@dataclass
-class StudyConfig:
-    """mtptrain study: trains and measures several variants of a recipe; `recipes/study/` has examples."""
-
-    name: str = "study"
-    """Folder below `run_dir/study/`."""
-    common: list[str] = field(default_factory=list)
-    """Overrides that all variants share."""
-    variants: dict[str, list[str]] = field(default_factory=dict)
-    """Overrides of each variant, by name."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata=random_seeds())
-    prompt_tokens: list[int] = field(default_factory=list)
-    """Prompt lengths at which acceptance is measured."""
-    num_prompts: int = at_least(1, default=80)
-    """Number of prompts of each length."""
-    num_ranks: int = at_least(1, default=1)
-    """Number of ranks of each program; stage 1 and mtptrain draft-vocab always run as one process."""

@@ -182,12 +182,6 @@ class Verified:
         """The token after each row [B, S]; arbitrary after `last_row`."""
         return self.tokens.gather(1, self.positions + 1)
 
-    def from_row(self, first: torch.Tensor) -> "Verified":
-        """Returns the rows from index `first` [B] on. The row at index S - 1 is repeated to keep the shape [B, S]."""
-        num_rows = self.positions.shape[1]
-        index = (first[:, None] + torch.arange(num_rows, device=first.device)).clamp(max=num_rows - 1)
-        return replace(self, positions=self.positions.gather(1, index), states=self.states.of_rows(index))
-
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
     """Returns the whole target on one device, or spread over several by accelerate if it does not fit.

@@ -67,17 +67,7 @@ def each_named() -> dict[str, Bound]:
 
 def random_seed(default: int = 0) -> int:
     """Declare a seed that both numpy and torch accept."""
-    return _bounded(_is_seed, "be at least 0 and below 2**63", "choose another seed", default)
-
-
-def random_seeds() -> dict[str, Bound]:
-    """Returns the metadata of a field that is a list of at least one seed."""
-    requirement = "hold at least one seed, each at least 0 and below 2**63"
-    return {BOUND: Bound(lambda seeds: bool(seeds) and all(map(_is_seed, seeds)), requirement, "choose others")}
-
-
-def _is_seed(value: int) -> bool:
-    return 0 <= value < 2**63
+    return _bounded(lambda seed: 0 <= seed < 2**63, "be at least 0 and below 2**63", "choose another seed", default)
 
 
 def directory_path(*, default: T) -> T:

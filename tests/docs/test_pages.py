@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch.distributed.run import get_args_parser
 
 from mtptrain.command_line.stages import STAGES
@@ -104,16 +106,26 @@ def check_program(module: str, arguments: list[str]) -> None:
     source = "" if spec.origin is None else Path(spec.origin).read_text()
     if spec.submodule_search_locations:
         source = (Path(spec.submodule_search_locations[0]) / "__main__.py").read_text()
-    if "@hydra.main(" in source:
-        check_overrides(arguments)
+    if "command_line.program import" in source:
+        run_dirs = [check_overrides(variant) for variant in variants_of(arguments)]
+        assert len(set(run_dirs)) == len(run_dirs)
     elif module.split(".")[0] in ("mtptrain", "data_prep", "eval", "tools"):
         for argument in arguments:
             assert not argument.startswith("--") or f'"{argument}"' in source, f"{module} has no {argument}"
 
 
-def check_overrides(overrides: list[str]) -> None:
+def variants_of(arguments: list[str]) -> list[list[str]]:
+    """Returns the overrides of each run that a command makes: with `--multirun`, one for each variant."""
+    if "--multirun" not in arguments:
+        return [arguments]
+    overrides = OverridesParser.create().parse_overrides([each for each in arguments if each != "--multirun"])
+    return BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]
+
+
+def check_overrides(overrides: list[str]) -> str:
+    """Returns the `run_dir`, unless the overrides are wrong."""
     with initialize_config_dir(RECIPES, version_base="1.3"):
-        load_config(compose("pipeline", overrides))
+        return load_config(compose("pipeline", overrides)).run_dir
 
 
 def settings() -> dict[str, set[str]]:

@@ -82,6 +82,22 @@ def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
     assert "<b>" not in page, "names must be shown as text, not markup"
 
 
+def test_runs_are_named_by_their_directories_and_say_how_they_were_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_report(tmp_path / "seed_0/acceptance/report.json", [8, 6], train_tokens=12_345, train_seed=0)
+    write_report(tmp_path / "seed_1/acceptance/report.json", [4, 4], train_tokens=None)
+    reports = compare.read_reports([tmp_path / "seed_0", tmp_path / "seed_1"])
+    assert list(reports) == ["seed_0", "seed_1"]
+    compare.print_table(reports)
+    first, _, second, _ = (line.split("│")[8:12] for line in capsys.readouterr().out.splitlines() if ": " in line)
+    assert [cell.strip() for cell in first] == ["0.000", "12,345", "0", "50"]
+    assert [cell.strip() for cell in second] == ["0.000", "", "", "50"]
+    with pytest.raises(UserError, match=r"none/acceptance/report\.json: must be .* but is not a file"):
+        (tmp_path / "none").mkdir()
+        compare.read_reports([tmp_path / "none"])
+
+
 MEASURED = {
     "device": "CPU",
     "head_sha256": "cc",
@@ -146,7 +162,7 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
         assert "vllm" not in page_of(tmp_path)
 
 
-def test_speed_and_studies_of_the_run_are_shown_on_its_page_with_their_commands(tmp_path: Path) -> None:
+def test_decoding_speed_of_the_run_is_shown_on_its_page_with_its_command(tmp_path: Path) -> None:
     row = dict.fromkeys(
         (
             "tokens_per_s",
@@ -168,29 +184,22 @@ def test_speed_and_studies_of_the_run_are_shown_on_its_page_with_their_commands(
         "rows": [row],
         "command": "bench it",
     }
-    run = {"acceptance": {"128": 1.5}, "without_loops": {"128": 1.6}, "acceptance_rate_at": [0.3]}
-    study = {
-        "study": {"name": "norms", "prompt_tokens": [128]},
-        "measured": {"all": {"0": run, "1": None}},
-        "command": "study it",
-    }
     write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc", command="measure it")
     write_other_report(tmp_path, "bench_decode/report.json", decoding)
-    write_other_report(tmp_path, "study/norms/study.json", study)
     page = page_of(tmp_path)
     assert (
         "<td>8</td><td>3</td><td>1</td><td>1.25</td><td>1.25</td><td>1.25</td><td>1.25</td><td>1.25</td><td>2.00</td><td>3.00</td>"
         in page
     )
-    assert "<td>all</td><td>1.500</td><td>2 seeds, 1 diverged</td>" in page and page.count("<svg>a chart</svg>") == 2
-    assert all(f"<pre>{command}</pre>" in page for command in ("measure it", "bench it", "study it"))
+    assert page.count("<svg>a chart</svg>") == 1
+    assert all(f"<pre>{command}</pre>" in page for command in ("measure it", "bench it"))
     write_other_report(tmp_path, "bench_decode/report.json", {**decoding, "head_sha256": "dd"})
-    assert "bench it" not in page_of(tmp_path) and "study it" in page_of(tmp_path)
-    (tmp_path / "study/norms/study.json").write_text('{"study": {"name": "<norms>"}}')
+    assert "bench it" not in page_of(tmp_path)
+    write_other_report(tmp_path, "bench_decode/report.json", {**decoding, "rows": [{}]})
     (tmp_path / "serving_check").mkdir()
     (tmp_path / "serving_check/report.json").write_text('{"torn')
     page = page_of(tmp_path)
-    assert "head mtp" in page and "study/norms/study.json cannot be shown (KeyError(" in page
+    assert "head mtp" in page and "bench_decode/report.json cannot be shown (KeyError(" in page
     assert "serving_check/report.json cannot be shown (UserError(" in page
 
 

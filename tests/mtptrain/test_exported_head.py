@@ -17,7 +17,7 @@ from mtptrain.export import check_directory_name, check_tensors, reload_head, wr
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
-from mtptrain.heads.mtp import MtpHead, RestoredNorm
+from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
@@ -210,15 +210,13 @@ def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_targe
     facts: dict[str, object] = {"step": 3, TARGET_WEIGHTS: "aa"}
     save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, facts)
     stored = json.loads((tmp_path / "head/head.json").read_text())
-    del stored["head"]["norms"]
+    del stored["head"]["prenorm_states"]
     seal_again(tmp_path / "head/head.json", **stored)
     load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
     with pytest.raises(
-        ValueError, match=r"differ in head\.norms \(\['enorm', .*\] stored, \['norm'\] in the config\); change"
+        ValueError, match=r"differ in head\.prenorm_states \(False stored, True in the config\); change"
     ):
-        load_head(
-            tmp_path / "head", replace(CONFIG, norms=[RestoredNorm.norm]), target_config, None, torch.device("cpu")
-        )
+        load_head(tmp_path / "head", replace(CONFIG, prenorm_states=True), target_config, None, torch.device("cpu"))
 
 
 def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path, tiny_target: Path) -> None:

@@ -15,8 +15,9 @@ from mtptrain import run
 from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import DEMO_DIR
+from mtptrain.utils.files import read_sealed
 from tests.conftest import make_config, run_program
-from tests.programs import run_ranks
+from tests.programs import ROOT, run_ranks
 
 Run = tuple[Path, tuple[str, ...]]
 
@@ -55,6 +56,54 @@ def test_a_stage_is_passed_over_only_if_it_is_newer_and_was_made_with_the_same_s
     assert run.is_finished(output, 0.0, config)
     assert not run.is_finished(output, time.time() + 60, config)
     assert not run.is_finished(output, 0.0, make_config(f"run_dir={tmp_path}", "prompts.max_train_tokens=7"))
+
+
+def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a/prompts").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/prompts").symlink_to("../a/prompts")
+    config = make_config(f"run_dir={tmp_path}/b")
+    output = run.output_of("prompts", STAGES["prompts"], config)
+    assert not run.is_finished(output, 0.0, config)
+    (tmp_path / "a/prompts/manifest.json").write_text("{}")
+    assert run.is_finished(output, 0.0, config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["seed=0,1", "run_dir=/tmp/x"], 1, "run_dir: must differ between the variants of --multirun, but is /tmp/x"),
+        (["train.lr=1,-1", "run_dir=/tmp/${train.lr}"], 1, "train.lr: must be a number of at least 0.0, but is -1.0"),
+        (["train.lrr=1,2"], 2, "train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
+        (["head=mtp,mtpp"], 2, "head: must be one of dflash, draft_model, eagle, eagle3, hydra, medusa, mtp, peagle, "),
+    ],
+)
+def test_variants_are_checked_before_the_first_begins(overrides: list[str], code: int, message: str) -> None:
+    ended = run_ranks("mtptrain", ["run", "--multirun", "recipe=quickstart", *overrides])
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1
+
+
+def test_variants_run_one_after_the_other_and_leave_nothing_else(tiny_run: Run, tmp_path: Path) -> None:
+    """Both share the prompts and hidden states of a third run by links."""
+    for depth in (2, 3):
+        (tmp_path / f"runs/{depth}").mkdir(parents=True)
+        for stage in ("prompts", "hidden_states"):
+            (tmp_path / f"runs/{depth}/{stage}").symlink_to(tiny_run[0] / stage)
+    before = {path.name for path in ROOT.iterdir()}
+    overrides = ["recipe=quickstart", *tiny_run[1], "acceptance.num_speculative_tokens=3,2"]
+    ended = run_ranks(
+        "mtptrain", ["run", "--multirun", *overrides, f"run_dir={tmp_path}/runs/${{acceptance.num_speculative_tokens}}"]
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    headings = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("==== ")]
+    assert headings == [f"{tmp_path}/runs/3:", f"{tmp_path}/runs/2:"]
+    assert ended.stdout.count("done before") == 4
+    for depth in (2, 3):
+        report = read_sealed(tmp_path / f"runs/{depth}/acceptance/report.json", "")
+        assert len(report["acceptance_rate_at"]) == depth and report["train_seed"] == 0
+        assert report["train_tokens"] > 0
+    assert before == {path.name for path in ROOT.iterdir()}
 
 
 def test_outputs_that_settings_move_elsewhere_are_found(tmp_path: Path) -> None:

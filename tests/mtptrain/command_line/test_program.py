@@ -95,7 +95,11 @@ def test_a_program_refuses_an_old_name(module: str) -> None:
             "run_dir: must have a valid value, but OmegaConf reports: KeyError raised while resolving interpolation: "
             "\"Environment variable 'NOPE' not found\"; correct it",
         ),
-        (["--multirun"], "--multirun: must be left out, but is given; use mtptrain study to run variants"),
+        (
+            ["--multirun"],
+            "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but is given "
+            "to another program; leave it out",
+        ),
         (["hydra.run.dir=/dev/null"], "/dev/null: File exists"),
         (["run_dir=???"], "run_dir: must be set, but is not; add run_dir=VALUE"),
         (
@@ -177,7 +181,7 @@ def test_every_program_ends_with_one_line() -> None:
     }
     decorator = re.compile(r"^@(program|partial\(program, .*\)|errors_as_lines\(\))\ndef main\(", re.MULTILINE)
     programs = {name for name, text in sources.items() if decorator.search(text)}
-    assert len(programs) == 22
+    assert len(programs) == 21
     assert {name for name, text in sources.items() if '__name__ == "__main__":' in text} - programs == (
         STARTED_BY_PROGRAMS
     )

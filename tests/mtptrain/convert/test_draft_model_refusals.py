@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.convert.draft_model import copy_first_layers
 from mtptrain.convert.warm_start import load_init
-from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.target.families import read_target_config
-from mtptrain.target.model import load_target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import FAMILIES, make_config, make_target, run_program
-from tests.mtptrain.convert.draft_models import CPU, DRAFT, Config, load
+from tests.mtptrain.convert.draft_models import DRAFT, Config, load
 
 
 @pytest.mark.parametrize(
@@ -54,13 +51,6 @@ def test_a_start_from_a_target_whose_family_is_not_trained_is_refused(tmp_path: 
     message = "head.start_from_target: the draft model's model_type must be gemma3_text, as in the target, but is llama"
     with pytest.raises(ValueError, match=message):
         copy_first_layers(head, target)
-
-
-def test_a_draft_model_cannot_keep_the_keys_of_its_drafts(tiny_target: Path) -> None:
-    head, parts = load(tiny_target, tiny_target), load_target(tiny_target, torch.float32, CPU).parts
-    message = "acceptance.rebuild_cache: must be true for DraftModelHead, which cannot keep the keys of its drafts, but"
-    with pytest.raises(ValueError, match=message):
-        HeadDrafter(head, parts, 3, rebuild_cache=False)
 
 
 def change_config(directory: Path, **settings: object) -> Path:

@@ -19,14 +19,6 @@ SIZES = {
 MIMO = {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": True}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] = [
-    *(
-        (
-            engine, "mtp", {"norms": ["norm"]}, "llama", {},
-            rf"head\.norms: must be all four to export head mtp for {engine}, but is \[norm\]: the engine's "
-            r"class has all four norms; train with",
-        )
-        for engine in ("vllm", "sglang", "transformers")
-    ),
     (
         "vllm", "mtp", {}, "llama", FP8,
         r"target\.path: must be a target that is not quantised to export head mtp for vllm, but is \{'quant_method': "

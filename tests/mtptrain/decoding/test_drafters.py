@@ -16,7 +16,6 @@ from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target, Verified, load_target
-from mtptrain.target.position_cache import PositionCache
 from tests.conftest import make_target
 
 Plain = tuple[list[int], int, list[int], list[list[int]]]
@@ -84,8 +83,8 @@ CHAIN_CASES = HEAD_CASES | {"draft_model": ("draft_model", {"num_hidden_layers":
 class RecordingDrafter(HeadDrafter):
     """Keeps the tokens and logits of every draft."""
 
-    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, rebuild_cache: bool = True) -> None:
-        super().__init__(head, parts, num_speculative_tokens, rebuild_cache=rebuild_cache)
+    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
+        super().__init__(head, parts, num_speculative_tokens)
         self.proposals: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
 
@@ -148,70 +147,6 @@ def test_drafts_and_counts_equal_those_of_a_loop_without_caches(
         assert generation.tokens == tokens
         assert (generation.rounds, generation.accepted_at, generation.drafted) == (rounds, accepted_at, depths * rounds)
         assert [step[row].tolist() for step in drafter.proposals[:rounds]] == proposals
-
-
-@torch.no_grad()
-def speculation_that_keeps_keys(
-    target: Target, head: LayerHead, prompt: list[int], depths: int, max_new_tokens: int
-) -> torch.Tensor:
-    """Returns the logits of every draft [rounds, K, D], from a head whose accepted drafts keep their own keys.
-
-    `inputs` holds the state and the embedding from which each position's key was last computed. For every token, all
-    keys are computed again from `inputs`.
-    """
-    tokens = [*prompt, int(target.model(torch.tensor([prompt])).logits[0, -1].argmax())]
-    inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    found = []
-
-    def last_row() -> tuple[torch.Tensor, torch.Tensor]:
-        states, embeddings = (torch.stack(part)[None] for part in zip(*inputs, strict=True))
-        outputs, fed_back = head.decode(states, embeddings, torch.arange(len(inputs))[None], PositionCache(len(inputs)))
-        return head.logits(outputs[0, -1], target.parts), fed_back[0, -1]
-
-    while len(tokens) < len(prompt) + max_new_tokens:
-        count = len(tokens)
-        output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
-        states = output.last_hidden_state[0]
-        if head.capture_layers:
-            states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
-        fused, embeddings = head.fuse(states), target.parts.embed(torch.tensor(tokens[1:]))
-        inputs = inputs[: count - 2]  # the newest row always reads the target's state
-        inputs += [(fused[row], embeddings[row]) for row in range(len(inputs), count - 1)]
-        logits, fed_back = last_row()
-        round_logits = [logits]
-        for _ in range(depths - 1):
-            inputs.append((fed_back, target.parts.embed(head.target_tokens(logits.argmax()))))
-            logits, fed_back = last_row()
-            round_logits.append(logits)
-        found.append(torch.stack(round_logits))
-        draft = head.target_tokens(found[-1].argmax(-1)).tolist()
-        wanted = target.model(torch.tensor([tokens + draft])).logits[0, count - 1 :].argmax(-1).tolist()
-        accepted = next((i for i, token in enumerate(draft) if token != wanted[i]), depths)
-        tokens += [*draft[:accepted], wanted[accepted]]
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("depths", [2, 4])
-@pytest.mark.parametrize("case", ["mtp", "eagle3 draft vocabulary"])
-def test_a_head_that_keeps_the_keys_of_its_drafts_equals_a_loop_without_caches(
-    tmp_path: Path, case: str, depths: int
-) -> None:
-    target, head, prompts = target_and_head(tmp_path, "llama", case)
-    assert isinstance(head, LayerHead)
-    logits: dict[bool, list[torch.Tensor]] = {}  # one tensor [rounds, K, D] per prompt
-    for rebuild_cache in (True, False):
-        drafter = RecordingDrafter(head, target.parts, depths, rebuild_cache=rebuild_cache)
-        found = speculate(target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=12, sampler=Sampler())
-        steps = torch.stack(drafter.logits, 1)  # [B, rounds, K, D]
-        logits[rebuild_cache] = [row[: generation.rounds] for row, generation in zip(steps, found, strict=True)]
-    for row, prompt in zip(logits[False], prompts, strict=True):
-        torch.testing.assert_close(
-            row, speculation_that_keeps_keys(target, head, prompt, depths, 12), atol=1e-5, rtol=1e-5
-        )
-    assert any(
-        one.shape != other.shape or (one - other).abs().max() > 1e-3
-        for one, other in zip(logits[True], logits[False], strict=True)
-    ), "keeping the keys must change some logits"
 
 
 Branch = tuple[int, ...]

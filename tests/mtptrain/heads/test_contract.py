@@ -12,7 +12,6 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
-from mtptrain.heads.mtp import RestoredNorm
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.frozen_parts import FrozenParts
 
@@ -40,7 +39,6 @@ def tiny_config(**settings: object) -> LlamaConfig:
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "mtp": ("mtp", {}),
-    "mtp, one norm": ("mtp", {"norms": [RestoredNorm.hnorm]}),
     "mtp, as MiMo": ("mtp", {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": True}),
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"capture_layers": [0, 1, 2]}),
@@ -254,23 +252,6 @@ def test_every_parameter_of_the_head_gets_a_gradient(name: str) -> None:
         for name, parameter in head.named_parameters()
         if name != "lm_head.weight"  # only the loss reads this weight
     )
-
-
-def test_mtp_without_the_restored_norms_is_eagle() -> None:
-    torch.manual_seed(0)
-    bare = build_head(HEADS["mtp"].Config(ttt_steps=DEPTHS, norms=[]), tiny_config())
-    eagle = build_head(HEADS["eagle"].Config(ttt_steps=DEPTHS), tiny_config())
-    eagle.load_state_dict({name.replace("eh_proj", "fc"): tensor for name, tensor in bare.state_dict().items()})
-    tokens = packed_inputs(bare)
-    found, wanted = (run(head, tokens) for head in (bare, eagle))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("norm", RestoredNorm)
-def test_each_norm_of_mtp_can_be_the_only_one(norm: RestoredNorm) -> None:
-    head = build_head(HEADS["mtp"].Config(norms=[norm]), tiny_config())
-    norms = {name.removesuffix(".weight") for name, parameter in head.named_parameters() if parameter.ndim == 1}
-    assert norms == {norm, "post_attention_layernorm"}
 
 
 def test_biases_of_attention_start_at_zero() -> None:
