@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from mtptrain.config import PipelineConfig
-from mtptrain.utils.files import read_json, read_sealed, refuse_overwriting
+from mtptrain.utils.files import read_sealed, refuse_overwriting
 
 from .drawing import drawing
 from .report_plots import colours_of, plots_of
@@ -176,7 +176,7 @@ def decoding_section(path: Path, report: ReportFigures) -> Section | None:
 
 def read_report(path: Path) -> dict[str, Any]:
     """Returns a report, or an empty one if the file does not exist."""
-    return read_json(path, "repeat this measurement") if path.exists() else {}
+    return read_sealed(path, "repeat this measurement") if path.exists() else {}
 
 
 def read_svg(path: Path) -> str:

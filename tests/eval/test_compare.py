@@ -111,7 +111,7 @@ MEASURED = {
 def write_other_report(run_dir: Path, name: str, content: dict[str, object]) -> None:
     path = run_dir / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))
+    write_sealed(path, content)
     path.with_suffix(".svg").write_text("<?xml?><svg>a chart</svg>")
 
 
