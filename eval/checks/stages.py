@@ -253,7 +253,7 @@ class Stages:
 def stored_states(store: HiddenStore, index: int) -> torch.Tensor:
     """Returns the states of a document before the final norm, f32[n, H]."""
     document = store.document(index)
-    states, _ = pack_states([document], [len(document.input_ids)], "hidden_states", True, None)
+    states, _ = pack_states([document], [len(document.input_ids)], "hidden_states", True)
     assert states is not None
     return states.float()
 

@@ -70,8 +70,8 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
     for index in range(store.num_documents):
         document = store.document(index)
         if len(document.input_ids) > TOKENS:
-            states, _ = pack_states([document], [TOKENS], "hidden_states", True, None)  # [S, H]
-            captured, _ = pack_states([document], [TOKENS], "aux_hidden_states", True, None)  # [S, L, H]
+            states, _ = pack_states([document], [TOKENS], "hidden_states", True)  # [S, H]
+            captured, _ = pack_states([document], [TOKENS], "aux_hidden_states", True)  # [S, L, H]
             assert states is not None
             normed = parts.final_norm(states.float())[None]  # [1, S, H]
             streams = states[:, None] if captured is None else captured  # [S, L, H]

@@ -88,45 +88,11 @@ def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
     return x
 
 
-class StateBuffers:
-    """Reuses the memory of finished batches: on a CPU, the page faults of new memory cost more than filling it.
-
-    For a GPU the memory is pinned, and torch itself reuses it once the copies from it are done.
-    """
-
-    def __init__(self, batch_tokens: int, for_gpu: bool = False) -> None:
-        self._batch_tokens = batch_tokens
-        self._for_gpu = for_gpu
-        self._free: list[torch.Tensor] = []
-
-    def take(self, num_tokens: int, row_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialised tensor [num_tokens, *row_shape]."""
-        if self._for_gpu:
-            return torch.empty(num_tokens, *row_shape, dtype=dtype, pin_memory=True)
-        wanted = (dtype, row_shape)
-        fitting = (
-            i
-            for i, buffer in enumerate(self._free)
-            if (buffer.dtype, buffer.shape[1:]) == wanted and len(buffer) >= num_tokens
-        )
-        found = next(fitting, None)
-        if found is None:
-            return torch.empty(max(num_tokens, self._batch_tokens), *row_shape, dtype=dtype)[:num_tokens]
-        return self._free.pop(found)[:num_tokens]
-
-    def give_back(self, batch: Batch) -> None:
-        """Free the states of a batch for reuse. They must not be read afterwards."""
-        if self._for_gpu:
-            return
-        states = (batch.hidden_states, batch.aux_hidden_states)
-        self._free += [x if x._base is None else x._base for x in states if x is not None]
-
-
 def make_batch(
     documents: Sequence[StoredDocument],
     ttt_steps: int,
     decode_states: bool = False,
-    buffers: StateBuffers | None = None,
+    pins: bool = False,
     anchors: Anchors | None = None,
 ) -> Batch:
     """Pack documents into a batch. Documents without a draft position are left out.
@@ -137,7 +103,7 @@ def make_batch(
         documents: documents of one store.
         ttt_steps: number of depths T.
         decode_states: decode e4m3 states now, for a batch that stays on the CPU.
-        buffers: memory to reuse for the states; None allocates new memory.
+        pins: put the states into pinned memory, from which a GPU can copy them while it computes.
         anchors: which draft positions to use; None uses all of them.
     """
     kept: list[StoredDocument] = []
@@ -160,8 +126,8 @@ def make_batch(
             used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
     packing = Packing.of(used, spans) if anchors is None else Packing.of_single(used, rows)
-    hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, buffers)
-    aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, buffers)
+    hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, pins)
+    aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, pins)
     assert hidden_states is not None
     is_draft = torch.from_numpy(np.concatenate(rows_left)) > torch.arange(ttt_steps)[:, None]  # [T, M]
     return Batch(
@@ -198,7 +164,7 @@ def pack_states(
     used: Sequence[int],
     name: str,
     decode_states: bool,
-    buffers: StateBuffers | None,
+    pins: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the states [N, ..., H] of each document's first `used` tokens, and scales [N, ...] if they stay e4m3."""
     states, scales = (
@@ -211,14 +177,15 @@ def pack_states(
     )
     if not states:
         return None, None
-    buffers = buffers or StateBuffers(0)
     lengths, row_shape = [len(part) for part in states], states[0].shape[1:]
-    if scales and decode_states:
-        packed = buffers.take(sum(lengths), row_shape, torch.bfloat16)
+    is_decoded = bool(scales) and decode_states
+    dtype = torch.bfloat16 if is_decoded else states[0].dtype
+    packed = torch.empty(sum(lengths), *row_shape, dtype=dtype, pin_memory=pins)
+    if is_decoded:
         for out, values, document_scales in zip(packed.split(lengths), states, scales, strict=True):
             decode_into(out, values, document_scales)
         return packed, None
-    packed = torch.cat(states, out=buffers.take(sum(lengths), row_shape, states[0].dtype))
+    torch.cat(states, out=packed)
     return packed, torch.cat(scales) if scales else None
 
 
@@ -261,7 +228,6 @@ class BatchSchedule:
         self.drafts_per_document = drafts_per_document
         self.costs = document_costs(store, drafts_per_document or math.inf)
         self._pins = for_gpu and torch.cuda.is_available()
-        self._buffers = StateBuffers(batch_tokens, self._pins)
         self._epoch, self._first_step = 0, 0  # the epoch in `_packed` and its first step
         self._packed = self._pack(epoch=0)
         self.steps_per_epoch = len(self._packed)
@@ -306,7 +272,7 @@ class BatchSchedule:
                     [self.store.document(i) for i in documents],
                     self.ttt_steps,
                     not self.for_gpu,
-                    self._buffers,
+                    self._pins,
                     anchors,
                 )
             )
@@ -321,8 +287,7 @@ class BatchSchedule:
         """Yields this rank's batches of steps first_step .. last_step - 1.
 
         For a GPU, they are read during the previous step. On a CPU, nothing is read ahead: a concurrent reader slows
-        the step by a third, while reading between steps slows it by 1 %. Requesting the next step may overwrite the
-        states of the previous one.
+        the step by a third, while reading between steps slows it by 1 %.
         """
         reader = ThreadPoolExecutor(max_workers=1) if self.for_gpu else None
         pending: Future[list[Batch]] | None = None
@@ -332,8 +297,6 @@ class BatchSchedule:
                 if reader is not None and step + 1 < last_step:
                     pending = reader.submit(self.micro_batches, step + 1, rank, world_size)
                 yield ready
-                for batch in ready:
-                    self._buffers.give_back(batch)
         finally:
             self.store.close()
             if reader is not None:

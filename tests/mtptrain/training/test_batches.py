@@ -3,7 +3,6 @@
 A draft of token j at depth k counts only if tokens j-1-k to j lie in one generated span.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -183,17 +182,13 @@ class Store:
 
 
 @pytest.mark.parametrize("make", [fp8_document, lambda i, length: document(i, [1] * length)])
-@pytest.mark.parametrize(("for_gpu", "steps_in_memory"), [(False, 1), (True, 2)], ids=["CPU", "GPU: one step ahead"])
-def test_memory_of_states_is_used_again_but_never_before_its_step_is_over(
-    make: Callable[[int, int], StoredDocument], for_gpu: bool, steps_in_memory: int
+@pytest.mark.parametrize("for_gpu", [False, True], ids=["CPU", "GPU: one step ahead"])
+def test_the_batches_of_a_schedule_are_those_of_their_documents(
+    make: Callable[[int, int], StoredDocument], for_gpu: bool
 ) -> None:
     store = Store(make)
     schedule = BatchSchedule(store, T, 16, 2, seed=0, for_gpu=for_gpu)  # type: ignore[arg-type]
-    addresses = set()
     for batches in schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1):
-        time.sleep(0.002)  # gives a GPU's reader time to read the next step
         for batch in batches:
             alone = make_batch([store.documents[i] for i in batch.document_ids], T, decode_states=not for_gpu)
             assert torch.equal(batch.hidden_states, alone.hidden_states)
-            addresses.add(batch.hidden_states.data_ptr())
-    assert len(addresses) == 2 * steps_in_memory
