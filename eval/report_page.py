@@ -10,8 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from mtptrain.config import PipelineConfig
 from mtptrain.utils.files import read_sealed, refuse_overwriting
 
-from .drawing import drawing
-from .report_plots import colours_of, plots_of
+from .plots import colours_of, drawing, plots_of
 
 ReportFigures = Mapping[str, Any]
 """A whole `report.json`, or the figures of one drafter in it."""

@@ -42,8 +42,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
-from .drawing import drawing
-from .report_plots import plot_serving
+from .plots import drawing, plot_serving
 from .serving_speed.break_even import measure_break_even
 from .serving_speed.measure import Bench, check_device, measure
 

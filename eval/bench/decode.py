@@ -46,7 +46,7 @@ from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json, write_sealed
 
-from ..drawing import drawing
+from ..plots import drawing
 from ..report_page import write_run_page
 
 DecodingRow = dict[str, Any]

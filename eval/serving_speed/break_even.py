@@ -52,8 +52,7 @@ from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed
 
-from ..drawing import drawing
-from ..report_plots import plot_break_even
+from ..plots import drawing, plot_break_even
 from .measure import Bench, check_device, measure
 
 NEW_TOKENS = 33

@@ -91,7 +91,8 @@ def test_variants_run_one_after_the_other_and_leave_nothing_else(tiny_run: Run, 
         for stage in ("prompts", "hidden_states"):
             (tmp_path / f"runs/{depth}/{stage}").symlink_to(tiny_run[0] / stage)
     before = {path.name for path in ROOT.iterdir()}
-    overrides = ["recipe=quickstart", *tiny_run[1], "acceptance.num_speculative_tokens=3,2"]
+    overrides = ["recipe=quickstart", *tiny_run[1], "train.max_steps=2", "train.compile=false"]
+    overrides.append("acceptance.num_speculative_tokens=3,2")
     ended = run_ranks(
         "mtptrain", ["run", "--multirun", *overrides, f"run_dir={tmp_path}/runs/${{acceptance.num_speculative_tokens}}"]
     )

@@ -1,7 +1,10 @@
-"""Draws the plots of a report page as SVG."""
+"""Draws the plots of all reports as SVG. A failure is a warning, because the measurement is already on disk."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -18,6 +21,35 @@ Drafters = Mapping[str, Mapping[str, Any]]
 COLOURS = ("#2a6fbb", "#d9822b", "#4a9d5b", "#b0413e", "#7b5ea7", "#8c6d4f", "#c76aa8", "#6b7280", "#a3a13a", "#2b9aa8")
 PHASE_COLOURS = ("#37474f", "#78909c", "#b0bec5", "#8d6e63", "#bcaaa4", "#e0e0e0")
 """Greys and browns, unlike the first five of `COLOURS`, so that a phase is not mistaken for a drafter."""
+
+
+@contextmanager
+def drawing(path: Path, figures: Path) -> Iterator[None]:
+    """Prints the path of a page or plot once the `with` block has drawn it; if the block fails, warns instead.
+
+    Args:
+        path: the page or plot.
+        figures: the JSON file that already holds the measured numbers.
+    """
+    try:
+        yield
+    except Exception as error:  # matplotlib and jinja2 may raise anything, but the measurement has succeeded
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"{path}: must show the figures of {figures}, but cannot be drawn ({type(error).__name__}: {reason}); read "
+            "them in that JSON file, which is complete",
+            stacklevel=3,
+        )
+    else:
+        print(f"plots: {path}")
+
+
+def as_svg(figure: Figure) -> str:
+    """Returns the `<svg>` element of a figure."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :]
 
 
 def colours_of(drafters: Drafters) -> dict[str, str]:
@@ -45,11 +77,9 @@ def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
 @matplotlib.rc_context({"text.parse_math": False})  # a `$` in a name does not begin a formula
 def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
     """Returns a plot as SVG, or an empty string if it has one point at most."""
-    figure, buffer = Figure(figsize=(6.4, 3.8), layout="constrained"), io.StringIO()
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     has_content = plot(figure.subplots(), drafters)
-    figure.savefig(buffer, format="svg")
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :] if has_content else ""
+    return as_svg(figure) if has_content else ""
 
 
 def put_legend(axes: Axes) -> None:
@@ -111,18 +141,10 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
     """
     shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
     for name, quality in shown.items():
-        positions = range(len(quality["overlap_at"]))
-        colour = colours_of(drafters)[name]
+        colour, positions = colours_of(drafters)[name], range(len(quality["overlap_at"]))
         label = f"{name}: overlap at temperature {quality['temperature']:g}"
-        axes.plot(positions, quality["overlap_at"], marker="o", label=label, color=colour)
-        axes.plot(
-            positions,
-            quality["accepted_at"],
-            marker="x",
-            linestyle="--",
-            color=colour,
-            label=f"{name}: accepted",
-        )
+        axes.plot(positions, quality["overlap_at"], "o-", label=label, color=colour)
+        axes.plot(positions, quality["accepted_at"], "x--", label=f"{name}: accepted", color=colour)
         axes.set_xticks(positions)
     axes.set(xlabel="position in the draft", ylabel="mean over rounds", ylim=(0, 1))
     put_legend(axes)
@@ -134,21 +156,12 @@ def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
 
     In greedy decoding, the share tends to exceed the probability, because the target always takes its likeliest token.
     """
-    shown = {
-        name: each["quality"]
-        for name, each in drafters.items()
-        if each.get("quality") and each["quality"]["calibration"]
-    }
+    qualities = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
+    shown = {name: quality for name, quality in qualities.items() if quality["calibration"]}
     for name, quality in shown.items():
-        label = f"{name}: off by {quality['calibration_error']:.3f}"
-        confidence = [tenth["confidence"] for tenth in quality["calibration"]]
-        axes.plot(
-            confidence,
-            [tenth["accepted"] for tenth in quality["calibration"]],
-            marker="o",
-            label=label,
-            color=colours_of(drafters)[name],
-        )
+        label, tenths = f"{name}: off by {quality['calibration_error']:.3f}", quality["calibration"]
+        confidence, accepted = ([tenth[key] for tenth in tenths] for key in ("confidence", "accepted"))
+        axes.plot(confidence, accepted, "o-", label=label, color=colours_of(drafters)[name])
     axes.plot([0, 1], [0, 1], color="#999", linewidth=0.8)
     axes.set(xlabel="the head's probability for its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
     put_legend(axes)
@@ -178,7 +191,7 @@ def plot_costs(axes: Axes, drafters: Drafters) -> bool:
 
 def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns an SVG that plots output tokens/s and time per output token against concurrency, one line per K."""
-    figure, buffer = Figure(figsize=(9, 3.8), layout="constrained"), io.StringIO()
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2)
     values: tuple[Callable[[Mapping[str, Any]], float], ...] = (
         lambda row: row["output_tokens_per_s"],
@@ -195,8 +208,7 @@ def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set(xlabel="requests in flight", ylabel=label, ylim=(0, None))
     put_legend(panels[0])
-    figure.savefig(buffer, format="svg")
-    return buffer.getvalue()
+    return as_svg(figure)
 
 
 def plot_break_even(costs: Sequence[RoundCost], head_name: str) -> str:
@@ -206,7 +218,7 @@ def plot_break_even(costs: Sequence[RoundCost], head_name: str) -> str:
     """
     engines = list(dict.fromkeys(cost.engine for cost in costs))
     depths = sorted({cost.num_speculative_tokens for cost in costs})
-    figure, buffer = Figure(figsize=(4.5 * len(engines), 3.8), layout="constrained"), io.StringIO()
+    figure = Figure(figsize=(4.5 * len(engines), 3.8), layout="constrained")
     panels = figure.subplots(1, len(engines), squeeze=False)[0]
     for axes, engine in zip(panels, engines, strict=True):
         own = [cost for cost in costs if cost.engine == engine]
@@ -220,5 +232,4 @@ def plot_break_even(costs: Sequence[RoundCost], head_name: str) -> str:
         axes.set_xticks(depths)
         axes.set(title=engine, xlabel="K", ylabel="break-even acceptance length", ylim=(1, None))
     put_legend(panels[0])
-    figure.savefig(buffer, format="svg")
-    return buffer.getvalue()
+    return as_svg(figure)
