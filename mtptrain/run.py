@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> None:
     if hydra.mode is RunMode.MULTIRUN:
         if hydra.job.num == 0:
             check_variants(get_args_parser().parse_args().overrides)
-        print(f"\n==== {config.run_dir}: {' '.join(hydra.overrides.task)}", flush=True)
+        print(f"\n==== {config.run_dir}", flush=True)
     if config.plan:
         print_plan(config)
         return

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -32,9 +31,8 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
         options = text.partition("Available options:")[2].split()
         return f"{found[1]}: must be chosen, but is not; add {found[1]}=NAME, where NAME is one of {', '.join(options)}"
     if isinstance(error, OverrideParseException):
-        return not_an_override(error.override, text)
-    if text.startswith("Config group override must be a string or a list"):
-        return not_a_choice(arguments)
+        reason = text.removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0]
+        return f"{error.override}: must be NAME=VALUE, but cannot be read ({reason}); quote or correct it"
     if found := re.match(r"Could not delete from config. '(.+)' does not exist", text):
         return unknown_name(found[1], arguments)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
@@ -45,24 +43,6 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
 def wrong_choice(name: str, given: str, options: Sequence[str]) -> str:
     near = advice(nearest(given, options), "choose one")
     return f"{name}: must be one of {', '.join(options)}, but is {given!r}; {near}"
-
-
-def not_a_choice(arguments: Sequence[str]) -> str:
-    """Returns which of the arguments gives something other than a name to a config group."""
-    overrides = [OverridesParser.create().parse_override(each) for each in arguments if "=" in each]
-    chosen = {each.key_or_group: each for each in overrides if each.key_or_group in CONFIG_GROUPS}
-    name, given = next((name, each) for name, each in chosen.items() if not isinstance(each.value(), str | list))
-    return (
-        f"{name}: must be the name of a choice, but is {given.get_value_string()}; write {name}=NAME, or leave it out "
-        f"if it has a default; `{name}=` alone lists the names"
-    )
-
-
-def not_an_override(given: str, text: str) -> str:
-    if "=" not in given:
-        return f"{given}: must be NAME=VALUE, but has no value; write {given}=VALUE"
-    reason = next((line for line in text.splitlines() if not line.startswith("Error parsing override")), text)
-    return f"{given}: must be NAME=VALUE, but cannot be read ({reason}); quote or correct it"
 
 
 def unknown_name(name: str, arguments: Sequence[str]) -> str:
@@ -83,8 +63,6 @@ def wrong_value(name: str, error: OmegaConfBaseException, arguments: Sequence[st
         return unknown_name(name, arguments)
     if found := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", reason):
         return wrong_choice(name, found[1], found[2].split(", "))
-    if found := re.fullmatch(r"Value '(.*)' of type '.*' could not be converted to (\w+)", reason):
-        return f"{name}: must be of type {found[2].lower()}, but is {found[1]!r}; correct it"
     return f"{name}: must have a valid value, but OmegaConf reports: {reason}; correct it"
 
 
@@ -95,14 +73,10 @@ def advice(names: Sequence[str], otherwise: str) -> str:
 def nearest(name: str, known: Sequence[str]) -> list[str]:
     """Returns the names that were probably meant.
 
-    Prefers settings of the same name in other sections, then the most similar name in the same section, then in any.
+    These are settings of the same name in other sections, or else the most similar name.
     """
-    section, _, last = name.rpartition(".")
-    elsewhere = [each for each in known if "." in each and each.rpartition(".")[2] == last]
-    if elsewhere:
-        return get_close_matches(name, elsewhere, n=2, cutoff=0.0)
-    own = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
-    return [own[each] for each in get_close_matches(last, own, n=1)] or get_close_matches(name, known, n=1, cutoff=0.8)
+    elsewhere = [each for each in known if "." in each and each.rpartition(".")[2] == name.rpartition(".")[2]]
+    return get_close_matches(name, elsewhere, n=2, cutoff=0.0) or get_close_matches(name, known, n=1, cutoff=0.8)
 
 
 def setting_names(arguments: Sequence[str]) -> list[str]:

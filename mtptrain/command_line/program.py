@@ -33,14 +33,6 @@ from mtptrain.utils.errors import (
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.startup import imports_are_done
 
-RENAMED = {
-    "acceptance.beside": "acceptance.baselines",
-    "train.clip_norm": "train.max_grad_norm",
-    "train.depth_decay": "train.ttt_loss_decay",
-    "train.recompute": "train.activation_checkpointing",
-}
-"""Current names of renamed settings, by old name."""
-
 
 def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | None = None) -> Callable[[], None]:
     """Turn a function of the composed config into a program's entry point, which reads the command line.
@@ -86,7 +78,6 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
                     "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but "
                     "is given to another program; leave it out"
                 )
-            refuse_renamed(sys.argv[1:])
             refuse_additions(sys.argv[1:])
             with TemporaryDirectory() if options.multirun else nullcontext("") as sweep_dir:
                 os.environ["MTPTRAIN_SWEEP_DIR"] = sweep_dir  # for Hydra's multirun.yaml, which could hold a password
@@ -99,16 +90,6 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
             exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
 
     return entry_point
-
-
-def refuse_renamed(arguments: Sequence[str]) -> None:
-    """Raises UserError if an override uses a setting's old name. Hydra would say only that the name is unknown."""
-    for argument in arguments:
-        name = argument.split("=")[0].lstrip("+~")
-        if name in RENAMED:
-            raise UserError(
-                f"{name}: must be given by its new name, {RENAMED[name]}, but is given as {argument}; rename it"
-            )
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:

@@ -98,7 +98,7 @@ def test_variants_run_one_after_the_other_and_leave_nothing_else(tiny_run: Run, 
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     headings = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("==== ")]
-    assert headings == [f"{tmp_path}/runs/3:", f"{tmp_path}/runs/2:"]
+    assert headings == [f"{tmp_path}/runs/3", f"{tmp_path}/runs/2"]
     assert ended.stdout.count("done before") == 4
     for depth in (2, 3):
         report = read_sealed(tmp_path / f"runs/{depth}/acceptance/report.json", "")
