@@ -43,7 +43,7 @@ from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
-from mtptrain.run_dir import output_dir_of, write_provenance
+from mtptrain.run_dir import output_dir_of, write_provenance, writing
 from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
@@ -63,8 +63,15 @@ from .report_page import write_run_page
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
+    given = config.acceptance.output_dir
+    output_dir = output_dir_of(given, "acceptance.output_dir", config.stage_dir("acceptance"))
+    with writing(output_dir, ranks, "run_dir" if given is None else "acceptance.output_dir"):
+        measure_head(config, ranks, output_dir)
+
+
+def measure_head(config: PipelineConfig, ranks: Ranks, output_dir: Path) -> None:
+    """Measure the head and the baselines on all ranks, and write and print the report on the first."""
     settings = config.acceptance
-    output_dir = output_dir_of(settings.output_dir, "acceptance.output_dir", config.stage_dir("acceptance"))
     target_dir = resolve_target(config.target.path, config.target.revision)
     dtype = getattr(torch, settings.dtype)
     found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
@@ -78,7 +85,6 @@ def main(cfg: DictConfig) -> None:
         if head is not None:
             lengths = settings.max_new_tokens, settings.num_speculative_tokens
             check_head_context(head, prompts.input_ids.values(), *lengths, setting)
-    output_dir.mkdir(parents=True, exist_ok=True)
     target = load_target(target_dir, dtype, ranks.device)
 
     candidates = candidates_of(settings, found, target, model, ranks.rank)

@@ -35,7 +35,7 @@ from rich.table import Table
 
 from mtptrain.command_line.program import program, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
-from mtptrain.config import PipelineConfig, load_config
+from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.planning.planner import print_plan
 from mtptrain.run_dir import was_made_with
 from mtptrain.training.trainer import check_batch_ranks
@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> None:
         else:
             print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)
             started = time.monotonic()
-            run_stage(command_of(name, runner, hydra.overrides.task))
+            run_stage(stage_command(name, hydra.overrides.task, num_ranks(name, runner, config)))
             durations.append((name, f"{time.monotonic() - started:,.0f} s"))
         done_at = max(done_at, output.stat().st_mtime) if output.is_file() else time.time()
     print_summary(config, durations)
@@ -117,9 +117,13 @@ def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
     return output.is_file() and output.stat().st_mtime >= done_at and is_made
 
 
-def command_of(name: str, runner: Runner, overrides: Sequence[str]) -> list[str]:
-    """Returns the command that runs a stage on this machine."""
-    return stage_command(name, overrides, torch.cuda.device_count() if runner == "ranks" else 1)
+def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
+    """Returns on how many ranks a stage runs on this machine: one for each GPU, or for each engine of several GPUs."""
+    if runner != "ranks":
+        return 1
+    settings = config.hidden_states
+    has_engines = name == "hidden-states" and settings.backend is Backend.vllm
+    return torch.cuda.device_count() // (settings.tensor_parallel_size if has_engines else 1)
 
 
 def run_stage(command: Sequence[str]) -> None:

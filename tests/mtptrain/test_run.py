@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from mtptrain import run
+from mtptrain.command_line.program import stage_command
 from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import DEMO_DIR
@@ -37,13 +38,21 @@ def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str],
     assert " ".join(name for name, _, _ in stages_of(make_config(*overrides))) == names
 
 
-@pytest.mark.parametrize(("num_gpus", "ranks"), [(0, None), (1, None), (8, "8")])
-def test_a_stage_gets_a_rank_for_each_gpu(num_gpus: int, ranks: str | None) -> None:
+@pytest.mark.parametrize("num_gpus", [0, 1, 8])
+def test_a_stage_gets_a_rank_for_each_gpu_or_for_each_engine(num_gpus: int) -> None:
+    config, engines = make_config(), ("hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4")
     with patch("torch.cuda.device_count", lambda: num_gpus):
-        command = run.command_of("train", "ranks", ["recipe=quickstart"])
-        assert run.command_of("prompts", "process", []) == [sys.executable, "-m", "mtptrain", "prompts"]
-    assert command[-4:] == ["-m", "mtptrain", "train", "recipe=quickstart"]
-    assert (command[command.index("--nproc-per-node") + 1] if "--nproc-per-node" in command else None) == ranks
+        assert run.num_ranks("train", "ranks", config) == run.num_ranks("hidden-states", "ranks", config) == num_gpus
+        assert run.num_ranks("prompts", "process", config) == 1
+        assert run.num_ranks("hidden-states", "ranks", make_config(*engines)) == num_gpus // 4
+        assert run.num_ranks("train", "ranks", make_config(*engines)) == num_gpus
+        assert run.num_ranks("hidden-states", "ranks", make_config(engines[1])) == num_gpus
+
+
+def test_only_several_ranks_are_started_by_torchrun() -> None:
+    assert stage_command("prompts", [], 0) == [sys.executable, "-m", "mtptrain", "prompts"]
+    command = stage_command("train", ["recipe=quickstart"], 8)
+    assert command[-6:] == ["--nproc-per-node", "8", "-m", "mtptrain", "train", "recipe=quickstart"]
 
 
 def test_a_stage_is_passed_over_only_if_it_is_newer_and_was_made_with_the_same_settings(tmp_path: Path) -> None:

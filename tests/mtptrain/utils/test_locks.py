@@ -39,7 +39,9 @@ def refused(command: list[str]) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("module", ["data_prep.prompts", "data_prep.hidden_states", "mtptrain.train"])
+@pytest.mark.parametrize(
+    "module", ["data_prep.prompts", "data_prep.hidden_states", "mtptrain.train", "eval.acceptance"]
+)
 def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
     fresh_run: tuple[Path, tuple[str, ...]], module: str
 ) -> None:
