@@ -120,7 +120,6 @@ def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target:
     assert provenance["argv"][0] == str(package.parent / "data_prep/prompts.py")
 
 
-@pytest.mark.slow
 def test_an_installed_run_ends_with_an_exported_head(installed: Path, tiny_target: Path, tmp_path: Path) -> None:
     settings = [*TINY_SETTINGS, f"target.path={tiny_target}", "train.compile=false", f"run_dir={tmp_path}/run"]
     files = write_text_files(tmp_path / "files")

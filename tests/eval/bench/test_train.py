@@ -68,7 +68,7 @@ config = make_config("bench.target=8b", "bench.repeats=1", "train.micro_batches_
 for head, depths, draft_vocab_size in bench_train.GPU_CASES:
     figures = bench_train.bench_gpu(config, Ranks(0, 1, 0), 1e12, head, depths, draft_vocab_size and 200)
     assert figures["tokens_per_s"] > 0 and 0 < figures["optimizer_share"] < 1
-    bench_train.print_tables({"device": "a GPU", "matmul_tflops": 1.0, "gpu": [figures]})
+    bench_train.print_tables({"device": "a GPU", "dtype": "bfloat16", "matmul_tflops": 1.0, "gpu": [figures]})
 """
 
 
