@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
@@ -33,6 +34,11 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         reason = text.removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0]
         return f"{error.override}: must be NAME=VALUE, but cannot be read ({reason}); quote or correct it"
+    if text.startswith("Config group override must be a string or a list"):
+        chosen = {each.partition("=")[0]: each.partition("=")[2] for each in arguments}
+        groups = (each for each in chosen if each in CONFIG_GROUPS)
+        name = next(each for each in groups if not isinstance(yaml.safe_load(chosen[each]), str | list))
+        return f"{name}: must be the name of a choice, but is {chosen[name]}; `{name}=` alone lists the names"
     if found := re.match(r"Could not delete from config. '(.+)' does not exist", text):
         return unknown_name(found[1], arguments)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
@@ -63,6 +69,8 @@ def wrong_value(name: str, error: OmegaConfBaseException, arguments: Sequence[st
         return unknown_name(name, arguments)
     if found := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", reason):
         return wrong_choice(name, found[1], found[2].split(", "))
+    if found := re.fullmatch(r"Value '(.*)' of type '.*' could not be converted to (\w+)", reason):
+        return f"{name}: must be of type {found[2].lower()}, but is {found[1]!r}; correct it"
     return f"{name}: must have a valid value, but OmegaConf reports: {reason}; correct it"
 
 

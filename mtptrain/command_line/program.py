@@ -17,9 +17,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, unknown_name
+from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, setting_names, unknown_name
 from mtptrain.command_line.stages import FINISHED_STAGES, STAGES
-from mtptrain.config import RECIPES, PipelineConfig
+from mtptrain.config import RECIPES
 from mtptrain.settings.hardware import announce_hardware
 from mtptrain.utils.errors import (
     EXIT_INTERRUPTED,
@@ -93,11 +93,11 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:
-    """Raises UserError if +NAME=VALUE adds a setting outside all sections, which Hydra accepts but nothing reads."""
-    sections = {*PipelineConfig.__dataclass_fields__, *CONFIG_GROUPS}
+    """Raises UserError if +NAME=VALUE adds a setting, which Hydra accepts but nothing reads; `deepspeed` is open."""
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+")
-        if argument.startswith("+") and name.split(".")[0] not in sections:
+        is_open = name in CONFIG_GROUPS or name.startswith("deepspeed.")
+        if argument.startswith("+") and not is_open and name not in setting_names(arguments):
             raise UserError(unknown_name(name, arguments))
 
 

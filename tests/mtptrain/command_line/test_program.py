@@ -39,13 +39,13 @@ ROOT = Path(__file__).parents[3]
             "head: must be one of dflash, draft_model, eagle, eagle3, hydra, medusa, mtp, peagle, but is 'mtpp'; did "
             "you mean mtp?",
         ),
-        (["prompts=null"], "Config group override must be a string or a list. Got NoneType"),
-        (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, data_ce, but is 'lkk'; did you mean lk?"),
+        (["prompts=null"], "prompts: must be the name of a choice, but is null; `prompts=` alone lists the names"),
         (
-            ["train.lr=fast"],
-            "train.lr: must have a valid value, but OmegaConf reports: Value 'fast' of type 'str' could not be "
-            "converted to Float; correct it",
+            ["+train.foo=1"],
+            "train.foo: must be the name of a setting, but no setting has this name; `--cfg job` shows all settings",
         ),
+        (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, data_ce, but is 'lkk'; did you mean lk?"),
+        (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
         (
             ["train.lr"],
             "train.lr: must be NAME=VALUE, but cannot be read (missing EQUAL at '<EOF>'); quote or correct it",
