@@ -25,7 +25,7 @@ from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.hidden_states.store import expected_identity
-from mtptrain.run_dir import check_stage_dir, write_provenance, writing
+from mtptrain.run_dir import write_provenance, writing
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.utils.errors import UserError
@@ -47,7 +47,6 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
         UserError: the target does not exist, or stage 1 has not been run, or the head needs no draft vocabulary, its
             size is out of range, or the prompts were made with another tokenizer.
     """
-    check_stage_dir(config.stage_dir("draft_vocab"))
     target_dir = resolve_target(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
     size, vocab_size = draft_vocab_size(config.head, target_config.vocab_size), target_config.vocab_size

@@ -35,7 +35,7 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, m
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import target_costs
 from mtptrain.planning.planner import print_plan
-from mtptrain.run_dir import check_stage_dir, claim_stage_dir, write_provenance, writing
+from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.model import check_placement, load_target
@@ -79,8 +79,6 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
     if ranks.device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
     # 1. Check everything before the expensive work.
-    if ranks.is_first:
-        check_stage_dir(config.stage_dir("hidden_states"))
     extraction = prepare_extraction(config)
     if config.hidden_states.backend is Backend.transformers:
         check_placement(extraction.target_dir, getattr(torch, config.hidden_states.dtype.value), ranks.device)

@@ -18,7 +18,7 @@ from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource, load_co
 from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
-from mtptrain.run_dir import check_stage_dir, write_provenance, writing
+from mtptrain.run_dir import write_provenance, writing
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.utils.errors import UserError
@@ -57,7 +57,6 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
             tokenizer belongs to another model, or `run_dir/prompts` holds files of somebody else.
         EndlessTemplate: the chat template takes too long.
     """
-    check_stage_dir(config.stage_dir("prompts"))
     target_dir = resolve_target(config.target.path, config.target.revision)
     vocab_size = int(read_target_config(target_dir).vocab_size)
     tokenizer = load_tokenizer(target_dir)

@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mtptrain.command_line.program import command
 from mtptrain.config import PipelineConfig
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import StageMissing, UserError
@@ -72,7 +73,7 @@ def writing(directory: Path, ranks: Ranks | None = None, setting: str = "run_dir
         yield
         return
     check_stage_dir(directory, setting)
-    with locked(directory / (f".{part}{_LOCK}" if part else _LOCK), setting):
+    with locked(directory / (f".{part}{_LOCK}" if part else _LOCK), setting, command()):
         yield
 
 

@@ -51,7 +51,7 @@ from mtptrain.heads.files import (
 from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
 from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
 from mtptrain.planning.costs import step_flops
-from mtptrain.run_dir import check_stage_dir, write_provenance, writing
+from mtptrain.run_dir import write_provenance, writing
 from mtptrain.settings.precision import announce_precision, compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
@@ -113,7 +113,6 @@ class Run:
 def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
     """Check every input, then build the engine and load the newest whole checkpoint."""
     # 1. Refuse settings that cannot work, before anything is loaded.
-    check_stage_dir(config.stage_dir("train"))
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
     check_device(ranks.device, config.deepspeed)

@@ -31,7 +31,7 @@ from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.planning.costs import target_costs
-from mtptrain.run_dir import check_stage_dir, write_provenance, writing
+from mtptrain.run_dir import write_provenance, writing
 from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.hub import load_tokenizer, resolve_target
@@ -97,8 +97,6 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
             different target, data or settings, or the server stopped responding, or no conversation has a response.
     """
     check_settings(config, ranks)
-    if ranks.is_first:
-        check_stage_dir(config.stage_dir("responses"))
     job = make_job(config)
     store = ResponsesStore(config.stage_dir("responses"))
     if ranks.is_first:

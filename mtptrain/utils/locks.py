@@ -3,21 +3,19 @@
 import fcntl
 import os
 import socket
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.masking import hide_passwords
 
 _held: dict[Path, int] = {}
 """Descriptors of the locks that this process holds."""
 
 
 @contextmanager
-def locked(path: Path, setting: str) -> Iterator[None]:
+def locked(path: Path, setting: str, command: str) -> Iterator[None]:
     """Hold the lock file `path` while the block runs.
 
     The system frees the lock when the process ends, however it ends. The file is removed after the block, and so are
@@ -26,13 +24,14 @@ def locked(path: Path, setting: str) -> Iterator[None]:
     Args:
         path: the lock file, in the folder that the block writes to.
         setting: name of the setting that chooses the folder, for error messages.
+        command: what this process does, for the error message of another.
 
     Raises:
         UserError: another process holds the lock.
     """
     made = [each for each in path.parents if not each.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    _held[path] = _take(path, setting)
+    _held[path] = _take(path, setting, command)
     try:
         yield
     finally:
@@ -48,7 +47,7 @@ def release_locks() -> None:
         _release(path)
 
 
-def _take(path: Path, setting: str) -> int:
+def _take(path: Path, setting: str, command: str) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -68,7 +67,6 @@ def _take(path: Path, setting: str) -> int:
             )
         if _is_at(descriptor, path):  # not one that its holder removed after this process had opened it
             os.ftruncate(descriptor, 0)
-            command = " ".join(hide_passwords([Path(sys.argv[0]).name, *sys.argv[1:]]))
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({command})"[:1000].encode())
             return descriptor
         os.close(descriptor)

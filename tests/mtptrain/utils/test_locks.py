@@ -20,7 +20,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from mtptrain.utils.locks import locked
-with locked(Path(sys.argv[1]), "run_dir"):
+with locked(Path(sys.argv[1]), "run_dir", "mtptrain hold"):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -63,25 +63,31 @@ def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
 def test_the_lock_of_a_killed_program_is_free_and_that_of_a_finished_one_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "run" / "train" / ".mtptrain.lock"
     process = hold(path)
-    with pytest.raises(UserError, match=f"but process {process.pid} on .* writes there"), locked(path, "run_dir"):
+    with (
+        pytest.raises(UserError, match=f"but process {process.pid} on .* writes there"),
+        locked(path, "run_dir", "mtptrain test"),
+    ):
         pass
     process.kill()
     process.wait()
     assert path.is_file()
-    with locked(path, "run_dir"):
+    with locked(path, "run_dir", "mtptrain test"):
         (path.parent / "metrics.jsonl").touch()
     assert [each.name for each in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
 def test_folders_that_were_made_for_a_refused_program_are_removed(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), locked(tmp_path / "runs" / "a" / "train" / ".mtptrain.lock", "run_dir"):
+    with (
+        pytest.raises(KeyError),
+        locked(tmp_path / "runs" / "a" / "train" / ".mtptrain.lock", "run_dir", "mtptrain test"),
+    ):
         raise KeyError
     assert not any(tmp_path.iterdir())
 
 
 def test_ranks_that_a_program_starts_take_its_lock(tmp_path: Path) -> None:
     path = tmp_path / ".mtptrain.lock"
-    with locked(path, "run_dir"):
+    with locked(path, "run_dir", "mtptrain test"):
         release_locks()
         process = hold(path)
     assert path.is_file()  # the file is the other process's now
@@ -102,7 +108,7 @@ def test_a_lock_that_its_holder_removes_in_between_is_taken_anew(
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with locked(path, "run_dir"):
+    with locked(path, "run_dir", "mtptrain test"):
         assert path.read_text().startswith(f"process {os.getpid()} on ")
 
 
@@ -111,7 +117,10 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.warns(UserWarning, match="do not start two programs"), locked(tmp_path / "lock", "run_dir"):
+    with (
+        pytest.warns(UserWarning, match="do not start two programs"),
+        locked(tmp_path / "lock", "run_dir", "mtptrain test"),
+    ):
         pass
 
 
