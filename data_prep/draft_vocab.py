@@ -8,26 +8,23 @@ Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft
     mtptrain draft-vocab recipe=quickstart_eagle3
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedConfig
 
 from mtptrain.command_line.program import program
-from mtptrain.config import PipelineConfig, load_config
+from mtptrain.config import load_config
 from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
-from mtptrain.data.prompt_files import Documents, Split, require_prompts
+from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
-from mtptrain.hidden_states.store import expected_identity
+from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
-from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
-from mtptrain.target.hub import load_tokenizer, resolve_target
+from mtptrain.target.families import eos_token_ids, read_generation_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
 
@@ -35,30 +32,27 @@ from mtptrain.utils.errors import UserError
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     with writing(config.stage_dir("draft_vocab")):
-        manifest = prepare_draft_vocab(config)
+        manifest = prepare_draft_vocab(Run(config))
     print_summary(manifest)
     print(f"written to {config.stage_dir('draft_vocab')}")
 
 
-def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
+def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
     """Choose the vocabulary, and write it with its manifest.
 
     Raises:
         UserError: the target does not exist, or stage 1 has not been run, or the head needs no draft vocabulary, its
             size is out of range, or the prompts were made with another tokenizer.
     """
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    target_config = read_target_config(target_dir)
-    size, vocab_size = draft_vocab_size(config.head, target_config.vocab_size), target_config.vocab_size
-    paths = {split: require_prompts(config.stage_dir("prompts"), f"{split}.safetensors") for split in Split}
-    capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
-    identity = expected_identity(config, target_dir, capture_layers, paths[Split.train])
+    head, target = run.config.head, run.target
+    size, vocab_size = draft_vocab_size(head, target.config.vocab_size), target.config.vocab_size
+    identity = run.identity(HEADS[head.name].layers_to_capture(head, target.config))
 
-    counts = {split: count_predictable(Documents.load(path), vocab_size) for split, path in paths.items()}
-    token_ids = choose_tokens(counts[Split.train], size, special_token_ids(target_dir, target_config))
+    counts = {split: count_predictable(run.documents(split), vocab_size) for split in Split}
+    token_ids = choose_tokens(counts[Split.train], size, special_token_ids(target))
 
-    stage_dir = config.stage_dir("draft_vocab")
-    write_provenance(stage_dir, config)
+    stage_dir = run.stage_dir("draft_vocab")
+    write_provenance(stage_dir, run.config)
     # The manifest marks a finished stage, so remove it before the vocabulary changes.
     (stage_dir / MANIFEST).unlink(missing_ok=True)
     manifest = DraftVocabManifest(
@@ -100,12 +94,10 @@ def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     return int(size)
 
 
-def special_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> set[int]:
+def special_token_ids(target: TargetFiles) -> set[int]:
     """Returns the tokens to keep even if they are rare: special tokens and all end-of-sequence tokens."""
-    ends = {*eos_token_ids(target_config), *eos_token_ids(target_config, read_generation_config(target_dir))}
-    return {
-        token for token in ends.union(load_tokenizer(target_dir).all_special_ids) if token < target_config.vocab_size
-    }
+    ends = {*eos_token_ids(target.config), *eos_token_ids(target.config, read_generation_config(target.directory))}
+    return {token for token in ends.union(target.tokenizer.all_special_ids) if token < target.config.vocab_size}
 
 
 def count_predictable(documents: Documents, vocab_size: int) -> NDArray[np.int64]:

@@ -35,6 +35,7 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, m
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import target_costs
 from mtptrain.planning.planner import print_plan
+from mtptrain.run import Run
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
@@ -61,10 +62,10 @@ def main(cfg: DictConfig) -> None:
         verify_store(store_dir, ranks)
         return
     with writing(store_dir, ranks, part=config.hidden_states.part):
-        extract_hidden_states(config, ranks)
+        extract_hidden_states(Run(config), ranks)
 
 
-def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
+def extract_hidden_states(run: Run, ranks: Ranks) -> None:
     """Fill `run_dir/hidden_states` with the missing shards of this part (`hidden_states.part`).
 
     Every rank must call this.
@@ -76,14 +77,15 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
             or the disk is too small.
         OSError: the disk became full; finished shards are kept.
     """
+    config = run.config
     if ranks.device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
     # 1. Check everything before the expensive work.
-    extraction = prepare_extraction(config)
+    extraction = prepare_extraction(run)
     if config.hidden_states.backend is Backend.transformers:
-        check_placement(extraction.target_dir, getattr(torch, config.hidden_states.dtype.value), ranks.device)
+        check_placement(run.target.directory, getattr(torch, config.hidden_states.dtype.value), ranks.device)
     if config.target.verify and ranks.is_first:
-        verify_weights(extraction.target_dir)
+        verify_weights(run.target.directory)
     if is_alone_on_cpu():
         continue_on_ranks(worthwhile_ranks(extraction))
     if ranks.local_rank == 0:
@@ -92,7 +94,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
         return
     missing = missing_shards(extraction.store_dir, extraction.own, ranks)
     if ranks.is_first:
-        warn_of_limits(config.export.engine, config.head, extraction.target_config)
+        warn_of_limits(config.export.engine, config.head, run.target.config)
         announce(extraction, missing, ranks)
         announce_precision("hidden_states.dtype", config.hidden_states.dtype)
         if config.hidden_states.part == 0:
@@ -111,7 +113,7 @@ def extract_hidden_states(config: PipelineConfig, ranks: Ranks) -> None:
 
     # 3. Finish the store, unless training has read and deleted it.
     if ranks.is_first and not extraction.windows:
-        hidden_size, num_shards = extraction.target_config.hidden_size, len(extraction.shards)
+        hidden_size, num_shards = run.target.config.hidden_size, len(extraction.shards)
         shard_tokens = config.hidden_states.shard_tokens
         manifest = finish_store(extraction.store_dir, extraction.identity, shard_tokens, hidden_size, num_shards)
         report(
@@ -129,7 +131,7 @@ def worthwhile_ranks(extraction: Extraction) -> int:
         return 1
     missing = len(extraction.own) - len(finished_shards(extraction.store_dir, extraction.own))
     itemsize: int = getattr(torch, settings.dtype.value).itemsize
-    weights_bytes = target_costs(extraction.target_config).num_parameters * itemsize
+    weights_bytes = target_costs(extraction.target.config).num_parameters * itemsize
     return cpu_ranks(extraction.config.cpu_ranks, missing, weights_bytes)
 
 
@@ -190,12 +192,12 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
 
 def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager[Streams]:
     """Returns a backend for the target. Its streams are the captured layers, followed by the last layer."""
-    config, target_dir = extraction.config, extraction.target_dir
+    config, target = extraction.config, extraction.target
     settings = config.hidden_states
-    layers = (*extraction.capture_layers, int(extraction.target_config.num_hidden_layers))
+    layers = (*extraction.capture_layers, int(target.config.num_hidden_layers))
     if settings.backend is Backend.vllm:
         return VllmStreams(
-            target_dir,
+            target.directory,
             layers,
             settings,
             int(extraction.documents.lengths.max()),
@@ -204,8 +206,8 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             device_type=ranks.device.type,
             python=config.serving.python,
         )
-    target = load_target(target_dir, getattr(torch, settings.dtype.value), ranks.device)
-    return nullcontext(TransformersStreams(target, layers, settings.batch_tokens, settings.compile))
+    model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
+    return nullcontext(TransformersStreams(model, layers, settings.batch_tokens, settings.compile))
 
 
 def scratch_root(config: PipelineConfig) -> Path:
@@ -322,7 +324,7 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
     else:
         num_bytes = sum(record.num_bytes for record in manifest.shards)
         rows = {
-            "target": f"{extraction.target_dir}, weights {manifest.identity.target.weights_sha256[:12]}",
+            "target": f"{extraction.target.directory}, weights {manifest.identity.target.weights_sha256[:12]}",
             "documents": f"{manifest.num_documents:,}",
             "tokens": f"{manifest.num_tokens:,}",
             "supervised tokens": f"{manifest.num_supervised_tokens:,}",

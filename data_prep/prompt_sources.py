@@ -13,6 +13,7 @@ from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.chat_template import EndlessTemplate, special_tokens
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, Row
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
@@ -135,15 +136,12 @@ class ResponsesSource(ConversationSource):
         return [replace(renderings[0], answers_left_out=left_out, answers_untrained=0), *renderings[1:]]
 
 
-def read_source(
-    prompts: PromptsConfig, tokenizer: PreTrainedTokenizerBase, target_dir: Path, responses_dir: Path
-) -> Source:
+def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path) -> Source:
     """Find the usable documents of `prompts.paths`.
 
     Args:
         prompts: the settings.
-        tokenizer: the target's tokenizer.
-        target_dir: directory of the target, which must have generated the responses.
+        target: the target, which must have generated the responses.
         responses_dir: output of mtptrain responses, which replaces the conversations of the paths if the source is
             `responses`.
 
@@ -158,10 +156,10 @@ def read_source(
             f"prompts.paths: must name at least one path with prompts.source={prompts.source}, but is empty; set "
             "prompts.paths=[...] in the recipe or on the command line"
         )
+    tokenizer = target.tokenizer
     if prompts.source is PromptSource.responses:
         check_chat_template(tokenizer)
-        target = TargetIdentity.of(str(target_dir), None, target_dir, tokenizer)
-        return ResponsesSource(read_responses(responses_dir, prompts, target), tokenizer)
+        return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer)
     if prompts.source is PromptSource.conversations:
         check_chat_template(tokenizer)
         return ConversationSource(

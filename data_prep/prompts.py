@@ -14,13 +14,12 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.command_line.program import program
-from mtptrain.config import PipelineConfig, PromptsConfig, PromptSource, load_config
+from mtptrain.config import PromptsConfig, PromptSource, load_config
 from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
+from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
-from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import load_tokenizer, resolve_target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
@@ -43,12 +42,12 @@ from .renderings import NO_ANSWER
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     with writing(config.stage_dir("prompts")):
-        report = prepare_prompts(config)
+        report = prepare_prompts(Run(config))
     print_report(report)
     print(f"written to {config.stage_dir('prompts')}")
 
 
-def prepare_prompts(config: PipelineConfig) -> PromptsReport:
+def prepare_prompts(run: Run) -> PromptsReport:
     """Read, tokenize, split and write the prompts.
 
     Raises:
@@ -57,10 +56,8 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
             tokenizer belongs to another model, or `run_dir/prompts` holds files of somebody else.
         EndlessTemplate: the chat template takes too long.
     """
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    vocab_size = int(read_target_config(target_dir).vocab_size)
-    tokenizer = load_tokenizer(target_dir)
-    source = read_source(config.prompts, tokenizer, target_dir, config.stage_dir("responses"))
+    config, tokenizer, vocab_size = run.config, run.target.tokenizer, int(run.target.config.vocab_size)
+    source = read_source(config.prompts, run.target, run.stage_dir("responses"))
     check_names(source, config.prompts)
 
     collector = collect_windows(source, config.prompts, vocab_size)
@@ -70,7 +67,7 @@ def prepare_prompts(config: PipelineConfig) -> PromptsReport:
     is_chat = config.prompts.source is not PromptSource.text_files
     is_dated = is_chat and "strftime_now" in require_chat_template(tokenizer)
 
-    stage_dir = config.stage_dir("prompts")
+    stage_dir = run.stage_dir("prompts")
     write_provenance(stage_dir, config)
     (stage_dir / "manifest.json").unlink(missing_ok=True)  # it marks a finished stage, and the files now change
     for split, documents in splits.items():

@@ -28,7 +28,7 @@ from rich.text import Text
 from mtptrain.command_line.program import command, program
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker, load_config
 from mtptrain.convert.draft_model import load_draft_model
-from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
+from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import (
@@ -38,13 +38,13 @@ from mtptrain.decoding.drafters import (
     PromptLookupDrafter,
     TreeDrafter,
 )
-from mtptrain.decoding.prompts import check_head_context, read_prompts
+from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
+from mtptrain.run import Run
 from mtptrain.run_dir import output_dir_of, write_provenance, writing
-from mtptrain.target.hub import load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
@@ -66,29 +66,28 @@ def main(cfg: DictConfig) -> None:
     given = config.acceptance.output_dir
     output_dir = output_dir_of(given, "acceptance.output_dir", config.stage_dir("acceptance"))
     with writing(output_dir, ranks, "run_dir" if given is None else "acceptance.output_dir"):
-        measure_head(config, ranks, output_dir)
+        measure_head(Run(config), ranks, output_dir)
 
 
-def measure_head(config: PipelineConfig, ranks: Ranks, output_dir: Path) -> None:
+def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     """Measure the head and the baselines on all ranks, and write and print the report on the first."""
-    settings = config.acceptance
-    target_dir = resolve_target(config.target.path, config.target.revision)
+    config, settings = run.config, run.config.acceptance
     dtype = getattr(torch, settings.dtype)
-    found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
-    prompts = read_prompts(config, target_dir)
+    found = run.head(dtype, ranks.device)
+    prompts = run.measured_prompts()
     model = None
     if settings.draft_model is not None:
         model = load_draft_model(
-            settings.draft_model, target_dir, dtype, ranks.device, setting="acceptance.draft_model"
+            settings.draft_model, run.target, dtype, ranks.device, setting="acceptance.draft_model"
         )
     for setting, head in {"head": found.head, "acceptance.draft_model": model}.items():
         if head is not None:
             lengths = settings.max_new_tokens, settings.num_speculative_tokens
             check_head_context(head, prompts.input_ids.values(), *lengths, setting)
-    target = load_target(target_dir, dtype, ranks.device)
+    target = load_target(run.target.directory, dtype, ranks.device)
 
     candidates = candidates_of(settings, found, target, model, ranks.rank)
-    tokenizer = load_tokenizer(target_dir)
+    tokenizer = run.target.tokenizer
     longest = longest_prompt(target, [found.head, model], settings)
     measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
     held_out = held_out_losses_of(config, found, target, prompts, measured["head"], ranks)
@@ -97,7 +96,7 @@ def measure_head(config: PipelineConfig, ranks: Ranks, output_dir: Path) -> None
         remove_generations(output_dir)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
-        described = report(config, found, target_dir, prompts, ranks, measured)
+        described = report(run, found, prompts, ranks, measured)
         described["held_out"] = None if held_out is None else asdict(held_out)
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
@@ -186,15 +185,8 @@ def baseline_drafter(
     return HybridDrafter(head, settings.hybrid_min_match)
 
 
-def report(
-    config: PipelineConfig,
-    found: RunHead,
-    target_dir: Path,
-    prompts: Prompts,
-    ranks: Ranks,
-    measured: dict[str, Measured],
-) -> dict[str, Any]:
-    settings = config.acceptance
+def report(run: Run, found: RunHead, prompts: Prompts, ranks: Ranks, measured: dict[str, Measured]) -> dict[str, Any]:
+    settings = run.config.acceptance
     described = {name: each.describe() for name, each in measured.items()}
     return {
         "command": command(),
@@ -214,10 +206,10 @@ def report(
         "tree": f"{settings.tree_nodes} nodes, top {settings.tree_top_k}",
         "hybrid": f"matches of {settings.hybrid_min_match} tokens",
         "model": settings.draft_model,
-        "target": config.target.path,
-        "target_weights_sha256": weights_fingerprint(target_dir),
+        "target": run.target.path,
+        "target_weights_sha256": run.target.weights_sha256,
         "head": str(found.directory),
-        "head_name": config.head.name,
+        "head_name": run.config.head.name,
         "head_sha256": found.sha256,
         **training_facts(found),
         "prompts_file": settings.prompts_file,

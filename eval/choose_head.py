@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 from mtptrain.command_line.program import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.heads.files import CHOICE, RESTORE, check_head_target, checked_weights, kept_heads, load_head, save_head
+from mtptrain.run import Run
 from mtptrain.run_dir import check_stage_dir
-from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import resolve_target
 from mtptrain.training.validation import Validated, Validation
 from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.errors import StageMissing, UserError
@@ -76,16 +75,13 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
     Raises:
         UserError: a head has other settings or belongs to another target, or no prompt fits the target's context.
     """
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    target_config = read_target_config(target_dir)
-    validation = Validation(
-        config, config.train.validation_prompts or TrainConfig.validation_prompts, target_dir, ranks
-    )
+    target = Run(config).target
+    validation = Validation(config, config.train.validation_prompts or TrainConfig.validation_prompts, target, ranks)
     for directory in heads.values():
-        check_head_target(directory, target_dir)
+        check_head_target(directory, target)
     measured = {}
     for number, (step, directory) in enumerate(heads.items(), 1):
-        head = load_head(directory, config.head, target_config, validation.dtype, ranks.device)
+        head = load_head(directory, config.head, target.config, validation.dtype, ranks.device)
         description = f"head of step {step}, {number} of {len(heads)}" if ranks.is_first else None
         measured[step] = validation.measure_head(head, description)
     return measured

@@ -25,10 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.command_line.program import command, program
-from mtptrain.config import PipelineConfig, load_config
+from mtptrain.config import load_config
 from mtptrain.convert.engine_settings import write_engine_settings
-from mtptrain.convert.warm_start import trained_or_initial_head
-from mtptrain.decoding.prompts import read_prompts
+from mtptrain.run import Run
 from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, read_costs
@@ -37,7 +36,8 @@ from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.serving.vllm_server import VllmServer
-from mtptrain.target.hub import engine_target, resolve_target, weights_fingerprint
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
@@ -55,7 +55,7 @@ def main(cfg: DictConfig) -> None:
         return
     given, default = config.serving_bench.output_dir, config.stage_dir("serving_bench")
     output_dir = output_dir_of(given, "serving_bench.output_dir", default)
-    bench = prepare(config, output_dir)
+    bench = prepare(Run(config), output_dir)
     write_provenance(output_dir, config)
     with LoadGenerator(bench.python, output_dir / "load.log") as generator:
         check_device(generator)
@@ -63,7 +63,7 @@ def main(cfg: DictConfig) -> None:
     write_results(bench, rows, generator.version)
 
 
-def prepare(config: PipelineConfig, output_dir: Path) -> Bench:
+def prepare(run: Run, output_dir: Path) -> Bench:
     """Returns the checked inputs.
 
     Raises:
@@ -71,32 +71,28 @@ def prepare(config: PipelineConfig, output_dir: Path) -> Bench:
             respond, or the interpreter has no vLLM, the prompts do not fit the target's context, the export holds
             another head, or the server does not fit the settings.
     """
-    serving, settings = config.serving, config.serving_bench
-    target_dir = resolve_target(config.target.path, config.target.revision)
+    config, serving, settings = run.config, run.config.serving, run.config.serving_bench
     num_drafts = settings.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
-    prompts = list(read_prompts(config, target_dir, 2 * max(num_drafts)).input_ids.values())
+    prompts = list(run.measured_prompts(2 * max(num_drafts)).input_ids.values())
     python = find_python(serving.python)
-    head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)
+    head_dir = run.served_head_dir
     if serving.url is not None:
-        bench = Bench(config, output_dir, target_dir, prompts, python, None, {}, head_dir, VllmServer(serving.url))
+        bench = Bench(config, output_dir, run.target, prompts, python, None, {}, head_dir, VllmServer(serving.url))
         check_server(bench)
         return bench
-    dtype = getattr(torch, config.acceptance.dtype)
-    head = trained_or_initial_head(
-        config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu")
-    )
+    head = run.head(getattr(torch, config.acceptance.dtype), torch.device("cpu"))
     facts = read_serving_facts(head_dir, serving.engine, head.sha256)
-    return Bench(config, output_dir, target_dir, prompts, python, head.sha256, facts, head_dir, None)
+    return Bench(config, output_dir, run.target, prompts, python, head.sha256, facts, head_dir, None)
 
 
 def check_server(bench: Bench) -> None:
     """Refuse a running server that serves another model, or whose context is too short."""
-    server, target = bench.server, bench.config.target.path
+    server, target = bench.server, bench.target
     assert server is not None
-    if not is_same_model(server.root, target, bench.target_dir):
+    if not is_same_model(server.root, target):
         raise UserError(
-            f"serving.url: the server must serve {target}, but {server.shown_url} serves {server.root}; ask another "
-            "server, or set target.path"
+            f"serving.url: the server must serve {target.path}, but {server.shown_url} serves {server.root}; ask "
+            "another server, or set target.path"
         )
     if server.max_model_len < bench.context_tokens:
         raise UserError(
@@ -106,21 +102,21 @@ def check_server(bench: Bench) -> None:
         )
 
 
-def is_same_model(root: str, target: str, target_dir: Path) -> bool:
+def is_same_model(root: str, target: TargetFiles) -> bool:
     """Returns whether a server that was started with `root` serves the target.
 
     If `root` is a directory on this machine, it must hold the target's weights. If it is a hub name or a path on
     another machine, its last component must be that of the target's path.
     """
     if Path(root).is_dir():
-        return weights_fingerprint(Path(root)) == weights_fingerprint(target_dir)
-    return Path(root).name.lower() in (Path(target).name.lower(), target_dir.name.lower())
+        return weights_fingerprint(Path(root)) == target.weights_sha256
+    return Path(root).name.lower() in (Path(target.path).name.lower(), target.directory.name.lower())
 
 
 def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     """Write the report, the plot and the engines' settings, and print the table."""
     config, settings = bench.config, bench.config.acceptance
-    speeds, costs = speeds_of(rows), read_costs(config, bench.target_dir)
+    speeds, costs = speeds_of(rows), read_costs(config, bench.target)
     described = [row.describe(speeds, config.serving.engine, costs) for row in rows]
     report = {
         "command": command(),
@@ -145,9 +141,9 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     write_sealed(path, report)
     print_table(bench, rows, str(report["version"]), costs)
     if bench.server is None:
-        served = engine_target(config.target.path, bench.target_dir)
+        served = bench.target.name_for_engines
         written = write_engine_settings(
-            bench.output_dir, speeds, bench.facts, bench.head_dir, served, config.head, bench.target_dir
+            bench.output_dir, speeds, bench.facts, bench.head_dir, served, config.head, bench.target.config
         )
         print(written)
     with drawing(bench.output_dir / "plot.svg", path):

@@ -24,20 +24,19 @@ from rich.table import Table
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import Dtype, PipelineConfig, load_config
-from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
+from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
-from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
+from mtptrain.run import Run
 from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, VllmProcess, find_python
 from mtptrain.serving.vllm_server import VllmServer
-from mtptrain.target.families import eos_token_ids, read_target_config
-from mtptrain.target.hub import resolve_target
+from mtptrain.target.families import eos_token_ids
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
@@ -63,16 +62,16 @@ def main(cfg: DictConfig) -> None:
         )
     given, default = config.serving.output_dir, config.stage_dir("serving_check")
     output_dir = output_dir_of(given, "serving.output_dir", default)
-    target_dir = resolve_target(config.target.path, config.target.revision)
+    run = Run(config)
     # The check uses only the first turn of a conversation.
-    prompts = read_prompts(config, target_dir, spare_tokens(config)).input_ids
-    engine = find_engine(config, target_dir, prompts)
-    ours = decode_here(config, target_dir, prompts)
+    prompts = run.measured_prompts(spare_tokens(config)).input_ids
+    engine = find_engine(run, prompts)
+    ours = decode_here(run, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
-    divergence = None if comparison.is_equal else explain(config, target_dir, list(prompts.values()), comparison)
+    divergence = None if comparison.is_equal else explain(run, list(prompts.values()), comparison)
 
     write_provenance(output_dir, config)
     served = {"command": command(), **report(config, comparison, divergence), "prompts_sha256": Prompts(prompts).sha256}
@@ -81,7 +80,7 @@ def main(cfg: DictConfig) -> None:
     write_run_page(config)
     if not comparison.is_equal:
         print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
-        is_quantised = getattr(read_target_config(target_dir), "quantization_config", None) is not None
+        is_quantised = getattr(run.target.config, "quantization_config", None) is not None
         may_round = settings.dtype == Dtype.bfloat16 or is_quantised
         sys.exit(0 if may_round and comparison.is_near else 1)
 
@@ -94,7 +93,7 @@ def spare_tokens(config: PipelineConfig) -> int:
     return 2 * config.acceptance.num_speculative_tokens
 
 
-def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> VllmProcess | VllmServer:
+def find_engine(run: Run, prompts: InputIds) -> VllmProcess | VllmServer:
     """Returns the engine after quick checks: of a server only its context, otherwise the export and the interpreter.
 
     Raises:
@@ -102,7 +101,7 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
             has no vLLM, the export is for another engine or holds another head, or the server is not vLLM or has too
             short a context.
     """
-    serving, settings = config.serving, config.acceptance
+    config, serving, settings = run.config, run.config.serving, run.config.acceptance
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
     if serving.url is not None:
         server = VllmServer(serving.url)
@@ -113,21 +112,21 @@ def find_engine(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
                 f"{server.max_model_len}; start it with --max-model-len {needed_tokens}"
             )
         return server
-    head_dir = Path(serving.head_dir or config.stage_dir("export") / serving.engine)
-    found = run_head(config, target_dir, torch.device("cpu"))
+    head_dir = run.served_head_dir
+    found = run.head(getattr(torch, settings.dtype), torch.device("cpu"))
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
     has_gpu = torch.cuda.is_available()
     return VllmProcess(
         python=str(python),
-        target_dir=Path(served_model(facts, head_dir, target_dir)),
+        target_dir=Path(served_model(facts, head_dir, run.target.directory)),
         speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),
         hf_overrides=facts["hf_overrides"],
         dtype=str(settings.dtype),
         max_model_len=needed_tokens,
         kv_cache_memory_bytes=None
         if has_gpu
-        else cache_bytes(read_target_config(target_dir), head_dir, needed_tokens, CACHED_SEQUENCES),
+        else cache_bytes(run.target.config, head_dir, needed_tokens, CACHED_SEQUENCES),
         tensor_parallel_size=serving.tensor_parallel_size,
         device_type="cuda" if has_gpu else "cpu",
     )
@@ -144,8 +143,8 @@ class OurRun:
     head_sha256: str
 
 
-def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> OurRun:
-    target, found = load_pair(config, target_dir)
+def decode_here(run: Run, prompts: InputIds) -> OurRun:
+    config, (target, found) = run.config, load_pair(run)
     head_drafter = HeadDrafter(found.head, target.parts, config.acceptance.num_speculative_tokens)
     drafted = decode(config, target, head_drafter, prompts, "head")
     plain = decode(config, target, NoDrafter(), prompts, "no drafts")
@@ -157,15 +156,11 @@ def decode_here(config: PipelineConfig, target_dir: Path, prompts: InputIds) -> 
     )
 
 
-def load_pair(config: PipelineConfig, target_dir: Path) -> tuple[Target, RunHead]:
+def load_pair(run: Run) -> tuple[Target, RunHead]:
     """Returns the target and the run's head, both in `acceptance.dtype`."""
+    config = run.config
     device, dtype = init_ranks(config.distributed_timeout_hours).device, getattr(torch, config.acceptance.dtype)
-    return load_target(target_dir, dtype, device), run_head(config, target_dir, device)
-
-
-def run_head(config: PipelineConfig, target_dir: Path, device: torch.device) -> RunHead:
-    dtype = getattr(torch, config.acceptance.dtype)
-    return trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, device)
+    return load_target(run.target.directory, dtype, device), run.head(dtype, device)
 
 
 def decode(
@@ -241,19 +236,17 @@ class Comparison:
         return abs(self.counts.acceptance_length / self.acceptance.acceptance_length - 1) <= ROUNDING_TOLERANCE
 
 
-def explain(
-    config: PipelineConfig, target_dir: Path, prompts: list[list[int]], comparison: Comparison
-) -> Divergence | None:
+def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Divergence | None:
     """Returns the first token at which the two sides differ, or None if it cannot be found.
 
     For a draft, the engine must report its accepted drafts by round.
     """
-    target, loaded = load_pair(config, target_dir)
+    target, loaded = load_pair(run)
     divergence = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
     our_answers_are_plain = comparison.num_plain[0] == len(comparison.ours.plain)
     if divergence is not None or comparison.theirs.accepted_by_round is None or not our_answers_are_plain:
         return divergence
-    depths = config.acceptance.num_speculative_tokens
+    depths = run.config.acceptance.num_speculative_tokens
     return first_draft_divergence(
         target, loaded.head, depths, prompts, comparison.ours.drafted, comparison.theirs.accepted_by_round
     )

@@ -17,17 +17,15 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from mtptrain.command_line.program import program
-from mtptrain.config import Dtype, ExportEngine, PipelineConfig, load_config
+from mtptrain.config import Dtype, ExportEngine, load_config
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
-from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, describe_shape
+from mtptrain.run import Run
 from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, replaced
 from mtptrain.serving.exports import SERVING, WRITTEN_FOR
-from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import engine_target, resolve_target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, save_tensors, write_json, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
@@ -45,23 +43,20 @@ Source: vllm/config/speculative.py in vLLM 0.32.
 
 @program
 def main(cfg: DictConfig) -> None:
-    export(load_config(cfg))
+    export(Run(load_config(cfg)))
 
 
-def export(config: PipelineConfig) -> None:
+def export(run: Run) -> None:
+    config = run.config
     output_dir = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
     if output_dir.is_symlink():  # a directory cannot be renamed to a link
         output_dir = output_dir.resolve()
     check_replaceable(output_dir, WRITTEN, "export.output_dir")
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    target_config = read_target_config(target_dir)
-    form = format_for(config.export.engine, config.head, target_config)
+    form = format_for(config.export.engine, config.head, run.target.config)
     if config.export.engine == ExportEngine.vllm:
         check_directory_name(output_dir, form.method)
     dtype = None if config.export.dtype is Dtype.auto else getattr(torch, config.export.dtype)
-    trained = trained_or_initial_head(
-        config.stage_dir("train") / "best", config.head, target_dir, dtype, torch.device("cpu")
-    )
+    trained = run.head(dtype, torch.device("cpu"))
     measured = measured_acceptance(config.stage_dir("acceptance") / "report.json", trained.sha256)
 
     # Write beside the final directory, so that an unfinished or unverified export never gets the final name.
@@ -73,12 +68,12 @@ def export(config: PipelineConfig) -> None:
             "holds_target": form.holds_target,
         }
         write_head(directory, form, trained.head.state_dict())
-        form.add_target(directory, target_dir)
+        form.add_target(directory, run.target.directory)
         check_tensors(directory, form)
         proof = prove_equal_proposals(
-            config.stage_dir("hidden_states"), target_dir, trained.head, reload_head(directory, form)
+            run.stage_dir("hidden_states"), run.target.directory, trained.head, reload_head(directory, form)
         )
-        write_text(directory / README, readme(config, form, measured, target_dir, output_dir))
+        write_text(directory / README, readme(run, form, measured, output_dir))
         hide_homes(directory)
         written = {**facts, **serving, "head_sha256": trained.sha256}
         write_sealed(directory / SERVING, written, ["config.json", form.weights_name])
@@ -154,9 +149,9 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
         ) from error
 
 
-def readme(config: PipelineConfig, form: Format, measured: str, target_dir: Path, output_dir: Path) -> str:
+def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
     """Returns the README: how to serve the directory, and its measured acceptance."""
-    served = engine_target(config.target.path, target_dir)
+    config, served = run.config, run.target.name_for_engines
     launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
     parts = [
         f"# Draft head for `{config.target.path}`",

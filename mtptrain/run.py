@@ -1,157 +1,98 @@
-"""Runs all stages that a recipe needs on this machine, from the prompts to the export: `mtptrain run`.
+"""Finds what the programs of one run share: its target, prompts, hidden states and head."""
 
-    mtptrain run recipe=quickstart
-    mtptrain run recipe=eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl] plan=true
-    mtptrain run recipe=eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl]
-    mtptrain run --multirun recipe=quickstart train.lr=1e-3,3e-3 'run_dir=runs/lr/${train.lr}'
-
-`plan=true` prints what the run will need, and runs nothing. With GPUs, a stage runs on as many ranks as there are; on a
-CPU, it starts as many as are worth it. A stage is passed over if its output is whole, was made with the same settings,
-and is newer than that of the stages before it; one that was interrupted goes on where it stopped. So is a stage whose
-folder is a link to that of another run, which shares it. A stage that fails ends the run with its exit code.
-
-With `--multirun`, each setting with several values makes variants, which run one after the other; all of them are
-checked before the first begins. `mtptrain compare` compares their measurements.
-"""
-
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from hydra import compose
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
-from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 
-from mtptrain.command_line.program import program, stage_command
-from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
-from mtptrain.config import Backend, PipelineConfig, load_config
-from mtptrain.planning.planner import print_plan
-from mtptrain.run_dir import was_made_with
-from mtptrain.training.trainer import check_batch_ranks
-from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
-from mtptrain.utils.files import read_sealed
+from mtptrain.config import PipelineConfig
+from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
+from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity
+from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
+from mtptrain.decoding.prompts import read_prompts
+from mtptrain.decoding.prompts_file import Prompts
+from mtptrain.hidden_states.store import HiddenStates, HiddenStore
+from mtptrain.hidden_states.stream import StreamedStates
+from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
-    check(config)
-    hydra = HydraConfig.get()
-    if hydra.mode is RunMode.MULTIRUN:
-        if hydra.job.num == 0:
-            check_variants(get_args_parser().parse_args().overrides)
-        print(f"\n==== {config.run_dir}", flush=True)
-    if config.plan:
-        print_plan(config)
-        return
-    durations: list[tuple[str, str]] = []
-    done_at = 0.0
-    for name, stage, runner in stages_of(config):
-        output = output_of(name, stage, config)
-        if is_finished(output, done_at, config):
-            durations.append((name, "done before"))
-        else:
-            print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)
-            started = time.monotonic()
-            run_stage(stage_command(name, hydra.overrides.task, num_ranks(name, runner, config)))
-            durations.append((name, f"{time.monotonic() - started:,.0f} s"))
-        done_at = max(done_at, output.stat().st_mtime) if output.is_file() else time.time()
-    print_summary(config, durations)
+class Run:
+    """One `run_dir` and the settings of its programs. Nothing is read before it is asked for."""
 
+    def __init__(self, config: PipelineConfig) -> None:
+        self.config = config
 
-def check(config: PipelineConfig) -> None:
-    """Refuse settings with which a later stage could not run."""
-    if config.verify:
-        raise UserError(
-            "verify: must be false for a whole run, but is true; run `mtptrain hidden-states` with it instead"
+    def stage_dir(self, stage: str) -> Path:
+        return self.config.stage_dir(stage)
+
+    @cached_property
+    def target(self) -> TargetFiles:
+        """The target of `target.path`.
+
+        Raises:
+            UserError: there is no such target.
+        """
+        return TargetFiles.find(self.config.target.path, self.config.target.revision)
+
+    def prompts_file(self, split: Split) -> Path:
+        """Returns the file of a split, after comparing its bytes with the manifest.
+
+        Raises:
+            StageMissing: mtptrain prompts has not been run.
+            UserError: the file was changed or damaged since.
+        """
+        return require_prompts(self.stage_dir("prompts"), f"{split}.safetensors")
+
+    def documents(self, split: Split) -> Documents:
+        """Returns the documents of a split. Raises the errors of `prompts_file`."""
+        return Documents.load(self.prompts_file(split))
+
+    def identity(self, capture_layers: tuple[int, ...]) -> StoreIdentity:
+        """Returns the identity that the run's hidden states must have: target, settings and training prompts.
+
+        Raises:
+            UserError: the prompts were not made with the target's tokenizer and chat template, or one of the errors of
+                `prompts_file`.
+        """
+        prompts_file, settings = self.prompts_file(Split.train), self.config.hidden_states
+        stored = PromptsManifest.read(prompts_file.parent).tokenizer
+        for name, value in vars(TokenizerIdentity.of(self.target.tokenizer)).items():
+            if getattr(stored, name) != value:
+                raise UserError(
+                    f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target "
+                    f"{self.target.path}, but is {getattr(stored, name)}; run mtptrain prompts again with this target"
+                )
+        target = TargetIdentity.of(self.target)
+        return StoreIdentity.of(
+            target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend
         )
-    if num_gpus := torch.cuda.device_count():
-        check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
 
+    def hidden_states(self, identity: StoreIdentity) -> HiddenStates:
+        """Opens the finished hidden states, or with `train.stream` those that are being written.
 
-def check_variants(arguments: Sequence[str]) -> None:
-    """Refuse the variants of `--multirun` if a setting of one is wrong, or if two have the same `run_dir`."""
-    overrides = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(arguments))
-    made_by: dict[Path, str] = {}
-    for variant in BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]:
-        config, described = load_config(compose("pipeline", variant)), " ".join(variant)
-        check(config)
-        other = made_by.setdefault(Path(config.run_dir).resolve(), described)
-        if other != described:
-            raise UserError(
-                f"run_dir: must differ between the variants of --multirun, but is {config.run_dir} for both ({other}) "
-                f"and ({described}); name it after what differs, for example 'run_dir=runs/variants/${{head.name}}'"
-            )
+        Raises:
+            StageMissing: mtptrain hidden-states has not been run, or is unfinished.
+            UserError: the states have another identity, or are damaged.
+        """
+        directory, settings = self.stage_dir("hidden_states"), self.config.train
+        if not settings.stream:
+            return HiddenStore.open(directory, identity)
+        documents, shard_tokens = self.documents(Split.train), self.config.hidden_states.shard_tokens
+        return StreamedStates.open(
+            directory, identity, documents, shard_tokens, settings.stream_shards, self.config.seed
+        )
 
+    def head(self, dtype: torch.dtype | None, device: torch.device) -> RunHead:
+        """Returns the head that the run trained, or else that of `head.init_from`: see `trained_or_initial_head`."""
+        return trained_or_initial_head(self.stage_dir("train") / "best", self.config.head, self.target, dtype, device)
 
-def output_of(name: str, stage: Stage, config: PipelineConfig) -> Path:
-    """Returns the file that a stage leaves when it is finished."""
-    output = Path(config.run_dir) / stage.output.format(engine=config.export.engine)
-    chosen = {"acceptance": config.acceptance.output_dir, "export": config.export.output_dir}.get(name)
-    return output if chosen is None else Path(chosen) / output.name
+    def measured_prompts(self, spare_tokens: int = 0) -> Prompts:
+        """Returns the prompts that `acceptance` selects: see `read_prompts`."""
+        return read_prompts(self.config.acceptance, self.target, self.stage_dir("prompts"), spare_tokens)
 
-
-def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
-    """Returns whether a stage need not run again.
-
-    A head's folder does not record settings, so training always runs, and ends at once if it has made its last step.
-    A folder that is a link belongs to another run. Later stages check what it holds.
-
-    Args:
-        output: the file that the finished stage leaves.
-        done_at: when the last of the stages before it was finished, in seconds since the epoch.
-        config: the settings of this run.
-    """
-    is_made = output.parent.is_symlink() or was_made_with(output.parent, config)
-    return output.is_file() and output.stat().st_mtime >= done_at and is_made
-
-
-def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
-    """Returns on how many ranks a stage runs on this machine: one for each GPU, or for each engine of several GPUs."""
-    if runner != "ranks":
-        return 1
-    settings = config.hidden_states
-    has_engines = name == "hidden-states" and settings.backend is Backend.vllm
-    return torch.cuda.device_count() // (settings.tensor_parallel_size if has_engines else 1)
-
-
-def run_stage(command: Sequence[str]) -> None:
-    """Run a stage; if it fails or is stopped, end this process with its exit code. It gets Ctrl-C itself."""
-    with subprocess.Popen(command) as process:
-        earlier = {
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.terminate()),
-        }
-        code = process.wait()
-    for number, handler in earlier.items():
-        signal.signal(number, handler)
-    if code:
-        sys.exit(EXIT_INTERRUPTED if code == -signal.SIGINT else code if code > 0 else 128 - code)
-
-
-def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) -> None:
-    """Print how long each stage took, how well the head drafts, and where its files are."""
-    report_path, export = (output_of(name, STAGES[name], config) for name in ("acceptance", "export"))
-    report = read_sealed(report_path, "run mtptrain acceptance again")
-    table = Table("", "", title=f"Head {config.head.name}", show_header=False)
-    for name, shown in durations:
-        table.add_row(name, shown)
-    table.add_row("tokens per step", f"{report['tokens_per_step']:.2f}, where plain decoding has 1")
-    table.add_row("acceptance length", f"{report['acceptance_length']:.3f}")
-    Console().print(table)
-    print(f"{report_path.with_name('report.html')} shows it; {export.parent} has the head and says how to serve it")
-
-
-if __name__ == "__main__":
-    main()
+    @property
+    def served_head_dir(self) -> Path:
+        """The export that an engine serves: `serving.head_dir`, or that of this run."""
+        serving = self.config.serving
+        return Path(serving.head_dir or self.stage_dir("export") / serving.engine)

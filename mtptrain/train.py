@@ -35,8 +35,6 @@ from mtptrain.config import Dtype, PipelineConfig, TrainConfig, load_config
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.convert.warm_start import check_one_start, load_init, start_from_target
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
-from mtptrain.data.identity import StoreIdentity
-from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.prompts import check_document_lengths
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
@@ -48,14 +46,12 @@ from mtptrain.heads.files import (
     remove_later_heads,
     save_head,
 )
-from mtptrain.hidden_states.store import HiddenStore, expected_identity, open_store
-from mtptrain.hidden_states.stream import Releases, StreamedStore, open_stream
+from mtptrain.hidden_states.store import HiddenStates
 from mtptrain.planning.costs import step_flops
+from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
 from mtptrain.settings.precision import announce_precision, compute_dtype
-from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
-from mtptrain.target.hub import resolve_target
 from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.checkpoint import (
     Progress,
@@ -84,18 +80,20 @@ def main(cfg: DictConfig) -> None:
     ranks = init_ranks(config.distributed_timeout_hours)
     stop = StopSignal(ranks)
     with writing(config.stage_dir("train"), ranks):
-        run = prepare(config, ranks)
-        progress = fit(config, ranks, run, stop)
-    if progress.step < run.num_steps:
+        training = prepare(Run(config), ranks)
+        progress = fit(training, ranks, stop)
+    if progress.step < training.num_steps:
         sys.exit(EXIT_STOPPED)
     if ranks.is_first:
-        print_summary(config.stage_dir("train"), progress)
+        print_summary(training.stage_dir, progress)
 
 
 @dataclass
-class Run:
-    """Everything that a run needs, after every input has been checked."""
+class Training:
+    """Everything that training needs, after every input has been checked."""
 
+    config: PipelineConfig
+    states: HiddenStates
     schedule: BatchSchedule
     num_steps: int
     trainer: Trainer
@@ -106,89 +104,77 @@ class Run:
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
     """Facts saved with every head: the sha256 of its target's weights, and the seed."""
-    releases: Releases | None = None
-    """Frees disk space if the store is streamed."""
+
+    @property
+    def stage_dir(self) -> Path:
+        return self.config.stage_dir("train")
 
 
-def prepare(config: PipelineConfig, ranks: Ranks) -> Run:
+def prepare(run: Run, ranks: Ranks) -> Training:
     """Check every input, then build the engine and load the newest whole checkpoint."""
+    config, checkpoints = run.config, run.stage_dir("train") / CHECKPOINTS
     # 1. Refuse settings that cannot work, before anything is loaded.
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
     check_device(ranks.device, config.deepspeed)
-    check_resume(config, config.stage_dir("train") / CHECKPOINTS)
+    check_resume(config, checkpoints)
     check_one_start(config.head)
     # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    target_config = read_target_config(target_dir)
-    head = build_trainable_head(config.head, target_config)
+    head = build_trainable_head(config.head, run.target.config)
     if ranks.is_first:
-        warn_of_limits(config.export.engine, config.head, target_config)
-    prompts_file = require_prompts(config.stage_dir("prompts"), f"{Split.train}.safetensors")
+        warn_of_limits(config.export.engine, config.head, run.target.config)
+    identity = run.identity(head.capture_layers)
     if config.head.init_from is None and head.d2t is not None:
-        require_draft_vocab(config.stage_dir("draft_vocab"))
-    identity = expected_identity(config, target_dir, head.capture_layers, prompts_file)
-    parts = load_frozen_parts(target_dir)
-    initialise(config, head, parts, target_dir, identity.prompts_sha256)
+        require_draft_vocab(run.stage_dir("draft_vocab"))
+    parts = load_frozen_parts(run.target.directory)
+    initialise(run, head, parts, identity.prompts_sha256)
     # 3. Open the hidden states, and find the checkpoint to resume from.
-    store = open_hidden_states(config, identity, prompts_file)
-    check_document_lengths(int(store.document_lengths.max()), head)
-    facts = resume_facts(config, store, head)
-    checkpoint = newest_whole_checkpoint(config.stage_dir("train") / CHECKPOINTS, ranks)
+    states = run.hidden_states(identity)
+    check_document_lengths(int(states.document_lengths.max()), head)
+    facts = resume_facts(config, states, head)
+    checkpoint = newest_whole_checkpoint(checkpoints, ranks)
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
     # 4. Choose the validation prompts and pack the documents into steps.
-    validation = Validation(config, n, target_dir, ranks) if (n := config.train.validation_prompts) else None
+    validation = Validation(config, n, run.target, ranks) if (n := config.train.validation_prompts) else None
     schedule = BatchSchedule(
-        store,
+        states,
         config.head.ttt_steps,
         config.train.batch_tokens,
         config.train.micro_batches_per_step,
         config.seed,
         for_gpu=ranks.device.type == "cuda",
-        order=store.order if isinstance(store, StreamedStore) else None,
         drafts_per_document=head.drafts_per_document,
     )
-    releases = Releases(store, schedule.first_epoch) if isinstance(store, StreamedStore) else None
+    states.follow(schedule.first_epoch)
     if ranks.is_first:
         is_bf16 = compute_dtype(config.deepspeed) is torch.bfloat16
         announce_precision("deepspeed", Dtype.bfloat16 if is_bf16 else Dtype.float32)
-        write_provenance(config.stage_dir("train"), config)
+        write_provenance(run.stage_dir("train"), config)
     ranks.barrier()
     # 5. Build the engine, and load the checkpoint into it.
     num_steps = count_steps(config.train, schedule.steps_per_epoch)
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     if ranks.is_first:
-        remove_later_heads(config.stage_dir("train"), progress.step)
-    flops = step_flops(config.head, target_config)
+        remove_later_heads(run.stage_dir("train"), progress.step)
+    flops = step_flops(config.head, run.target.config)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256, "seed": config.seed}
-    if releases is not None:
-        releases.release(progress.step, progress.step == num_steps, ranks.is_first)
-    return Run(schedule, num_steps, trainer, meter, validation, progress, facts, head_facts, releases)
+    states.release(progress.step, progress.step == num_steps, ranks.is_first)
+    return Training(config, states, schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
 
 
-def initialise(config: PipelineConfig, head: Head, parts: FrozenParts, target_dir: Path, prompts_sha256: str) -> None:
+def initialise(run: Run, head: Head, parts: FrozenParts, prompts_sha256: str) -> None:
     """Replace a head's random weights, in whole or in part, with the initial weights that its settings ask for."""
-    if config.head.start_from_target:
-        start_from_target(head, target_dir)
-    if config.head.init_from is not None:
-        head.load_state_dict(load_init(config.head.init_from, config.head, target_dir))
+    settings = run.config.head
+    if settings.start_from_target:
+        start_from_target(head, run.target)
+    if settings.init_from is not None:
+        head.load_state_dict(load_init(settings.init_from, settings, run.target))
     elif not isinstance(head, DraftModelHead):
-        initialise_own_vocabulary(head, parts, config.stage_dir("draft_vocab"), prompts_sha256)
-
-
-def open_hidden_states(config: PipelineConfig, identity: StoreIdentity, prompts_file: Path) -> HiddenStore:
-    """Open the finished store, or with `train.stream` the store that is being written."""
-    store_dir = config.stage_dir("hidden_states")
-    if not config.train.stream:
-        return open_store(store_dir, identity)
-    documents = Documents.load(prompts_file)
-    return open_stream(
-        store_dir, identity, documents, config.hidden_states.shard_tokens, config.train.stream_shards, config.seed
-    )
+        initialise_own_vocabulary(head, parts, run.stage_dir("draft_vocab"), prompts_sha256)
 
 
 def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
@@ -206,60 +192,59 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
     return num_steps
 
 
-def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Progress:
+def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
     """Train until the last step or until a signal arrives. Returns the progress at which the run stopped."""
-    stage_dir, settings, progress = config.stage_dir("train"), config.train, run.progress
-    tracking = Tracking(stage_dir, config, progress.step) if ranks.is_first else None
-    bar = tqdm(total=run.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
+    stage_dir, settings, progress = training.stage_dir, training.config.train, training.progress
+    tracking = Tracking(stage_dir, training.config, progress.step) if ranks.is_first else None
+    bar = tqdm(total=training.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
     postfix: dict[str, str] = {}
     recorded_every = settings.log_every, settings.validate_every, settings.save_every
     # 1. Wait for the states of the first step, if they are streamed.
-    stopped_by = wait_for_states(run, progress.step, ranks, stop)
-    run.meter.restart()
-    last_step = progress.step if stopped_by else run.num_steps
-    for batches in run.schedule.prefetch(progress.step, last_step, ranks.rank, ranks.world_size):
+    stopped_by = wait_for_states(training, progress.step, ranks, stop)
+    training.meter.restart()
+    last_step = progress.step if stopped_by else training.num_steps
+    for batches in training.schedule.prefetch(progress.step, last_step, ranks.rank, ranks.world_size):
         # 2. Make a step.
-        run.meter.data_arrived()
-        metrics = run.trainer.step(batches)
-        run.meter.step_done(batches)
+        training.meter.data_arrived()
+        metrics = training.trainer.step(batches)
+        training.meter.step_done(batches)
         tracer.step_done()
         progress = Progress(progress.step + 1, progress.best_acceptance_length)
         bar.update()
         # 3. Record its metrics.
-        is_last = progress.step == run.num_steps
+        is_last = progress.step == training.num_steps
         if is_last or any(is_due(progress.step, every) for every in recorded_every):
-            record = run.trainer.describe(metrics, progress.step) | run.meter.read(ranks)
+            record = training.trainer.describe(metrics, progress.step) | training.meter.read(ranks)
             bar.set_postfix(postfix := postfix | in_progress_bar(record))
             if tracking is not None:
                 tracking.write(progress.step, record)
         # 4. Decide what follows the step, and check the new weights before they are kept.
         stopped_by = None if is_last else stop.agreed()
-        frees_disk = run.releases is not None and run.releases.is_due(progress.step)
+        frees_disk = training.states.frees_disk_after(progress.step)
         is_validated = is_last or is_due(progress.step, settings.validate_every)
         is_saved = is_last or stopped_by or frees_disk or is_due(progress.step, settings.save_every)
         if is_saved or is_validated:
-            run.trainer.check_weights(progress.step, batches)
+            training.trainer.check_weights(progress.step, batches)
         # 5. Measure the head, or keep it to be measured later.
         if is_validated:
-            keep = validate if run.validation else keep_unmeasured
-            progress, measured = keep(config, run, progress, tracking)
+            keep = validate if training.validation else keep_unmeasured
+            progress, measured = keep(training, progress, tracking)
             postfix |= measured
-            run.meter.restart()
+            training.meter.restart()
         # 6. Save a checkpoint, after which a streamed store can free disk space.
         if is_saved:
-            save(config, run, progress, ranks)
-            if run.releases is not None:
-                run.releases.release(progress.step, is_last, ranks.is_first)
-            run.meter.restart()
+            save(training, progress, ranks)
+            training.states.release(progress.step, is_last, ranks.is_first)
+            training.meter.restart()
         # 7. Wait for the next step's states. Do so after the release, because extraction may need the freed disk space.
-        stopped_by = stopped_by or wait_for_states(run, progress.step, ranks, stop)
+        stopped_by = stopped_by or wait_for_states(training, progress.step, ranks, stop)
         if stopped_by and not is_saved:
-            run.trainer.check_weights(progress.step, batches)
-            save(config, run, progress, ranks)
+            training.trainer.check_weights(progress.step, batches)
+            save(training, progress, ranks)
         if stopped_by:
             break
-    if stopped_by and ranks.is_first and last_step == run.num_steps:  # not stopped before the first step
+    if stopped_by and ranks.is_first and last_step == training.num_steps:  # not stopped before the first step
         tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; repeat the command to resume")
     bar.close()
     tracer.close()
@@ -268,29 +253,21 @@ def fit(config: PipelineConfig, ranks: Ranks, run: Run, stop: StopSignal) -> Pro
     return progress
 
 
-def wait_for_states(run: Run, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-    """Wait for the states of step `step` (from 0) if they are streamed.
-
-    Returns:
-        The stop signal, if a rank received one while the states were missing.
-    """
-    if run.releases is None or step >= run.num_steps:
-        return None
-    return run.releases.wait_for(step, ranks, stop)
+def wait_for_states(training: Training, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
+    """Wait until the states of step `step` (from 0) exist. Returns the signal if a rank received one meanwhile."""
+    return None if step >= training.num_steps else training.states.wait_for(step, ranks, stop)
 
 
-def save(config: PipelineConfig, run: Run, progress: Progress, ranks: Ranks) -> None:
-    directory = config.stage_dir("train") / CHECKPOINTS
-    save_checkpoint(run.trainer.engine, directory, progress, run.resume_facts, config.train.keep_checkpoints, ranks)
+def save(training: Training, progress: Progress, ranks: Ranks) -> None:
+    directory, keep = training.stage_dir / CHECKPOINTS, training.config.train.keep_checkpoints
+    save_checkpoint(training.trainer.engine, directory, progress, training.resume_facts, keep, ranks)
 
 
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def validate(
-    config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
-) -> tuple[Progress, dict[str, str]]:
+def validate(training: Training, progress: Progress, tracking: Tracking | None) -> tuple[Progress, dict[str, str]]:
     """Measure the head's acceptance on all ranks.
 
     Rank 0 saves the head as `last`, and also as `best` if its acceptance length is the highest so far.
@@ -298,9 +275,9 @@ def validate(
     Returns:
         The run's progress, and the entries for the progress bar.
     """
-    assert run.validation is not None
-    stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
-    validated = run.validation.measure(head_state)
+    assert training.validation is not None
+    stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()
+    validated = training.validation.measure(head_state)
     acceptance = validated.acceptance
     is_best = acceptance.acceptance_length > progress.best_acceptance_length
     if tracking is not None:
@@ -311,27 +288,28 @@ def validate(
         )
         if is_best:
             (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
+        facts = {"step": progress.step, **measured, **training.head_facts}
         for directory in [stage_dir / "last"] + [stage_dir / "best"] * is_best:
-            save_head(directory, head_state, config.head, {"step": progress.step, **measured, **run.head_facts})
+            save_head(directory, head_state, training.config.head, facts)
     best = max(progress.best_acceptance_length, acceptance.acceptance_length)
     return Progress(progress.step, best), {"acceptance": f"{acceptance.acceptance_length:.3f}"}
 
 
 def keep_unmeasured(
-    config: PipelineConfig, run: Run, progress: Progress, tracking: Tracking | None
+    training: Training, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
     """Save the head on rank 0: as `last`, and as `best` if no head has been measured.
 
     With `train.validate_every` above 0, also save it in `heads`, to be measured later.
     """
     if tracking is not None:
-        stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
+        stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()
         is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()
         directories = [stage_dir / "last"] + [stage_dir / "best"] * (not is_measured)
-        if config.train.validate_every:
+        if training.config.train.validate_every:
             directories.append(kept_head(stage_dir, progress.step))
         for directory in directories:
-            save_head(directory, head_state, config.head, {"step": progress.step, **run.head_facts})
+            save_head(directory, head_state, training.config.head, {"step": progress.step, **training.head_facts})
     return progress, {}
 
 

@@ -18,23 +18,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import httpx
 import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_config
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.planning.costs import target_costs
+from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
 from mtptrain.settings.precision import announce_precision, fast_dtype
-from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
-from mtptrain.target.hub import load_tokenizer, resolve_target
+from mtptrain.target.families import eos_token_ids, read_generation_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
 from mtptrain.utils.errors import UserError
@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
     with writing(config.stage_dir("responses"), ranks):
-        manifest = prepare_responses(config, ranks)
+        manifest = prepare_responses(Run(config), ranks)
     if manifest and manifest.failed:
         sys.exit(f"{manifest.failed:,} conversations failed; run mtptrain responses again to retry them")
 
@@ -70,8 +70,7 @@ def main(cfg: DictConfig) -> None:
 class Job:
     """The input and settings of a run."""
 
-    target_dir: Path
-    tokenizer: PreTrainedTokenizerBase
+    target: TargetFiles
     conversations: Conversations
     survey: Survey
     sampling: Sampling
@@ -82,10 +81,10 @@ class Job:
 
     def dialogue(self, row: int) -> Dialogue:
         conversations = self.conversations
-        return Dialogue(self.tokenizer, row, conversations.names[row], conversations.messages(row), self.limits)
+        return Dialogue(self.target.tokenizer, row, conversations.names[row], conversations.messages(row), self.limits)
 
 
-def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest | None:
+def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     """Fill `run_dir/responses` with the responses that are missing. Every rank must call this.
 
     Returns:
@@ -96,16 +95,17 @@ def prepare_responses(config: PipelineConfig, ranks: Ranks) -> ResponsesManifest
             conversation is usable, the server does not serve the target, or the directory holds responses from a
             different target, data or settings, or the server stopped responding, or no conversation has a response.
     """
+    config = run.config
     check_settings(config, ranks)
-    job = make_job(config)
-    store = ResponsesStore(config.stage_dir("responses"))
+    job = make_job(run)
+    store = ResponsesStore(run.stage_dir("responses"))
     if ranks.is_first:
         store.begin(job.identity, job.server.version if job.server else None)
     done = ranks.gather(store.rows)[0]
     missing = [row for row in job.survey.turns if row not in done]
     if missing and job.server is None and is_alone_on_cpu():
         itemsize: int = getattr(torch, config.responses.dtype.value).itemsize
-        weights_bytes = target_costs(read_target_config(job.target_dir)).num_parameters * itemsize
+        weights_bytes = target_costs(job.target.config).num_parameters * itemsize
         continue_on_ranks(cpu_ranks(config.cpu_ranks, -(-len(missing) // config.responses.batch_size), weights_bytes))
     if missing and ranks.is_first:
         if job.server is None:
@@ -151,26 +151,25 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
         )
 
 
-def make_job(config: PipelineConfig) -> Job:
+def make_job(run: Run) -> Job:
     """Read and check all inputs except the target's weights."""
-    settings = config.responses
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    target_config, tokenizer = read_target_config(target_dir), load_tokenizer(target_dir)
+    config, settings, target = run.config, run.config.responses, run.target
+    tokenizer = target.tokenizer
     require_chat_template(tokenizer)
     sampling = Sampling(
         settings.temperature,
         settings.top_p,
         settings.top_k,
         settings.max_new_tokens,
-        find_stop_token_ids(target_dir, target_config),
+        find_stop_token_ids(target),
     )
     server = (
         None
         if settings.url is None
-        else connect(settings.url, settings, sampling, tokenizer, int(target_config.vocab_size))
+        else connect(settings.url, settings, sampling, tokenizer, int(target.config.vocab_size))
     )
     context_tokens = (
-        server.context_tokens if server and server.context_tokens else target_config.max_position_embeddings
+        server.context_tokens if server and server.context_tokens else target.config.max_position_embeddings
     )
     limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
     prompts = config.prompts
@@ -178,22 +177,21 @@ def make_job(config: PipelineConfig) -> Job:
     survey = survey_conversations(conversations, prompts.paths)
     if server:  # a template that never ends would fail each conversation only after its limit
         check_template_ends(tokenizer, conversations.messages(max(survey.turns, key=lambda row: survey.turns[row])))
-    target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
-    identity = make_identity(settings, limits, target, survey.sources, server)
-    return Job(target_dir, tokenizer, conversations, survey, sampling, limits, server, identity)
+    identity = make_identity(settings, limits, TargetIdentity.of(target), survey.sources, server)
+    return Job(target, conversations, survey, sampling, limits, server, identity)
 
 
-def find_stop_token_ids(target_dir: Path, target_config: PreTrainedConfig) -> tuple[int, ...]:
+def find_stop_token_ids(target: TargetFiles) -> tuple[int, ...]:
     """Returns the tokens that end a response.
 
     Raises:
         UserError: there are none, so every response would be cut off.
     """
-    stop_token_ids = eos_token_ids(target_config, read_generation_config(target_dir))
+    stop_token_ids = eos_token_ids(target.config, read_generation_config(target.directory))
     if not stop_token_ids:
         raise UserError(
             "target.path: eos_token_id must be set in generation_config.json or config.json, since it ends a response, "
-            f"but is not set in {target_dir}; add it"
+            f"but is not set in {target.directory}; add it"
         )
     return stop_token_ids
 
@@ -264,7 +262,7 @@ def fill(
             if job.server:
                 fill_from_server(job.server, map(job.dialogue, missing), settings.concurrency, journal, progress, bar)
             else:
-                target = load_on_rank(job.target_dir, settings, ranks)
+                target = load_on_rank(job.target, settings, ranks)
                 is_missing = set(missing)
                 # A response may depend on its batch, so a batch that lacks a conversation is generated as a whole.
                 batches = [rows for rows in job.survey.batches(settings.batch_size) if not is_missing.isdisjoint(rows)]
@@ -276,10 +274,10 @@ def fill(
     return progress
 
 
-def load_on_rank(target_dir: Path, settings: ResponsesConfig, ranks: Ranks) -> Target:
+def load_on_rank(target: TargetFiles, settings: ResponsesConfig, ranks: Ranks) -> Target:
     if ranks.device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
-    return load_target(target_dir, getattr(torch, settings.dtype.value), ranks.device)
+    return load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
 
 
 def progress_bar(num_rows: int, ranks: Ranks) -> tqdm:

@@ -31,16 +31,14 @@ from tqdm import tqdm
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
-from mtptrain.convert.warm_start import trained_or_initial_head
-from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.round_costs import Batch, Spent, decode, drafters_of, fastest_in_turns, num_rounds, random_tokens
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import PHASES, Generation
 from mtptrain.heads.base import Head
+from mtptrain.run import Run
 from mtptrain.run_dir import check_stage_dir, write_provenance
 from mtptrain.serving.break_even import OWN_LOOP, RoundCost, predicted_speed_up, read_costs
-from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
@@ -61,13 +59,12 @@ def main(cfg: DictConfig) -> None:
     check(config)
     check_stage_dir(config.stage_dir("bench_decode"))
     ranks, settings = init_ranks(config.distributed_timeout_hours), config.acceptance
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    dtype = getattr(torch, settings.dtype)
-    found = trained_or_initial_head(config.stage_dir("train") / "best", config.head, target_dir, dtype, ranks.device)
-    prompts = read_prompts(config, target_dir, spare_tokens=max(config.bench.draft_depths))
+    run, dtype = Run(config), getattr(torch, settings.dtype)
+    found = run.head(dtype, ranks.device)
+    prompts = run.measured_prompts(spare_tokens=max(config.bench.draft_depths))
     halves = measured_and_other(config.bench, prompts)
-    rows = measure(config, load_target(target_dir, dtype, ranks.device), found.head, *halves)
-    add_break_even(rows, read_costs(config, target_dir))
+    rows = measure(config, load_target(run.target.directory, dtype, ranks.device), found.head, *halves)
+    add_break_even(rows, read_costs(config, run.target))
     output_dir = config.stage_dir("bench_decode")
     report = {
         "command": command(),

@@ -47,9 +47,8 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
+from mtptrain.run import Run
 from mtptrain.serving.vllm_client import find_python
-from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.flops import matmul_peak
@@ -119,7 +118,7 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
 def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
     dtype = getattr(torch, config.hidden_states.dtype.value)
     if config.bench.target is None:
-        return load_target(resolve_target(config.target.path, config.target.revision), dtype, device)
+        return load_target(Run(config).target.directory, dtype, device)
     if config.bench.target != "8b":
         raise UserError(
             f"bench.target: must be `8b` or left out for the recipe's target, but is {config.bench.target!r}; correct "
@@ -231,11 +230,10 @@ def bench_vllm(
     except UserError as missing:
         print(f"vLLM is left out: {missing}")
         return {}
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    target_config = read_target_config(target_dir)
-    after_layers, longest = (*layers, int(target_config.num_hidden_layers)), int(documents.lengths.max())
+    target = Run(config).target
+    after_layers, longest = (*layers, int(target.config.num_hidden_layers)), int(documents.lengths.max())
     with VllmStreams(
-        target_dir,
+        target.directory,
         after_layers,
         config.hidden_states,
         longest,
@@ -244,7 +242,7 @@ def bench_vllm(
         device_type="cuda" if torch.cuda.is_available() else "cpu",
         python=config.serving.python,
     ) as vllm:
-        run = {"vllm": lambda: fill_store(vllm, config, target_config, documents, directory, StoreDtype.bfloat16)}
+        run = {"vllm": lambda: fill_store(vllm, config, target.config, documents, directory, StoreDtype.bfloat16)}
         seconds = fastest(run, config.bench.repeats, torch.device("cpu"))
     return {"vllm_tokens_per_s": num_tokens(documents, [range(len(documents))]) / seconds["vllm"]}
 
@@ -312,7 +310,7 @@ def copy_mapped(store: HiddenStore) -> None:
 def read_batches(schedule: BatchSchedule) -> None:
     """Reads an epoch as training does, in batches of four documents, packed for three depths."""
     num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
-    assert num_tokens == schedule.store.manifest.num_tokens, "an epoch must read the whole store"
+    assert num_tokens == schedule.store.document_lengths.sum(), "an epoch must read the whole store"
 
 
 def print_table(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:

@@ -28,7 +28,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.shard_format import bytes_per_token
-from mtptrain.target.hub import resolve_target
+from mtptrain.run import Run
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import device_name, init_ranks
@@ -41,8 +41,7 @@ PROMPT_TOKENS, NEW_TOKENS, REFERENCE = 128, 64, "eagle3"
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks, bench = init_ranks(config.distributed_timeout_hours), config.bench
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    target = load_target(target_dir, getattr(torch, config.acceptance.dtype), ranks.device)
+    target = load_target(Run(config).target.directory, getattr(torch, config.acceptance.dtype), ranks.device)
     torch.manual_seed(config.seed)
     heads = {name: random_head(name, target, max(bench.draft_depths)) for name in HEADS}
     times = draft_times(target, heads, bench.draft_depths, bench.repeats)

@@ -13,16 +13,14 @@ import torch
 
 from mtptrain.command_line.program import python_module, quoted
 from mtptrain.config import PipelineConfig
-from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
-from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.hidden_states.store import HiddenStore
+from mtptrain.run import Run
 from mtptrain.serving.divergence import first_answer_divergence
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.families import eos_token_ids
-from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import load_target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.batches import pack_states
@@ -112,7 +110,7 @@ class Stages:
         """Compares the stored states, computed in packed batches, with those of an unpacked forward in fp32."""
         self.program("mtptrain hidden-states", num_ranks=self.num_ranks)
         store = HiddenStore.open(self.directory / "hidden_states")
-        target = load_target(self._target_dir(), torch.float32, self.device)
+        target = load_target(Run(self.config).target.directory, torch.float32, self.device)
         found, wanted = [], []
         for index in range(min(COMPARED_DOCUMENTS, store.num_documents)):
             document = store.document(index)
@@ -175,12 +173,10 @@ class Stages:
 
     def greedy(self, dtype: torch.dtype) -> Finding:
         """Compares answers decoded with and without drafts, which may differ only where two logits are nearly equal."""
-        settings, target_dir = self.config.acceptance, self._target_dir()
-        target = load_target(target_dir, dtype, self.device)
-        head = trained_or_initial_head(
-            self.directory / "train/best", self.config.head, target_dir, dtype, self.device
-        ).head
-        prompts = list(read_prompts(self.config, target_dir).input_ids.values())
+        run, settings = Run(self.config), self.config.acceptance
+        target = load_target(run.target.directory, dtype, self.device)
+        head = run.head(dtype, self.device).head
+        prompts = list(run.measured_prompts().input_ids.values())
 
         def answers(drafter: HeadDrafter | NoDrafter) -> list[list[int]]:
             generations = generate_in_batches(
@@ -235,9 +231,6 @@ class Stages:
         except UserError as missing:
             return f"vLLM IS NOT INSTALLED: {missing}"
         return ""
-
-    def _target_dir(self) -> Path:
-        return resolve_target(self.config.target.path, self.config.target.revision)
 
     def _store_bound(self) -> float:
         return STORE_ERROR[getattr(torch, self.config.hidden_states.dtype)]

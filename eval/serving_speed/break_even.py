@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 
 from mtptrain.command_line.program import command, quoted, stage_command
 from mtptrain.config import PipelineConfig
@@ -30,6 +31,7 @@ from mtptrain.decoding.round_costs import Spent, decode, drafters_of, fastest_in
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_trainable_head, save_head
+from mtptrain.run import Run
 from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import (
@@ -45,8 +47,7 @@ from mtptrain.serving.break_even import (
 from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.vllm_client import find_python
-from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import resolve_target, weights_fingerprint
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
@@ -65,18 +66,18 @@ def measure_break_even(config: PipelineConfig) -> None:
     config = with_fixed_settings(config)
     given = config.serving_bench.output_dir
     output_dir = output_dir_of(given, "serving_bench.output_dir", break_even_dir(config))
-    target_dir = resolve_target(config.target.path, config.target.revision)
-    head = random_head(config, target_dir)
-    prompts = random_prompts(config, target_dir, head)
-    python = engine_python(config, target_dir)
+    target = Run(config).target
+    head = random_head(config, target.config)
+    prompts = random_prompts(config, target.config, head)
+    python = engine_python(config, target.config)
     # 2. Our own loop. The target is freed before an engine needs its memory.
     write_provenance(output_dir, config)
-    costs = loop_costs(config, target_dir, head, prompts)
-    write_report(config, target_dir, output_dir, costs)
+    costs = loop_costs(config, target, head, prompts)
+    write_report(config, target, output_dir, costs)
     # 3. The engine.
     if isinstance(python, Path):
-        costs += engine_costs(config, target_dir, output_dir, head, prompts, python)
-        write_report(config, target_dir, output_dir, costs)
+        costs += engine_costs(config, target, output_dir, head, prompts, python)
+        write_report(config, target, output_dir, costs)
     warn_of_impossible_costs(costs)
     print_table(costs, config.head.name)
     print(*verdicts(costs, config.head.name), sep="\n")
@@ -99,24 +100,24 @@ def with_fixed_settings(config: PipelineConfig) -> PipelineConfig:
     )
 
 
-def random_head(config: PipelineConfig, target_dir: Path) -> Head:
+def random_head(config: PipelineConfig, target_config: PreTrainedConfig) -> Head:
     """Returns the recipe's head with random weights. A draft vocabulary consists of the target's first tokens.
 
     Raises:
         UserError: the head cannot be trained, or does not fit the target.
     """
     torch.manual_seed(config.seed)
-    head = build_trainable_head(config.head, read_target_config(target_dir))
+    head = build_trainable_head(config.head, target_config)
     return head.to(getattr(torch, config.acceptance.dtype)).eval().requires_grad_(False)
 
 
-def random_prompts(config: PipelineConfig, target_dir: Path, head: Head) -> list[list[int]]:
+def random_prompts(config: PipelineConfig, target_config: PreTrainedConfig, head: Head) -> list[list[int]]:
     """Returns as many prompts of random tokens as the largest batch has.
 
     Raises:
         UserError: a prompt, its answer and drafts do not fit the context of the target or of the head.
     """
-    target_config, num_tokens = read_target_config(target_dir), config.acceptance.prompt_tokens
+    num_tokens = config.acceptance.prompt_tokens
     largest = max(config.serving_bench.num_speculative_tokens)
     most = target_config.max_position_embeddings - NEW_TOKENS - 2 * largest
     if num_tokens > most:
@@ -130,14 +131,14 @@ def random_prompts(config: PipelineConfig, target_dir: Path, head: Head) -> list
     return [list(prompt) for prompt in random_tokens(shape, target_config.vocab_size, config.seed)]
 
 
-def engine_python(config: PipelineConfig, target_dir: Path) -> Path | Exception:
+def engine_python(config: PipelineConfig, target_config: PreTrainedConfig) -> Path | Exception:
     """Returns the Python of the engine, or the reason why the engine cannot be measured on this machine.
 
     Raises:
         UserError: `serving.python` is set, but does not exist or has no vLLM.
     """
     try:
-        format_for(config.serving.engine, config.head, read_target_config(target_dir))
+        format_for(config.serving.engine, config.head, target_config)
     except UserError as error:
         return error
     try:
@@ -149,12 +150,12 @@ def engine_python(config: PipelineConfig, target_dir: Path) -> Path | Exception:
 
 
 def loop_costs(
-    config: PipelineConfig, target_dir: Path, head: Head, prompts: Sequence[Sequence[int]]
+    config: PipelineConfig, target_files: TargetFiles, head: Head, prompts: Sequence[Sequence[int]]
 ) -> list[RoundCost]:
     """Returns the cost of a round in our own loop for each batch size and K."""
     settings, bench = config.acceptance, config.serving_bench
     ranks = init_ranks(config.distributed_timeout_hours)
-    target = load_target(target_dir, getattr(torch, settings.dtype), ranks.device)
+    target = load_target(target_files.directory, getattr(torch, settings.dtype), ranks.device)
     drafters = drafters_of(
         head.to(target.device), target.parts, bench.num_speculative_tokens, sample_drafts=settings.sample_drafts
     )
@@ -191,7 +192,7 @@ def free(target: Target, head: Head) -> None:
 
 def engine_costs(
     config: PipelineConfig,
-    target_dir: Path,
+    target: TargetFiles,
     output_dir: Path,
     head: Head,
     prompts: list[list[int]],
@@ -200,23 +201,23 @@ def engine_costs(
     """Returns the cost of a round in the engine, which serves the random head as `mtptrain export` writes it."""
     with tempfile.TemporaryDirectory(prefix="random_head_", dir=output_dir) as directory:
         run_dir = Path(directory)
-        head_dir, head_sha256 = export_random_head(config, target_dir, head, run_dir)
+        head_dir, head_sha256 = export_random_head(config, target, head, run_dir)
         facts = read_serving_facts(head_dir, config.serving.engine, head_sha256)
-        bench = Bench(config, output_dir, target_dir, prompts, python, head_sha256, facts, head_dir, None)
+        bench = Bench(config, output_dir, target, prompts, python, head_sha256, facts, head_dir, None)
         with LoadGenerator(python, output_dir / "load.log") as generator:
             check_device(generator)
             rows = measure(bench, generator)
     return costs_of_rows(str(config.serving.engine), rows)
 
 
-def export_random_head(config: PipelineConfig, target_dir: Path, head: Head, run_dir: Path) -> tuple[Path, str]:
+def export_random_head(config: PipelineConfig, target: TargetFiles, head: Head, run_dir: Path) -> tuple[Path, str]:
     """Store the head as if a run had trained it, and export it. Returns the export and the hash of the weights.
 
     Raises:
         UserError: the export failed.
     """
     best, head_dir = run_dir / "train/best", run_dir / "export"
-    save_head(best, head.state_dict(), config.head, {TARGET_WEIGHTS: weights_fingerprint(target_dir)})
+    save_head(best, head.state_dict(), config.head, {TARGET_WEIGHTS: target.weights_sha256})
     settings = [f"run_dir={quoted(run_dir)}", f"export.engine={config.serving.engine}"]
     settings.append(f"export.output_dir={quoted(head_dir)}")
     arguments = stage_command("export", [*sys.argv[1:], *settings])
@@ -249,7 +250,7 @@ def warn_of_impossible_costs(costs: Sequence[RoundCost]) -> None:
             )
 
 
-def write_report(config: PipelineConfig, target_dir: Path, output_dir: Path, costs: Sequence[RoundCost]) -> None:
+def write_report(config: PipelineConfig, target: TargetFiles, output_dir: Path, costs: Sequence[RoundCost]) -> None:
     settings = config.acceptance
     report = {
         "command": command(),
@@ -261,7 +262,7 @@ def write_report(config: PipelineConfig, target_dir: Path, output_dir: Path, cos
         "new_tokens": NEW_TOKENS,
         "repeats": config.serving_bench.repeats,
         "temperature": settings.temperature,
-        "subject": subject(config, target_dir),
+        "subject": subject(config, target),
         "rows": [cost.describe(config.head.name) for cost in costs],
     }
     write_sealed(output_dir / "report.json", report)

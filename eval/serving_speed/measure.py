@@ -19,7 +19,7 @@ from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
 from mtptrain.serving.server_process import ManagedServer
 from mtptrain.serving.vllm_client import EngineCounts
 from mtptrain.serving.vllm_server import VllmServer
-from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
@@ -30,7 +30,7 @@ class Bench:
 
     config: PipelineConfig
     output_dir: Path
-    target_dir: Path
+    target: TargetFiles
     prompts: list[list[int]]
     python: Path
     head_sha256: str | None
@@ -132,14 +132,14 @@ def engine(bench: Bench, num_drafts: int | None) -> Iterator[VllmServer]:
 def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
     """Returns the arguments of `vllm serve`. Engines differ only in their drafts."""
     config = bench.config
-    model_dir = served_model(bench.facts, bench.head_dir, bench.target_dir) if num_drafts else bench.target_dir
+    target_dir = bench.target.directory
+    model_dir = served_model(bench.facts, bench.head_dir, target_dir) if num_drafts else target_dir
     arguments = [str(model_dir), "--dtype", str(config.acceptance.dtype)]
     arguments += ["--max-model-len", str(bench.context_tokens)]
     arguments += ["--tensor-parallel-size", str(config.serving.tensor_parallel_size)]
     if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory
         num_sequences = 2 * max(config.serving_bench.concurrency)
-        target_config = read_target_config(bench.target_dir)
-        size = cache_bytes(target_config, bench.head_dir, bench.context_tokens, num_sequences)
+        size = cache_bytes(bench.target.config, bench.head_dir, bench.context_tokens, num_sequences)
         arguments += ["--kv-cache-memory-bytes", str(size)]
     if bench.facts["hf_overrides"] is not None:
         arguments += ["--hf-overrides", json.dumps(bench.facts["hf_overrides"])]

@@ -45,7 +45,7 @@ def _keeps_unmeasured_heads(config: PipelineConfig) -> bool:
 
 
 STAGES = {
-    "run": Stage("mtptrain.run", "run all stages that a recipe needs, up to the export, on this machine"),
+    "run": Stage("mtptrain.all_stages", "run all stages that a recipe needs, up to the export, on this machine"),
     "responses": Stage(
         "data_prep.responses",
         "optional: let the target regenerate the responses in conversations",

@@ -13,9 +13,9 @@ from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
 from mtptrain.heads.files import build_head, check_values, checked_weights, fill_head
 from mtptrain.target.checkpoint_check import check_weights
-from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import _refuse_quantised, load_frozen_parts
-from mtptrain.target.hub import load_tokenizer, resolve_target, weight_files
+from mtptrain.target.hub import resolve_target, weight_files
 from mtptrain.utils.errors import UserError
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -30,13 +30,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_draft_model(
-    path: str, target_dir: Path, dtype: torch.dtype, device: torch.device, setting: str
+    path: str, target: TargetFiles, dtype: torch.dtype, device: torch.device, setting: str
 ) -> DraftModelHead:
     """Returns a published language model that drafts for the target, ready for inference.
 
     Args:
         path: a directory or a hub name.
-        target_dir: the target's directory.
+        target: the target that the model drafts for.
         dtype: dtype of the model's weights.
         device: device of the model's weights.
         setting: name of the setting, for error messages.
@@ -45,16 +45,16 @@ def load_draft_model(
         UserError: `path` is neither a model directory nor a hub name, or the model has no weights, or `path` does not
             hold a language model with the target's tokenizer, or its weights do not match its config.
     """
-    published_config(path, read_target_config(target_dir), setting)
+    published_config(path, target.config, setting)
     config = DraftModelHead.Config(init_from=path)
-    head = build_head(config, read_target_config(target_dir))
-    filled = fill_head(head, initial_weights(config, target_dir, setting)[1], dtype, device)
+    head = build_head(config, target.config)
+    filled = fill_head(head, initial_weights(config, target, setting)[1], dtype, device)
     assert isinstance(filled, DraftModelHead)
     return filled
 
 
 def initial_weights(
-    config: DraftModelHead.Config, target_dir: Path, setting: str = "head.init_from"
+    config: DraftModelHead.Config, target: TargetFiles, setting: str = "head.init_from"
 ) -> tuple[Path, Tensors]:
     """Returns the directory of `init_from` and its weights, padded to the target's vocabulary.
 
@@ -63,16 +63,15 @@ def initial_weights(
             tokenizer is not the target's, or the tensors are not those that the model's config describes.
     """
     assert config.init_from is not None
-    target_config = read_target_config(target_dir)
     with torch.device("meta"):
-        state = build_head(config, target_config).state_dict()
+        state = build_head(config, target.config).state_dict()
     expected = {name: tuple(x.shape) for name, x in state.items()}
     if (own := Path(config.init_from) / "head.json").is_file():
         directory = own.parent
         tensors = _read([checked_weights(directory)], expected)
     else:
         directory = resolve_target(config.init_from, setting=setting)
-        check_tokenizer(directory, target_dir, setting)
+        check_tokenizer(directory, target, setting)
         check_weights(directory)
         tensors = _load(directory, expected)
     tensors = {name: _padded(x, expected[name]) if name in VOCABULARY else x for name, x in tensors.items()}
@@ -89,7 +88,7 @@ def initial_weights(
     return directory, tensors
 
 
-def check_start(config: HeadConfig, target_dir: Path) -> None:
+def check_start(config: HeadConfig, target: TargetFiles) -> None:
     """Check the tokenizer and weights of the language model in `head.init_from` before any long work.
 
     Other heads, and draft models of other runs, are not checked here.
@@ -102,7 +101,7 @@ def check_start(config: HeadConfig, target_dir: Path) -> None:
         return
     if not (Path(config.init_from) / "head.json").is_file():
         directory = resolve_target(config.init_from, setting="head.init_from")
-        check_tokenizer(directory, target_dir, "head.init_from")
+        check_tokenizer(directory, target, "head.init_from")
         check_weights(directory)
 
 
@@ -136,7 +135,7 @@ def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([table, mean.expand(missing, -1)])
 
 
-def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
+def check_tokenizer(directory: Path, target: TargetFiles, setting: str) -> None:
     """Check that a language model has the target's tokenizer, and an embedding for each of its tokens.
 
     If the model or the target has no tokenizer files, it suffices that their vocabularies have the same size.
@@ -144,8 +143,10 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
     Raises:
         UserError: the tokenizers differ or cannot be compared, or tokens have no embedding.
     """
-    vocab_size, target_size = (read_target_config(each).vocab_size for each in (directory, target_dir))
-    without = [each for each in (directory, target_dir) if not any((each / name).is_file() for name in TOKENIZER_FILES)]
+    model = TargetFiles(directory)
+    vocab_size, target_size = model.config.vocab_size, target.config.vocab_size
+    directories = (directory, target.directory)
+    without = [each for each in directories if not any((each / name).is_file() for name in TOKENIZER_FILES)]
     if without:
         if vocab_size == target_size:
             return
@@ -153,11 +154,11 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
             f"{setting}: the model and the target must both have tokenizer files, because their vocab_size differs "
             f"({vocab_size} and {target_size}), but {without[0]} has none; copy them there"
         )
-    vocab = load_tokenizer(directory).get_vocab()
-    if vocab != load_tokenizer(target_dir).get_vocab():
+    vocab = model.tokenizer.get_vocab()
+    if vocab != target.tokenizer.get_vocab():
         raise UserError(
             f"{setting}: must have the target's tokenizer, but the vocabulary of {directory} differs from that of "
-            f"{target_dir}; choose a smaller model of the same family"
+            f"{target.directory}; choose a smaller model of the same family"
         )
     if vocab_size <= max(vocab.values()):
         raise UserError(
@@ -166,12 +167,12 @@ def check_tokenizer(directory: Path, target_dir: Path, setting: str) -> None:
         )
 
 
-def start_from_target_model(head: DraftModelHead, target_dir: Path) -> None:
+def start_from_target_model(head: DraftModelHead, target: TargetFiles) -> None:
     """Copy the target's first layers into a draft model, or call `project_embeddings` if the model is narrower."""
-    if head.config.hidden_size < read_target_config(target_dir).hidden_size:
-        project_embeddings(head, target_dir)
+    if head.config.hidden_size < target.config.hidden_size:
+        project_embeddings(head, target.directory)
     else:
-        copy_first_layers(head, target_dir)
+        copy_first_layers(head, target)
 
 
 @torch.no_grad()
@@ -206,18 +207,18 @@ def principal_components(table: torch.Tensor, size: int, scale: float) -> torch.
 
 
 @torch.no_grad()
-def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
+def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
     """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model.
 
     Raises:
         UserError: the draft model differs from the target in family or sizes, or has more layers, or a tensor of the
             target is quantised.
     """
-    target = read_target_config(target_dir)
-    ours, theirs = ({name: getattr(each, name, None) for name in COPIED_SIZES} for each in (head.config, target))
+    configs = (head.config, target.config)
+    ours, theirs = ({name: getattr(each, name, None) for name in COPIED_SIZES} for each in configs)
     wrong = [(name, str(theirs[name]), ours[name]) for name in ours if ours[name] != theirs[name]]
-    if head.config.num_hidden_layers > target.num_hidden_layers:
-        wrong.append(("num_hidden_layers", f"at most {target.num_hidden_layers}", head.config.num_hidden_layers))
+    if head.config.num_hidden_layers > target.config.num_hidden_layers:
+        wrong.append(("num_hidden_layers", f"at most {target.config.num_hidden_layers}", head.config.num_hidden_layers))
     for name, wanted, found in wrong:
         if name not in DraftModelHead.Config.__dataclass_fields__:
             raise UserError(
@@ -229,6 +230,6 @@ def copy_first_layers(head: DraftModelHead, target_dir: Path) -> None:
             "it out, or set head.start_from_target=false"
         )
     state = head.state_dict()
-    _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in state))
-    tensors = _read(weight_files(target_dir), state)
+    _refuse_quantised(target.directory, tuple(name.removesuffix("weight") for name in state))
+    tensors = _read(weight_files(target.directory), state)
     head.load_state_dict(tensors)

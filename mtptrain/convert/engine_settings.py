@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from mtptrain.convert.formats import format_for
 from mtptrain.heads.config import HeadConfig
 from mtptrain.serving.depth_choice import (
@@ -18,7 +20,6 @@ from mtptrain.serving.depth_choice import (
     why_fixed,
 )
 from mtptrain.serving.exports import served_model, speculative_config
-from mtptrain.target.families import read_target_config
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json, write_text
 
@@ -33,7 +34,7 @@ def write_engine_settings(
     head_dir: Path,
     target: str,
     head: HeadConfig,
-    target_dir: Path,
+    target_config: PreTrainedConfig,
 ) -> str:
     """Write `vllm.json`, `sglang.json` if SGLang can vary K for the head, and `README.md` with the commands.
 
@@ -47,7 +48,7 @@ def write_engine_settings(
         head_dir: the export for vLLM.
         target: the target's path or name, for the commands.
         head: the head's config.
-        target_dir: the target's directory.
+        target_config: the target's config.
 
     Returns:
         One line that summarises the result.
@@ -62,7 +63,7 @@ def write_engine_settings(
     parts = ["# The fastest number of drafts at each batch size", table(speeds, best), "## vLLM", said]
     served = str(served_model(facts, head_dir, target))
     parts.append(f"```bash\n{vllm_command(output_dir / VLLM_FILE, served, facts)}\n```")
-    parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, head_dir, target, head, target_dir)]
+    parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, head_dir, target, head, target_config)]
     write_text(output_dir / README, "\n\n".join(parts) + "\n")
     found = ", ".join(f"{num_drafts} at {size}" for size, num_drafts in best.items())
     return f"fastest K by requests in flight: {found}; settings and commands: {output_dir / README}"
@@ -94,11 +95,11 @@ def vllm_command(settings_path: Path, target: str, facts: dict[str, Any]) -> str
 
 
 def sglang_part(
-    path: Path, best: Mapping[int, int], head_dir: Path, target: str, head: HeadConfig, target_dir: Path
+    path: Path, best: Mapping[int, int], head_dir: Path, target: str, head: HeadConfig, target_config: PreTrainedConfig
 ) -> str:
     """Write SGLang's settings and return their section of the README, or return the reason why there are none."""
     try:
-        form = format_for("sglang", head, read_target_config(target_dir))
+        form = format_for("sglang", head, target_config)
     except UserError as error:
         return f"No settings: {error}."
     if form.method not in ADAPTIVE_ALGORITHMS:

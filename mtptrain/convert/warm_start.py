@@ -23,7 +23,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head, check_head_target, check_values, fill_head, load_head
-from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
@@ -51,29 +51,28 @@ class RunHead:
 
 
 def trained_or_initial_head(
-    best_dir: Path, config: HeadConfig, target_dir: Path, dtype: torch.dtype | None, device: torch.device
+    best_dir: Path, config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device
 ) -> RunHead:
     """Returns the trained head in `best_dir`, or the head of `head.init_from` if there is none.
 
     Args:
         best_dir: the directory of the run's trained head.
         config: the head's settings.
-        target_dir: the target's directory.
+        target: the target that the head drafts for.
         dtype: dtype of the head; None keeps the stored one.
         device: device of the head.
 
     Raises:
         UserError: neither head exists, or the head has another config or belongs to another target.
     """
-    target_config = read_target_config(target_dir)
     if config.init_from is None or (best_dir / "head.json").is_file():
-        check_head_target(best_dir, target_dir)
-        head = load_head(best_dir, config, target_config, dtype, device)
+        check_head_target(best_dir, target)
+        head = load_head(best_dir, config, target.config, dtype, device)
         return RunHead(head, best_dir, file_sha256(best_dir / "head.safetensors"), is_trained=True)
-    directory, state = _read(config.init_from, config, target_dir)
+    directory, state = _read(config.init_from, config, target)
     if (directory / "head.json").is_file():
-        check_head_target(directory, target_dir)
-    head = fill_head(build_head(config, target_config), state, dtype, device)
+        check_head_target(directory, target)
+    head = fill_head(build_head(config, target.config), state, dtype, device)
     return RunHead(head, directory, weights_fingerprint(directory), is_trained=False)
 
 
@@ -88,7 +87,7 @@ SOURCES = {
 
 
 @torch.no_grad()
-def start_from_target(head: Head, target_dir: Path) -> None:
+def start_from_target(head: Head, target: TargetFiles) -> None:
     """Copy the target's last decoder layer and final norm into a random head, where their shapes agree.
 
     In head `eagle3`, the first columns of the query, key and value projections read the embedding and stay random. The
@@ -102,9 +101,10 @@ def start_from_target(head: Head, target_dir: Path) -> None:
             `eh_proj`, a tensor of the target is quantised, or a draft model differs from the target.
     """
     if isinstance(head, DraftModelHead):
-        start_from_target_model(head, target_dir)
+        start_from_target_model(head, target)
         return
-    layer, parts, copied = fold_query_key_norms(load_last_layer(target_dir)), load_frozen_parts(target_dir), []
+    layer, parts = fold_query_key_norms(load_last_layer(target.directory)), load_frozen_parts(target.directory)
+    copied = []
     for name, parameter in head.named_parameters():
         weight = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
@@ -116,7 +116,7 @@ def start_from_target(head: Head, target_dir: Path) -> None:
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(layer.items())[:4])
         raise UserError(
             "head.start_from_target: the target's last layer must have projections of the head's shapes, but "
-            f"{target_dir} has {sizes}; set head.start_from_target=false"
+            f"{target.directory} has {sizes}; set head.start_from_target=false"
         )
     fuse = dict(head.named_parameters()).get("eh_proj.weight", dict(head.named_parameters()).get("fc.weight"))
     if fuse is None:
@@ -167,26 +167,26 @@ def check_one_start(config: HeadConfig) -> None:
         )
 
 
-def load_init(path: str, config: HeadConfig, target_dir: Path) -> Tensors:
+def load_init(path: str, config: HeadConfig, target: TargetFiles) -> Tensors:
     """Returns the initial `state_dict` of a head of this config, with `d2t` and `lm_head` if the head has them.
 
     Args:
         path: `head.init_from`, a directory or a hub name.
         config: the head's settings.
-        target_dir: the target's directory.
+        target: the target that the head drafts for.
 
     Raises:
         UserError: the directory or repository does not exist, or the files hold no head of a known format, or one with
             other settings or other tensors.
     """
-    return _read(path, config, target_dir)[1]
+    return _read(path, config, target)[1]
 
 
-def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensors]:
+def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Tensors]:
     """Returns the directory of a published head or language model, and its `state_dict`."""
     if isinstance(config, DraftModelHead.Config):
-        return initial_weights(replace(config, init_from=path), target_dir)
-    target_config = read_target_config(target_dir)
+        return initial_weights(replace(config, init_from=path), target)
+    target_config = target.config
     published = read_published(path, target_config)
     check_settings(published, config, target_config)
     with torch.device("meta"):
@@ -201,7 +201,7 @@ def _read(path: str, config: HeadConfig, target_dir: Path) -> tuple[Path, Tensor
             f"head.init_from: {published.directory} must hold every tensor of its format, but does not ({error}); "
             "download it again"
         ) from error
-    state = without_repeated_tensors(state, expected, published.directory, target_dir)
+    state = without_repeated_tensors(state, expected, published.directory, target)
     check_tensors(state, expected, published.directory, config)
     check_values(published.directory, expected, state, "copy or download it again")
     check_draft_token_ids(state, published.tensors.get("t2d"), target_config.vocab_size, published.directory)
@@ -261,7 +261,7 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
             )
 
 
-def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target_dir: Path) -> Tensors:
+def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path, target: TargetFiles) -> Tensors:
     """Returns the tensors without copies of the target's embeddings and lm_head; warns if the copies differ."""
     repeated = {
         name: part
@@ -269,7 +269,7 @@ def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path,
         for pattern, part in REPEATED.items()
         if re.fullmatch(pattern, name) and name not in expected
     }
-    parts = load_frozen_parts(target_dir) if repeated else None
+    parts = load_frozen_parts(target.directory) if repeated else None
     for name, part in repeated.items():
         ours = getattr(parts, part)
         difference = relative_difference(state[name], ours)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.target.hub import weights_fingerprint
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_json
 
@@ -41,15 +41,15 @@ class TargetIdentity:
     chat_template_sha256: str
 
     @staticmethod
-    def of(path: str, revision: str | None, target_dir: Path, tokenizer: PreTrainedTokenizerBase) -> "TargetIdentity":
-        config = read_json(target_dir / "config.json")
+    def of(target: TargetFiles) -> "TargetIdentity":
+        config = read_json(target.directory / "config.json")
         config.pop("transformers_version", None)
         return TargetIdentity(
-            path=path,
-            revision=revision,
+            path=target.path,
+            revision=target.revision,
             config_sha256=_sha256(json.dumps(config, sort_keys=True).encode()),
-            weights_sha256=weights_fingerprint(target_dir),
-            **asdict(TokenizerIdentity.of(tokenizer)),
+            weights_sha256=target.weights_sha256,
+            **asdict(TokenizerIdentity.of(target.tokenizer)),
         )
 
     def facts(self) -> dict[str, object]:

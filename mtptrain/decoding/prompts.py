@@ -5,13 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from mtptrain.config import PipelineConfig
+from mtptrain.config import AcceptanceConfig
 from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, require_prompts
 from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
 from mtptrain.decoding.speculate import check_prompts
 from mtptrain.heads.base import Head
-from mtptrain.target.families import read_target_config
-from mtptrain.target.hub import load_tokenizer
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
 CHOOSING_FRACTION = 0.25
@@ -26,22 +25,23 @@ class HeldOut(StrEnum):
     all = "all"
 
 
-def read_prompts(config: PipelineConfig, target_dir: Path, spare_tokens: int = 0) -> Prompts:
-    """Returns the prompts that `config.acceptance` selects, after checking that they fit the target's context.
+def read_prompts(settings: AcceptanceConfig, target: TargetFiles, prompts_dir: Path, spare_tokens: int = 0) -> Prompts:
+    """Returns the prompts that the settings select, after checking that they fit the target's context.
 
     Args:
+        settings: `acceptance`.
+        target: the target that reads the prompts.
+        prompts_dir: output of stage 1.
         spare_tokens: number of tokens of the target's context to keep free after prompt and answer.
     """
-    settings, target_config = config.acceptance, read_target_config(target_dir)
-    context_tokens = target_config.max_position_embeddings - spare_tokens
+    context_tokens = target.config.max_position_embeddings - spare_tokens
     if settings.prompts_file is not None:
-        prompts = read_prompts_file(Path(settings.prompts_file), load_tokenizer(target_dir), target_config.vocab_size)
+        prompts = read_prompts_file(Path(settings.prompts_file), target.tokenizer, target.config.vocab_size)
         names = [f"{settings.prompts_file}: id {prompt_id}" for prompt_id in prompts.input_ids]
         check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens, names)
         check_num_drafts(prompts.input_ids, settings.num_speculative_tokens, context_tokens)
-        warn_of_trained_questions(prompts.questions, config.stage_dir("prompts"))
+        warn_of_trained_questions(prompts.questions, prompts_dir)
         return prompts
-    prompts_dir = config.stage_dir("prompts")
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
     found = held_out_prompts(
         documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens

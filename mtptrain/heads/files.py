@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig, config_of
-from mtptrain.target.hub import weights_fingerprint
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import read_sealed, remove_files, save_tensors, sync, write_sealed
 
@@ -108,17 +108,17 @@ START = ("init_from", "start_from_target")
 """Settings for the initial weights, which may differ between a stored head and the config."""
 
 
-def check_head_target(directory: Path, target_dir: Path) -> None:
+def check_head_target(directory: Path, target: TargetFiles) -> None:
     """Check that a head was trained for this target's weights.
 
     Raises:
         UserError: the directory has no head, or the head was trained for other weights; the message has both hashes.
     """
-    stored, found = _read_facts(directory, TARGET_WEIGHTS)[TARGET_WEIGHTS], weights_fingerprint(target_dir)
+    stored, found = _read_facts(directory, TARGET_WEIGHTS)[TARGET_WEIGHTS], target.weights_sha256
     if stored != found:
         raise UserError(
-            f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target_dir}, but is {stored}: the "
-            "head belongs to another target; set target.path to that target, or train again"
+            f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target.directory}, but is "
+            f"{stored}: the head belongs to another target; set target.path to that target, or train again"
         )
 
 

@@ -13,7 +13,9 @@ Three checks detect damage. Mapping a shard compares its length, and the checksu
 with the manifest. Reading a document compares its checksum. `verify` compares the sha256 of every shard.
 """
 
-from collections.abc import Iterable, Iterator
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,12 +28,10 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from tqdm import tqdm
 
-from mtptrain.config import PipelineConfig
-from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, identity_from_json, refuse_other
-from mtptrain.data.prompt_files import PromptsManifest
+from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
 from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, OPTIONAL, document_checksum, index_checksum
-from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils import files
+from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import file_sha256
 
@@ -118,43 +118,46 @@ class StoredDocument:
     aux_hidden_states_scales: torch.Tensor | None = None  # f32[n, L], if e4m3
 
 
-class HiddenStore:
-    """A finished store. A shard is mapped when something in it is first read, and stays mapped."""
+class HiddenStates(ABC):
+    """Hidden states of documents, in shards on disk. A shard is mapped when something in it is first read.
 
-    def __init__(self, directory: Path, manifest: StoreManifest) -> None:
+    `HiddenStore` is finished; `StreamedStates` is still being written, and deleted as training reads it.
+    """
+
+    order: NDArray[np.int64] | None = None
+    """Document indices of the only epoch [documents]; None if every epoch shuffles the documents anew."""
+
+    def __init__(self, directory: Path, shard_documents: Sequence[int]) -> None:
+        """Describe shards in `directory`, which hold these numbers of documents."""
         self.directory = directory
-        self.manifest = manifest
-        self._first_documents = np.cumsum([0, *(record.num_documents for record in manifest.shards)])  # [shards + 1]
+        self._first_documents = np.cumsum([0, *shard_documents])  # [shards + 1]
         self._mapped: dict[int, dict[str, torch.Tensor]] = {}
-
-    @staticmethod
-    def open(directory: Path) -> "HiddenStore":
-        """Open a store. This reads only the manifest.
-
-        Raises:
-            UserError: the store does not exist or is unfinished, or the manifest is damaged or has another schema
-                version.
-        """
-        return HiddenStore(directory, StoreManifest.read(directory))
 
     @property
     def num_documents(self) -> int:
-        return self.manifest.num_documents
+        return int(self._first_documents[-1])
 
-    @cached_property
+    @property
+    @abstractmethod
     def document_lengths(self) -> NDArray[np.int64]:
         """The number of tokens in each document, i64[documents]."""
-        return np.concatenate([np.diff(shard["document_offsets"].numpy()) for shard in self._shards()])
 
-    @cached_property
+    @property
+    @abstractmethod
     def document_ids(self) -> NDArray[np.int64]:
         """Each document's line in stage 1's documents.jsonl, i64[documents]."""
-        return np.concatenate([shard["document_ids"].numpy() for shard in self._shards()])
 
+    @abstractmethod
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """Yields each shard's loss mask [N] and document offsets [D + 1], without copies."""
-        for shard in self._shards():
-            yield shard["loss_mask"].numpy(), shard["document_offsets"].numpy()
+        """Yields loss masks [N] and document offsets [D + 1] of consecutive documents, without copies."""
+
+    @abstractmethod
+    def record(self, shard: int) -> ShardRecord:
+        """Returns the description of a shard."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, object]:
+        """Returns what identifies the documents and the order of training on them, by names for error messages."""
 
     def document(self, index: int) -> StoredDocument:
         """Returns the document at `index`, without a copy, after checking its bytes.
@@ -179,33 +182,98 @@ class HiddenStore:
         _, shard, local = self._locate(index)
         return _document(shard, local, _tensors_of(shard, local))
 
+    def shards_of(self, documents: Sequence[int]) -> list[int]:
+        """Returns the shards that hold these documents."""
+        shards: list[int] = np.unique(np.searchsorted(self._first_documents, documents, side="right") - 1).tolist()
+        return shards
+
     def close(self) -> None:
         """Unmap all shards. The store must not be read afterwards."""
         self._mapped.clear()
 
+    def follow(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:  # noqa: B027 (a finished store need not know)
+        """Learn which documents training reads: those of every micro-batch of every step of the first epoch.
+
+        Raises:
+            UserError: the states cannot be read in this order.
+        """
+
+    def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
+        """Wait until the states of step `step` (from 0) exist. Returns early with the signal if a rank received one."""
+        return None
+
+    def frees_disk_after(self, step: int) -> bool:
+        """Returns whether a checkpoint after `step` steps lets `release` free disk space."""
+        return False
+
+    def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:  # noqa: B027 (a finished store stays)
+        """Free the disk space of states that no step after a checkpoint at `step` reads, if they may be deleted."""
+
     def _locate(self, index: int) -> tuple[Path, dict[str, torch.Tensor], int]:
         """Returns the path and tensors of a document's shard, and the document's index in that shard."""
         assert 0 <= index < self.num_documents, "document index out of range"
-        shard_index = int(np.searchsorted(self._first_documents, index, side="right")) - 1
-        path = self.directory / self._record(shard_index).file
-        return path, self._shard(shard_index), index - int(self._first_documents[shard_index])
-
-    def _record(self, index: int) -> ShardRecord:
-        return self.manifest.shards[index]
-
-    def _shards(self) -> list[dict[str, torch.Tensor]]:
-        with ThreadPoolExecutor(OPENING_THREADS) as pool:
-            return list(pool.map(self._shard, range(len(self.manifest.shards))))
+        (shard,) = self.shards_of([index])
+        return self.directory / self.record(shard).file, self._shard(shard), index - int(self._first_documents[shard])
 
     def _shard(self, index: int) -> dict[str, torch.Tensor]:
         if index not in self._mapped:
-            record = self._record(index)
+            record = self.record(index)
             _check_length(self.directory, index, record)
             _check_index(self.directory, index, record)
             # The mapping outlives the open file, so shards hold no file descriptors.
             with safe_open(self.directory / record.file, framework="pt") as file:
                 self._mapped[index] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return self._mapped[index]
+
+
+class HiddenStore(HiddenStates):
+    """A finished store."""
+
+    def __init__(self, directory: Path, manifest: StoreManifest) -> None:
+        super().__init__(directory, [record.num_documents for record in manifest.shards])
+        self.manifest = manifest
+
+    @staticmethod
+    def open(directory: Path, expected: StoreIdentity | None = None) -> "HiddenStore":
+        """Open a store. This reads only the manifest, and compares the length of every shard if `expected` is given.
+
+        Args:
+            directory: the store's folder.
+            expected: the identity that the store must have.
+
+        Raises:
+            UserError: the store does not exist or is unfinished, the manifest is damaged or has another schema version,
+                or the store has another identity (the message lists every difference), or a shard is missing or
+                truncated.
+        """
+        store = HiddenStore(directory, StoreManifest.read(directory))
+        if expected is not None:
+            refuse_other(directory / MANIFEST, expected, store.manifest.identity)
+            for index, record in enumerate(store.manifest.shards):
+                _check_length(directory, index, record)
+        return store
+
+    @cached_property
+    def document_lengths(self) -> NDArray[np.int64]:
+        return np.concatenate([np.diff(shard["document_offsets"].numpy()) for shard in self._shards()])
+
+    @cached_property
+    def document_ids(self) -> NDArray[np.int64]:
+        return np.concatenate([shard["document_ids"].numpy() for shard in self._shards()])
+
+    def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        for shard in self._shards():
+            yield shard["loss_mask"].numpy(), shard["document_offsets"].numpy()
+
+    def record(self, shard: int) -> ShardRecord:
+        return self.manifest.shards[shard]
+
+    def facts(self) -> dict[str, object]:
+        return {"the sha256 of the hidden states' manifest": file_sha256(self.directory / MANIFEST)}
+
+    def _shards(self) -> list[dict[str, torch.Tensor]]:
+        with ThreadPoolExecutor(OPENING_THREADS) as pool:
+            return list(pool.map(self._shard, range(len(self.manifest.shards))))
 
 
 def _tensors_of(shard: dict[str, torch.Tensor], document: int) -> dict[str, torch.Tensor]:
@@ -215,43 +283,6 @@ def _tensors_of(shard: dict[str, torch.Tensor], document: int) -> dict[str, torc
 
 def _document(shard: dict[str, torch.Tensor], index: int, tensors: dict[str, torch.Tensor]) -> StoredDocument:
     return StoredDocument(document_id=int(shard["document_ids"][index]), **{**dict.fromkeys(OPTIONAL), **tensors})  # type: ignore[arg-type]
-
-
-def expected_identity(
-    config: PipelineConfig, target_dir: Path, capture_layers: tuple[int, ...], prompts_file: Path
-) -> StoreIdentity:
-    """Returns the identity that a run's store must have: target, settings and the prompts in `prompts_file`.
-
-    Raises:
-        UserError: the prompts were not made with the target's tokenizer and chat template.
-    """
-    tokenizer = load_tokenizer(target_dir)
-    expected, stored = TokenizerIdentity.of(tokenizer), PromptsManifest.read(prompts_file.parent).tokenizer
-    for name, value in vars(expected).items():
-        if getattr(stored, name) != value:
-            raise UserError(
-                f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target {config.target.path}, "
-                f"but is {getattr(stored, name)}; run mtptrain prompts again with this target"
-            )
-    target = TargetIdentity.of(config.target.path, config.target.revision, target_dir, tokenizer)
-    settings = config.hidden_states
-    return StoreIdentity.of(
-        target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend
-    )
-
-
-def open_store(directory: Path, expected: StoreIdentity) -> HiddenStore:
-    """Open a store for training, after checking its identity and the length of every shard.
-
-    Raises:
-        UserError: the store does not exist or is unfinished, or a shard is missing, or the store has a different
-            identity (the message lists every difference), or a shard is truncated.
-    """
-    store = HiddenStore.open(directory)
-    refuse_other(directory / MANIFEST, expected, store.manifest.identity)
-    for index, record in enumerate(store.manifest.shards):
-        _check_length(directory, index, record)
-    return store
 
 
 def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> dict[int, str]:

@@ -19,19 +19,11 @@ from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
 from mtptrain.data.prompt_files import Documents
-from mtptrain.hidden_states.store import (
-    MANIFEST,
-    PLAN,
-    SCHEMA_VERSION,
-    HiddenStore,
-    ShardRecord,
-    StoreManifest,
-    read_record_file,
-)
+from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStates, ShardRecord, read_record_file
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_sealed
+from mtptrain.utils.files import file_sha256, write_sealed
 
 STREAM = "stream.json"
 OPEN_WINDOWS = 3
@@ -110,41 +102,58 @@ def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
         time.sleep(POLL_S)
 
 
-class StreamedStore(HiddenStore):
-    """A store whose shards are written and deleted while it is read.
+class StreamedStates(HiddenStates):
+    """States whose shards are written and deleted while training reads them.
 
-    Document lengths and loss masks come from the prompts.
+    Document lengths and loss masks come from the prompts. After a checkpoint, training releases the windows of shards
+    that no later step reads.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        identity: StoreIdentity,
-        documents: Documents,
-        shard_tokens: int,
-        window_shards: int,
-        seed: int,
-    ) -> None:
-        """Describe a store without reading the disk; `open_stream` checks the files.
+    order: NDArray[np.int64]
+
+    def __init__(self, directory: Path, documents: Documents, shard_tokens: int, window_shards: int, seed: int) -> None:
+        """Describe states without reading the disk; `open` checks the files.
 
         Args:
             directory: the store's folder.
-            identity: the target, prompts and captured layers that the states belong to.
             documents: the prompts that the states are extracted from.
             shard_tokens: as in `shard_ranges`.
             window_shards: `train.stream_shards`.
             seed: the run's seed.
         """
-        self.documents = documents
         self.ranges = shard_ranges(documents.lengths, shard_tokens)
+        super().__init__(directory, [len(documents_of_shard) for documents_of_shard in self.ranges])
+        self.documents = documents
         self.windows = shard_windows(len(self.ranges), window_shards, seed)
         self.order = document_order(self.windows, self.ranges, seed)
-        num_tokens, num_supervised = len(documents.input_ids), int(documents.loss_mask.sum())
-        counts = (len(documents), num_tokens, num_supervised)
-        super().__init__(directory, StoreManifest(SCHEMA_VERSION, identity, shard_tokens, 0, *counts, shards=()))
-        self._first_documents = np.cumsum([0, *map(len, self.ranges)])  # [shards + 1]
+        self._steps: Sequence[Sequence[Sequence[int]]] = ()
+        self._unread_after = np.zeros(0, np.int64)
         self._records: dict[int, ShardRecord] = {}
         self._is_closed = False
+
+    @staticmethod
+    def open(
+        directory: Path, expected: StoreIdentity, documents: Documents, shard_tokens: int, window_shards: int, seed: int
+    ) -> "StreamedStates":
+        """Wait until extraction has created the store, and open it for reading while extraction fills it.
+
+        Raises:
+            UserError: the store is finished, or was made with other settings.
+        """
+        if (directory / MANIFEST).exists():
+            raise UserError(
+                "train.stream: must be false if the hidden states are finished, but is true and "
+                f"{directory / MANIFEST} exists; set train.stream=false to train on all of them, or choose another "
+                "run_dir"
+            )
+        wait_until(
+            (directory / PLAN).exists,
+            f"{directory / PLAN} from mtptrain hidden-states, which must run with the same settings",
+        )
+        plan = read_record_file(directory / PLAN)
+        identity = identity_from_json(plan["identity"])
+        refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])
+        return StreamedStates(directory, documents, shard_tokens, window_shards, seed)
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
@@ -157,79 +166,42 @@ class StreamedStore(HiddenStore):
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         yield self.documents.loss_mask, self.documents.document_offsets
 
-    def shards_of(self, documents: Sequence[int]) -> list[int]:
-        """Returns the shards that hold these documents."""
-        shards: list[int] = np.unique(np.searchsorted(self._first_documents, documents, side="right") - 1).tolist()
-        return shards
+    def facts(self) -> dict[str, object]:
+        return {
+            "the sha256 of the hidden states' plan": file_sha256(self.directory / PLAN),
+            "train.stream_shards": len(self.windows[0]),
+        }
 
-    def _record(self, index: int) -> ShardRecord:
+    def record(self, shard: int) -> ShardRecord:
         """Waits until extraction has finished a shard, and returns its record."""
-        if index not in self._records:
-            path = shard_path(self.directory, index)
+        if shard not in self._records:
+            path = shard_path(self.directory, shard)
             wait_until(
                 lambda: self._is_closed or record_path(path).exists(),
                 f"{path.name} from mtptrain hidden-states, which must run with the same settings",
             )
-            record = read_record(self.directory, index)
+            record = read_record(self.directory, shard)
             if record is None:
                 raise UserError(
                     f"{path}: must stay until training releases it, but does not exist; run both programs again"
                 )
-            self._records[index] = record
-        return self._records[index]
+            self._records[shard] = record
+        return self._records[shard]
 
     def close(self) -> None:
         """Unmap all shards and stop waiting for new ones, so that a prefetching thread can end."""
         self._is_closed = True
         super().close()
 
-    def forget(self, windows: Sequence[Sequence[int]]) -> None:
-        """Unmaps the shards of these windows: a deleted file takes up disk space until no process maps it."""
-        for shard in chain.from_iterable(windows):
-            self._mapped.pop(shard, None)
-            self._records.pop(shard, None)
-
-
-def open_stream(
-    directory: Path, expected: StoreIdentity, documents: Documents, shard_tokens: int, window_shards: int, seed: int
-) -> StreamedStore:
-    """Wait until extraction has created the store, and open it for reading while extraction fills it.
-
-    Raises:
-        UserError: the store is finished, or was made with other settings.
-    """
-    if (directory / MANIFEST).exists():
-        raise UserError(
-            f"train.stream: must be false if the hidden states are finished, but is true and {directory / MANIFEST} "
-            "exists; set train.stream=false to train on all of them, or choose another run_dir"
-        )
-    wait_until(
-        (directory / PLAN).exists,
-        f"{directory / PLAN} from mtptrain hidden-states, which must run with the same settings",
-    )
-    plan = read_record_file(directory / PLAN)
-    identity = identity_from_json(plan["identity"])
-    refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])
-    return StreamedStore(directory, expected, documents, shard_tokens, window_shards, seed)
-
-
-class Releases:
-    """Releases the windows of a store once no later step reads them."""
-
-    def __init__(self, store: StreamedStore, steps: Sequence[Sequence[Sequence[int]]]) -> None:
+    def follow(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:
         """Find the first and the last step that read each window.
-
-        Args:
-            store: the store that the steps read.
-            steps: the document indices of every micro-batch of every step.
 
         Raises:
             UserError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
         """
-        self.store = store
         self._steps = steps
-        window_of = _window_of_documents(store)
-        first, last = np.full(len(store.windows), len(steps)), np.zeros(len(store.windows), np.int64)
+        window_of = self._window_of_documents()
+        first, last = np.full(len(self.windows), len(steps)), np.zeros(len(self.windows), np.int64)
         for step, micro_batches in enumerate(steps):
             read = np.unique(window_of[list(chain.from_iterable(micro_batches))])
             first[read] = np.minimum(first[read], step)
@@ -239,14 +211,9 @@ class Releases:
         if (self._unread_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
             raise UserError(
                 f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but windows "
-                f"of {len(store.windows[0])} shards are too small; raise train.stream_shards or "
+                f"of {len(self.windows[0])} shards are too small; raise train.stream_shards or "
                 "hidden_states.shard_tokens"
             )
-
-    def is_written(self, step: int) -> bool:
-        """Returns whether extraction has finished every shard that step `step` (from 0) reads."""
-        shards = self.store.shards_of(list(chain.from_iterable(self._steps[step])))
-        return all(record_path(shard_path(self.store.directory, shard)).exists() for shard in shards)
 
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
         """Wait for the shards that step `step` (from 0) reads. Return early with the signal if a rank received one.
@@ -269,31 +236,36 @@ class Releases:
         )
         return stopped_by
 
+    def is_written(self, step: int) -> bool:
+        """Returns whether extraction has finished every shard that step `step` (from 0) reads."""
+        shards = self.shards_of(list(chain.from_iterable(self._steps[step])))
+        return all(record_path(shard_path(self.directory, shard)).exists() for shard in shards)
+
+    def frees_disk_after(self, step: int) -> bool:
+        return self.num_unread(step) > self.num_unread(step - 1)
+
     def num_unread(self, step: int) -> int:
         """Returns the number of windows, counted from the first, that no step after the first `step` steps reads."""
         return int(np.searchsorted(self._unread_after, step, side="right"))
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether step `step` (from 1) is the last to read a window, so that a checkpoint frees disk space."""
-        return self.num_unread(step) > self.num_unread(step - 1)
 
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
         A run that resumes from an earlier step lowers the number of released windows. Extraction then writes the
-        shards of the reopened windows again.
+        shards of the reopened windows again. A deleted file takes up disk space until no process maps it.
         """
-        count = len(self.store.windows) if is_last else self.num_unread(step)
-        self.store.forget(self.store.windows[:count])
+        count = len(self.windows) if is_last else self.num_unread(step)
+        for shard in chain.from_iterable(self.windows[:count]):
+            self._mapped.pop(shard, None)
+            self._records.pop(shard, None)
         if is_first_rank:
-            write_sealed(self.store.directory / STREAM, {"released_windows": count, "windows": self.store.windows})
-            delete_shards(self.store.directory, self.store.windows[:count])
+            write_sealed(self.directory / STREAM, {"released_windows": count, "windows": self.windows})
+            delete_shards(self.directory, self.windows[:count])
 
-
-def _window_of_documents(store: StreamedStore) -> NDArray[np.int64]:
-    """Returns the index of each document's window i64[documents]."""
-    windows = np.empty(store.num_documents, np.int64)
-    for number, window in enumerate(store.windows):
-        for shard in window:
-            windows[store.ranges[shard].start : store.ranges[shard].stop] = number
-    return windows
+    def _window_of_documents(self) -> NDArray[np.int64]:
+        """Returns the index of each document's window i64[documents]."""
+        windows = np.empty(self.num_documents, np.int64)
+        for number, window in enumerate(self.windows):
+            for shard in window:
+                windows[self.ranges[shard].start : self.ranges[shard].stop] = number
+        return windows

@@ -18,6 +18,7 @@ from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, Speed, TrainMemory, make_plan
 from mtptrain.serving.break_even import read_costs, verdicts
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import config_dir
 
 
@@ -44,7 +45,7 @@ def print_plan(config: PipelineConfig) -> Plan:
 
 def describe_break_even(config: PipelineConfig) -> str:
     """Returns the measured verdicts on drafting with this head, or the command that measures them."""
-    costs = read_costs(config, config_dir(config.target.path, config.target.revision))
+    costs = read_costs(config, TargetFiles(config_dir(config.target.path, config.target.revision)))
     if costs:
         return "\n".join(verdicts(costs, config.head.name))
     settings = [each for each in sys.argv[1:] if not each.startswith(("plan=", "serving_bench.break_even="))]

@@ -17,7 +17,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import START, TARGET_WEIGHTS
-from mtptrain.target.hub import weights_fingerprint
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed
 
@@ -157,18 +157,18 @@ def break_even_dir(config: PipelineConfig) -> Path:
     return config.stage_dir("serving_bench") / "break_even"
 
 
-def subject(config: PipelineConfig, target_dir: Path) -> dict[str, Any]:
+def subject(config: PipelineConfig, target: TargetFiles) -> dict[str, Any]:
     """Returns what a measurement is about, as JSON stores it: the target's weights, the head's settings, and the dtype.
 
     Settings for the head's initial weights are left out, because they do not change its cost.
     """
     head = {name: value for name, value in asdict(config.head).items() if name not in START}
-    facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir), "head": head, "dtype": str(config.acceptance.dtype)}
+    facts = {TARGET_WEIGHTS: target.weights_sha256, "head": head, "dtype": str(config.acceptance.dtype)}
     stored: dict[str, Any] = json.loads(json.dumps(facts))
     return stored
 
 
-def read_costs(config: PipelineConfig, target_dir: Path) -> list[RoundCost]:
+def read_costs(config: PipelineConfig, target: TargetFiles) -> list[RoundCost]:
     """Returns the run's measured costs, or none if they are missing or of another target, head or dtype.
 
     Costs of a target whose weights are not on this machine are not used either, since the weights cannot be compared.
@@ -177,9 +177,9 @@ def read_costs(config: PipelineConfig, target_dir: Path) -> list[RoundCost]:
         UserError: the file is damaged.
     """
     path = break_even_dir(config) / "report.json"
-    if not path.is_file() or not any(target_dir.glob("*.safetensors")):
+    if not path.is_file() or not any(target.directory.glob("*.safetensors")):
         return []
-    report, wanted = read_sealed(path, REMEASURE, ["subject", "rows"]), subject(config, target_dir)
+    report, wanted = read_sealed(path, REMEASURE, ["subject", "rows"]), subject(config, target)
     if report["subject"] != wanted:
         return []
     try:

@@ -81,11 +81,6 @@ def unknown_target(path: str, answer: Exception, advice: str, setting: str = "ta
     )
 
 
-def engine_target(path: str, target_dir: Path) -> str:
-    """Returns the name or path by which a serving engine loads the target at `path`, resolved to `target_dir`."""
-    return str(target_dir) if path == DEMO or is_gguf(path) else path
-
-
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a checkpoint.
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.fp8 import decode, decode_into
 from mtptrain.hidden_states.shard_format import scales_of
-from mtptrain.hidden_states.store import HiddenStore, StoredDocument
+from mtptrain.hidden_states.store import HiddenStates, StoredDocument
 from mtptrain.training.step_packing import Anchors, Step, balance, document_costs, pack_documents, shuffled
 from mtptrain.utils.errors import UserError
 
@@ -196,13 +196,12 @@ class BatchSchedule:
 
     def __init__(
         self,
-        store: HiddenStore,
+        store: HiddenStates,
         ttt_steps: int,
         batch_tokens: int,
         micro_batches_per_step: int,
         seed: int,
         for_gpu: bool = True,
-        order: NDArray[np.int64] | None = None,
         drafts_per_document: int | None = None,
     ) -> None:
         """Pack the first epoch.
@@ -214,12 +213,10 @@ class BatchSchedule:
             micro_batches_per_step: number of micro-batches over all ranks.
             seed: shuffles the documents of each epoch.
             for_gpu: read ahead in a thread, into pinned memory.
-            order: document indices of the only epoch of a streamed store; None shuffles every epoch.
             drafts_per_document: number of draft positions of each document to use in a step, drawn at random in
                 every epoch; None for all.
         """
         self.store = store
-        self.order = order
         self.for_gpu = for_gpu
         self.ttt_steps = ttt_steps
         self.batch_tokens = batch_tokens
@@ -239,12 +236,9 @@ class BatchSchedule:
             )
 
     def _pack(self, epoch: int) -> list[Step]:
-        lengths = self.store.document_lengths
-        is_streamed = self.order is not None
-        order = shuffled(len(lengths), self.seed, epoch) if self.order is None else self.order
-        return pack_documents(
-            lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order, not is_streamed
-        )
+        lengths, fixed = self.store.document_lengths, self.store.order
+        order = shuffled(len(lengths), self.seed, epoch) if fixed is None else fixed
+        return pack_documents(lengths, self.costs, self.batch_tokens, self.micro_batches_per_step, order, fixed is None)
 
     @property
     def first_epoch(self) -> list[Step]:

@@ -6,12 +6,10 @@ from pathlib import Path
 from mtptrain.config import PipelineConfig, Resume
 from mtptrain.data.draft_vocab import d2t_sha256
 from mtptrain.heads.base import Head
-from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStore
-from mtptrain.hidden_states.stream import StreamedStore
+from mtptrain.hidden_states.store import HiddenStates
 from mtptrain.training.checkpoint import complete_checkpoints
 from mtptrain.training.step_packing import PACKING_VERSION
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256
 
 OPTIMISATION_SETTINGS = (
     "lr",
@@ -40,7 +38,7 @@ def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
         )
 
 
-def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict[str, object]:
+def resume_facts(config: PipelineConfig, states: HiddenStates, head: Head) -> dict[str, object]:
     """Returns the facts that must not change when a run resumes: its head, optimisation and order of the data."""
     return {
         "head": asdict(config.head),
@@ -48,15 +46,5 @@ def resume_facts(config: PipelineConfig, store: HiddenStore, head: Head) -> dict
         "seed": config.seed,
         **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
         "the version of the packing of documents": PACKING_VERSION,
-        **_data_facts(store),
+        **states.facts(),
     }
-
-
-def _data_facts(store: HiddenStore) -> dict[str, object]:
-    """Returns facts that identify the documents of the store and the order of training on them."""
-    if isinstance(store, StreamedStore):
-        return {
-            "the sha256 of the hidden states' plan": file_sha256(store.directory / PLAN),
-            "train.stream_shards": len(store.windows[0]),
-        }
-    return {"the sha256 of the hidden states' manifest": file_sha256(store.directory / MANIFEST)}

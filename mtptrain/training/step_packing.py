@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mtptrain.hidden_states.store import HiddenStore
+from mtptrain.hidden_states.store import HiddenStates
 from mtptrain.utils.errors import UserError
 
 Step = list[list[int]]
@@ -50,7 +50,7 @@ class Anchors:
         return np.sort(generator.choice(num_rows, min(self.per_document, num_rows), replace=False))
 
 
-def document_costs(store: HiddenStore, most_drafts: float = math.inf) -> NDArray[np.float64]:
+def document_costs(store: HiddenStates, most_drafts: float = math.inf) -> NDArray[np.float64]:
     """Returns the training cost of each document: 1 per row that drafts, plus attention and keys; 0 if no row drafts.
 
     Args:

@@ -5,7 +5,6 @@ The head with the highest acceptance length is the best one. The prompts are the
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,7 +21,8 @@ from mtptrain.decoding.prompts import (
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, fill_head
-from mtptrain.target.families import eos_token_ids, read_target_config
+from mtptrain.target.families import eos_token_ids
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import Target, check_placement, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
@@ -50,7 +50,7 @@ class Validated:
 class Validation:
     """Measures greedy acceptance and losses with the full target. Each rank takes its share of the prompts."""
 
-    def __init__(self, config: PipelineConfig, num_prompts: int, target_dir: Path, ranks: Ranks) -> None:
+    def __init__(self, config: PipelineConfig, num_prompts: int, target: TargetFiles, ranks: Ranks) -> None:
         """Choose the prompts; the target is loaded when it is first needed.
 
         Raises:
@@ -58,9 +58,8 @@ class Validation:
                 drafts exceed the target's or the head's context, or the target does not fit the ranks' devices.
         """
         self.dtype = getattr(torch, config.acceptance.dtype)
-        check_placement(target_dir, self.dtype, ranks.device)
-        target_config = read_target_config(target_dir)
-        context_tokens = target_config.max_position_embeddings
+        check_placement(target.directory, self.dtype, ranks.device)
+        context_tokens = target.config.max_position_embeddings
         prompts = held_out_prompts(
             held_out_documents(config.stage_dir("prompts"), HeldOut.choosing),
             num_prompts,
@@ -70,18 +69,18 @@ class Validation:
         )
         check_num_drafts(prompts, config.acceptance.num_speculative_tokens, context_tokens)
         with torch.device("meta"):
-            head = build_head(config.head, target_config)
+            head = build_head(config.head, target.config)
         lengths = config.train.validation_new_tokens, config.acceptance.num_speculative_tokens
         check_head_context(head, prompts.values(), *lengths, setting="head")
         self.prompts = list(prompts.values())[ranks.rank :: ranks.world_size]
         self.config = config
-        self.target_dir = target_dir
+        self.target = target
         self.ranks = ranks
-        self._target: Target | None = None
+        self._loaded: Target | None = None
 
     def measure(self, head_state: dict[str, torch.Tensor]) -> Validated:
         """Validates the head that has these weights, on the prompts of all ranks."""
-        head = build_head(self.config.head, read_target_config(self.target_dir))
+        head = build_head(self.config.head, self.target.config)
         return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device))
 
     def measure_head(self, head: Head, description: str | None = None) -> Validated:
@@ -91,17 +90,17 @@ class Validation:
             head: ready to draft, on the target's device.
             description: the label of the progress bar; None shows none.
         """
-        if self._target is None:
-            self._target = load_target(self.target_dir, self.dtype, self.ranks.device)
+        if self._loaded is None:
+            self._loaded = load_target(self.target.directory, self.dtype, self.ranks.device)
         num_speculative_tokens = self.config.acceptance.num_speculative_tokens
         generations = generate_in_batches(
-            self._target,
-            HeadDrafter(head, self._target.parts, num_speculative_tokens),
+            self._loaded,
+            HeadDrafter(head, self._loaded.parts, num_speculative_tokens),
             self.prompts,
             num_speculative_tokens=num_speculative_tokens,
             max_new_tokens=self.config.train.validation_new_tokens,
             sampler=Sampler(),
-            eos_token_ids=eos_token_ids(self._target.config, self._target.model.generation_config),
+            eos_token_ids=eos_token_ids(self._loaded.config, self._loaded.model.generation_config),
             batch_size=self.config.acceptance.batch_size,
             batch_tokens=self.config.acceptance.batch_tokens,
             description=description,
@@ -109,4 +108,4 @@ class Validation:
         acceptance = summarise([generation for share in self.ranks.gather(generations) for generation in share])
         answered, settings = zip(self.prompts, generations, strict=True), LossSettings.of(self.config.train)
         depths = self.config.head.ttt_steps
-        return Validated(acceptance, held_out_losses(head, self._target, answered, depths, settings, self.ranks))
+        return Validated(acceptance, held_out_losses(head, self._loaded, answered, depths, settings, self.ranks))

@@ -17,7 +17,8 @@ from mtptrain.config import PipelineConfig
 from mtptrain.data.draft_vocab import read_draft_vocab
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import StoredDocument
-from mtptrain.target.families import read_target_config
+from mtptrain.run import Run
+from mtptrain.target.files import TargetFiles
 from mtptrain.training.batches import draft_spans, make_batch
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
@@ -31,7 +32,7 @@ SETTINGS = (*EAGLE3, "prompts.max_document_tokens=128", "prompts.validation_frac
 def config(tmp_path: Path, config_for: Callable[..., PipelineConfig]) -> PipelineConfig:
     """Returns the config of a run with finished prompts, for a head with 40 of the target's 260 tokens."""
     config = config_for(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]", *SETTINGS)
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     return config
 
 
@@ -81,16 +82,16 @@ def test_special_tokens_are_the_tokenizers_and_those_that_stop_the_target(tmp_pa
     make_target(tmp_path, eos_token_id=[256, 257])
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [256, 258]}))
-    assert special_token_ids(tmp_path, read_target_config(tmp_path)) == {256, 257, 258}
-    small = read_target_config(tmp_path)
-    small.vocab_size = 258
-    assert special_token_ids(tmp_path, small) == {256, 257}
+    assert special_token_ids(TargetFiles(tmp_path)) == {256, 257, 258}
+    small = TargetFiles(tmp_path)
+    small.config.vocab_size = 258
+    assert special_token_ids(small) == {256, 257}
 
 
 def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_plain_count(
     config: PipelineConfig,
 ) -> None:
-    manifest = prepare_draft_vocab(config)
+    manifest = prepare_draft_vocab(Run(config))
     prompts_dir = config.stage_dir("prompts")
     d2t = read_draft_vocab(config.stage_dir("draft_vocab"), 40, 260, file_sha256(prompts_dir / "train.safetensors"))
     chosen = set((d2t + torch.arange(40)).tolist())
@@ -116,14 +117,14 @@ def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_pl
 def test_a_run_killed_while_it_writes_leaves_no_manifest(
     config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare_draft_vocab(config)
+    prepare_draft_vocab(Run(config))
 
     def killed(*args: object) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("data_prep.draft_vocab.write_draft_vocab", killed)
     with pytest.raises(KeyboardInterrupt):
-        prepare_draft_vocab(config)
+        prepare_draft_vocab(Run(config))
     assert not (config.stage_dir("draft_vocab") / "manifest.json").exists()
 
 
@@ -175,12 +176,12 @@ def test_a_head_without_a_draft_vocabulary_to_choose_is_refused(
     config_for: Callable[..., PipelineConfig], overrides: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        prepare_draft_vocab(config_for(*overrides))
+        prepare_draft_vocab(Run(config_for(*overrides)))
 
 
 def test_choosing_before_the_prompts_exist_says_what_to_run(config_for: Callable[..., PipelineConfig]) -> None:
     with pytest.raises(UserError, match=r"prompts/manifest\.json: must exist, but does not; run mtptrain prompts"):
-        prepare_draft_vocab(config_for(*SETTINGS))
+        prepare_draft_vocab(Run(config_for(*SETTINGS)))
 
 
 def test_prompts_of_another_tokenizer_are_refused(config: PipelineConfig, tmp_path: Path) -> None:
@@ -188,4 +189,4 @@ def test_prompts_of_another_tokenizer_are_refused(config: PipelineConfig, tmp_pa
     with pytest.raises(
         ValueError, match=r"manifest\.json: chat_template_sha256 must be \w+, as for target .*; run mtptrain prompts"
     ):
-        prepare_draft_vocab(config)
+        prepare_draft_vocab(Run(config))

@@ -23,6 +23,8 @@ from mtptrain.serving.depth_choice import (
     why_fixed,
 )
 from mtptrain.serving.load_generator import Latencies, Spread
+from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from tests.conftest import make_config, make_target, run_program
 
 SPEEDS = {
@@ -77,7 +79,9 @@ def write(
     """Write the settings, and return the message, vLLM's settings and the README."""
     head_dir, config = directory / "export/vllm", config_for(f"head={head}").head
     speeds = facts.pop("speeds", SPEEDS)
-    said = write_engine_settings(directory, speeds, {**FACTS, **facts}, head_dir, "a/target", config, target_dir)
+    said = write_engine_settings(
+        directory, speeds, {**FACTS, **facts}, head_dir, "a/target", config, read_target_config(target_dir)
+    )
     vllm, readme = directory / "vllm.json", directory / "README.md"
     return (
         said,
@@ -175,10 +179,10 @@ def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> Non
 
 def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(tmp_path: Path, tiny_target: Path) -> None:
     copied = shutil.copytree(tiny_target, tmp_path / "copied")
-    assert is_same_model(str(copied), str(tiny_target), tiny_target)
-    assert not is_same_model(str(make_target(tmp_path / "other", seed=1)), str(tiny_target), tiny_target)
-    assert is_same_model("/far/away/Llama-8B", "meta/llama-8b", tiny_target)
-    assert not is_same_model("meta/llama-1b", "meta/llama-8b", tiny_target)
+    assert is_same_model(str(copied), TargetFiles(tiny_target, str(tiny_target)))
+    assert not is_same_model(str(make_target(tmp_path / "other", seed=1)), TargetFiles(tiny_target, str(tiny_target)))
+    assert is_same_model("/far/away/Llama-8B", TargetFiles(tiny_target, "meta/llama-8b"))
+    assert not is_same_model("meta/llama-1b", TargetFiles(tiny_target, "meta/llama-8b"))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from mtptrain.convert.formats import format_for
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.export import export
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
+from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
 from mtptrain.target.families import read_target_config
@@ -82,7 +83,7 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
 def test_an_export_holds_all_that_serving_needs(tmp_path: Path, target_of_four_layers: Path, case: str) -> None:
     engine, overrides, architecture, method = EXPORTS[case]
     config = trained(tmp_path / "run", target_of_four_layers, f"export.engine={engine}", *overrides)
-    export(config)
+    export(Run(config))
     directory = tmp_path / "run/export" / engine
     form = format_for(engine, config.head, read_target_config(target_of_four_layers))
     assert {"config.json", "README.md", "serving.json", "provenance.json", "config.yaml", form.weights_name} <= {
@@ -118,15 +119,15 @@ def test_what_is_refused_is_refused_before_anything_is_read_or_written(
     overrides = ("export.engine=sglang", "head=eagle3", "head.capture_layers=[1,4]")
     config = make_config(f"run_dir={tmp_path}/run", f"target.path={target_of_four_layers}", *overrides)
     with pytest.raises(ValueError, match=r"head\.capture_layers: must be below the target's last layer"):
-        export(config)
+        export(Run(config))
     config = make_config(f"run_dir={tmp_path}/run", f"target.path={target_of_four_layers}", "head=hydra")
     with pytest.raises(
         ValueError, match=r"head: must be one of .* to be exported, but is hydra, which no engine has a"
     ):
-        export(config)
+        export(Run(config))
     config = make_config(f"run_dir={tmp_path}/dflash", f"target.path={target_of_four_layers}", "export.engine=vllm")
     with pytest.raises(ValueError, match="vLLM must not infer a method other than"):
-        export(config)
+        export(Run(config))
     assert not list(tmp_path.iterdir())
 
 
@@ -145,7 +146,7 @@ def test_a_damaged_report_is_refused_before_anything_is_written(
     sha256 = file_sha256(tmp_path / "run/train/best/head.safetensors")
     (tmp_path / "run/acceptance/report.json").write_text(content.replace("HEAD", sha256))
     with pytest.raises(ValueError, match=rf"acceptance/report\.json: {message}.*; run mtptrain acceptance again, or"):
-        export(config)
+        export(Run(config))
     assert not (tmp_path / "run/export").exists()
 
 
@@ -155,7 +156,7 @@ def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, target_
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         with pytest.raises(OSError, match=r"vllm\.mtptrain_new/\w+\.safetensors"):
-            export(config)
+            export(Run(config))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list((tmp_path / "run/export").iterdir())
@@ -168,12 +169,12 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layer
     (tmp_path / "other/provenance.json").rename(tmp_path / "run/train/provenance.json")
     before = sorted((tmp_path / "run").rglob("*"))
     with pytest.raises(ValueError, match=r"^export\.output_dir: \S+ must hold only .*, but best is none of them"):
-        export(config)
+        export(Run(config))
     assert sorted((tmp_path / "run").rglob("*")) == before
     config.export.output_dir = str(tmp_path / "served")
-    export(config)
+    export(Run(config))
     (tmp_path / "served/README.md").unlink()
-    export(config)
+    export(Run(config))
     assert (tmp_path / "served/README.md").is_file()
 
 
@@ -181,16 +182,16 @@ def test_an_export_of_an_older_version_is_replaced_unless_it_holds_other_files(
     tmp_path: Path, target_of_four_layers: Path
 ) -> None:
     config = trained(tmp_path / "run", target_of_four_layers)
-    export(config)
+    export(Run(config))
     provenance = tmp_path / "run/export/vllm/provenance.json"
     facts = json.loads(provenance.read_text())
     del facts["files"]
     write_json(provenance, facts)
     (provenance.parent / "thesis.tex").write_text("mine")
     with pytest.raises(ValueError, match=r"thesis\.tex is none of them; move it away"):
-        export(config)
+        export(Run(config))
     (provenance.parent / "thesis.tex").unlink()
-    export(config)
+    export(Run(config))
     assert "files" in json.loads(provenance.read_text())
 
 
@@ -200,10 +201,10 @@ def test_what_a_killed_export_leaves_is_removed(
     config = trained(tmp_path / "run", target_of_four_layers)
     if (child := os.fork()) == 0:
         monkeypatch.setattr("mtptrain.export.check_tensors", lambda *_: os._exit(9))
-        export(config)
+        export(Run(config))
     os.waitpid(child, 0)
     assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm.mtptrain_new"]
-    export(config)
+    export(Run(config))
     assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm"]
 
 
@@ -219,19 +220,19 @@ def test_an_export_shows_no_path_of_the_home(
     config = trained(
         tmp_path / "run", target_dir, f"export.output_dir={tmp_path}/heads/served", f"export.engine={engine}"
     )
-    export(config)
+    export(Run(config))
     texts = {path.name: path.read_text() for path in (tmp_path / "heads/served").glob("*.[jmy]*")}
     assert {"README.md", "config.json", "config.yaml", "provenance.json", "serving.json"} <= texts.keys()
     assert [name for name, text in texts.items() if str(tmp_path) in text] == []
     assert "~/heads/served" in texts["README.md"] and "`~` is the home directory" in texts["README.md"]
-    export(config)
+    export(Run(config))
 
 
 def test_an_export_to_a_link_replaces_the_directory_that_it_names(tmp_path: Path, target_of_four_layers: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "served").symlink_to(tmp_path / "disk")
     config = trained(tmp_path / "run", target_of_four_layers, f"export.output_dir={tmp_path}/served")
-    export(config)
+    export(Run(config))
     assert (tmp_path / "served").is_symlink() and (tmp_path / "disk/serving.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "run", "served"]
 
@@ -244,7 +245,7 @@ def test_a_head_that_comes_back_different_is_not_exported(
     with pytest.raises(
         UserError, match="the exported head must propose the same tokens as the trained one, but proposes"
     ):
-        export(config)
+        export(Run(config))
     assert not (tmp_path / "run/export/sglang").exists()
 
 
@@ -271,7 +272,7 @@ def test_an_export_reads_no_decoder_layer_of_the_target(
         load_target(target_dir, torch.float32, torch.device("cpu"))
     config = trained(tmp_path / "run", target_dir, *overrides)
     shutil.rmtree(tmp_path / "run/prompts")
-    export(config)
+    export(Run(config))
     assert (config.stage_dir("export") / config.export.engine / "serving.json").is_file()
 
 

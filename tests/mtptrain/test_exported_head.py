@@ -19,6 +19,7 @@ from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
@@ -250,7 +251,7 @@ def test_facts_of_an_unknown_head_are_refused(
     with pytest.raises(ValueError, match=rf"head\.json: {message}.*; copy it again, or train again"):
         load_head(tmp_path, CONFIG, target_config, None, torch.device("cpu"))
     with pytest.raises(ValueError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
-        check_head_target(tmp_path, tiny_target)
+        check_head_target(tmp_path, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(
@@ -271,4 +272,4 @@ def test_a_head_with_damaged_weights_is_refused(
     with pytest.raises(ValueError, match=rf"head\.safetensors: \S+ must hold {reason}; copy it again, or train again"):
         load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
     with pytest.raises(ValueError, match=rf"head: \S+ must hold {reason}; copy or download it again"):
-        load_init(str(tmp_path / "head"), CONFIG, tiny_target)
+        load_init(str(tmp_path / "head"), CONFIG, TargetFiles(tiny_target))

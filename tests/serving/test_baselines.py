@@ -15,6 +15,7 @@ from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.vllm_client import EngineRun
+from mtptrain.target.files import TargetFiles
 from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS
 from tests.serving.conftest import OnDisk, plain_job
 
@@ -61,7 +62,9 @@ def test_drafting_without_a_head_has_the_counters_and_answers_of_vllm(
     drafter: Drafter = PromptLookupDrafter(K, max_ngram=4, min_ngram=2)
     if method == "draft_model":
         cpu, setting = torch.device("cpu"), "acceptance.draft_model"
-        small = load_draft_model(str(small_model), target_of("llama").directory, torch.float32, cpu, setting)
+        small = load_draft_model(
+            str(small_model), TargetFiles(target_of("llama").directory), torch.float32, cpu, setting
+        )
         drafter = HeadDrafter(small, target.parts, K)
     generations = generate_in_batches(
         target,

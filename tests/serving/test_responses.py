@@ -13,6 +13,7 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.__main__ import prepare_responses
+from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config, program_command
 from tests.data_prep.speaking import make_speaking_target
@@ -60,7 +61,7 @@ def turns(number: int) -> list[dict[str, str]]:
 
 def respond(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """Generate the answers, and return their manifest."""
-    prepare_responses(make_config(f"run_dir={run_dir}", *overrides), ONE_RANK)
+    prepare_responses(Run(make_config(f"run_dir={run_dir}", *overrides)), ONE_RANK)
     manifest: dict[str, Any] = json.loads((run_dir / "responses/manifest.json").read_text())
     return manifest
 
@@ -76,7 +77,7 @@ def test_vllm_and_transformers_give_the_same_conversations(url: str, overrides: 
     assert (served["identity"]["model"], served["identity"]["settings"]["context_tokens"]) == ("speaking", 512)
     assert served["server_versions"] == ["vLLM 0.32.0"]
 
-    prepare_prompts(make_config(f"run_dir={tmp_path}/served", *overrides))
+    prepare_prompts(Run(make_config(f"run_dir={tmp_path}/served", *overrides)))
     report = json.loads((tmp_path / "served/prompts/report.json").read_text())
     supervised = sum(split["supervised_tokens"] for split in report["splits"].values())
     assert supervised == served["counts"]["answer_tokens"], "exactly the generated tokens must be supervised"

@@ -20,6 +20,7 @@ from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.stream import missing_open_shards
 from mtptrain.hidden_states.writer import has_shard
+from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, read_store
 
@@ -42,7 +43,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
     prepared: ConfigFor, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = prepared(lengths=[50] * 60)
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     undisturbed = read_store(config.stage_dir("hidden_states"))
     config.stage_dir("hidden_states").rename(Path(config.run_dir) / "undisturbed")
     (Path(config.run_dir) / "hidden_states").symlink_to(small_disk, target_is_directory=True)
@@ -66,7 +67,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
         r"some space and run"
     )
     with pytest.raises(OSError, match=message) as raised:
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
     assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
     assert not list(store_dir.glob("*.tmp"))
     shards = sorted(store_dir.glob("shard_*.safetensors"))  # the full disk may lack the record of the last shard
@@ -75,7 +76,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
 
     monkeypatch.undo()
     (small_disk / "of_somebody_else").unlink()
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     assert read_store(store_dir) == undisturbed
     assert {name: (store_dir / name).stat().st_mtime_ns for name in kept} == kept
 
@@ -92,20 +93,22 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
         match=r"hidden_states: 0.000 GB must be free for the hidden states, but only 0.000 GB are; free more, "
         r".*store_dtype=fp8",
     ):
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
     assert "267 tokens x 133 bytes" in capsys.readouterr().out
     written = sorted(path.name for path in config.stage_dir("hidden_states").iterdir())
     assert written == ["config.yaml", "plan.json", "provenance.json"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed, needed))
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
 
 
 def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
     config = prepared("hidden_states.backend=vllm", "hidden_states.dtype=float32")
-    by_transformers = replace(prepare_extraction(prepared()), shards=[range(0, 3), range(3, 10)], capture_layers=(1, 2))
+    by_transformers = replace(
+        prepare_extraction(Run(prepared())), shards=[range(0, 3), range(3, 10)], capture_layers=(1, 2)
+    )
     extraction = replace(by_transformers, config=config)
     two_ranks = Ranks(rank=0, world_size=2, local_rank=0)
-    assert extraction.target_config.hidden_size == 64
+    assert extraction.target.config.hidden_size == 64
     assert scratch_bytes(extraction, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
     config.hidden_states.scratch_dir = "/dev/shm"
     assert scratch_bytes(extraction, two_ranks) == 0
@@ -114,12 +117,12 @@ def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
 
 def test_finished_shards_need_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
     config = prepared()
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
     usage = namedtuple("usage", "total used free")
     one_shard = (5 + 40 + 17) * 133 + 3 * DOCUMENT_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - one_shard, one_shard))
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
 
 
 def test_streamed_shards_on_the_disk_make_room_for_later_ones(
@@ -135,11 +138,11 @@ def test_streamed_shards_on_the_disk_make_room_for_later_ones(
         hidden_states.fill(extraction, streams, missing, ranks)
 
     monkeypatch.setattr("data_prep.hidden_states.follow_training", write_open_windows)
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     assert len(list(store_dir.glob("shard_*.safetensors"))) == 3
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 0))
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     next(store_dir.glob("shard_*.safetensors")).unlink()
     with pytest.raises(ValueError, match="must be free for the hidden states"):
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)

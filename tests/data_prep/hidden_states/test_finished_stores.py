@@ -7,6 +7,7 @@ import pytest
 from data_prep import hidden_states
 from data_prep.hidden_states import extract_hidden_states
 from mtptrain.config import PipelineConfig
+from mtptrain.run import Run
 from tests.conftest import run_program
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, overrides_of, read_store
 
@@ -15,20 +16,20 @@ def test_a_finished_store_is_not_computed_again(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = prepared()
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     assert "supervised tokens" in capsys.readouterr().out
     monkeypatch.delattr(hidden_states, "load_target")
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     assert "is finished already: 10 documents, 267 tokens" in capsys.readouterr().out
 
 
 def test_a_damaged_shard_is_computed_again_after_it_was_deleted(prepared: ConfigFor) -> None:
     config = prepared()
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     store_dir = config.stage_dir("hidden_states")
     expected = read_store(store_dir)
     (store_dir / "shard_00001.safetensors").unlink()
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     assert read_store(store_dir) == expected
 
 
@@ -39,7 +40,7 @@ def verify_by_program(config: PipelineConfig, num_ranks: int) -> subprocess.Comp
 def test_the_full_check_names_every_damaged_shard_and_computes_nothing(prepared: ConfigFor) -> None:
     config = prepared()
     assert "must exist, but it does not" in verify_by_program(config, 1).stderr
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     store_dir = config.stage_dir("hidden_states")
     whole = verify_by_program(config, 2)
     assert whole.returncode == 0 and "damaged" in whole.stdout and "documents" in whole.stdout

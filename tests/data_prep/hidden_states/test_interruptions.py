@@ -14,6 +14,7 @@ import pytest
 
 from data_prep.hidden_states import extract_hidden_states
 from mtptrain.config import PipelineConfig
+from mtptrain.run import Run
 from mtptrain.utils.distributed import free_port, init_ranks
 from tests.conftest import program_command, run_program
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, overrides_of, read_store
@@ -74,7 +75,7 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
 def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
     """Runs the stage as one rank under torchrun."""
     os.environ.update(ranks_environment(rank, num_ranks, port))
-    extract_hidden_states(config, init_ranks())
+    extract_hidden_states(Run(config), init_ranks())
 
 
 def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:
@@ -127,7 +128,7 @@ def test_parts_run_concurrently_and_the_last_one_finishes_the_store(prepared: Co
     rng = np.random.default_rng(5)
     config = prepared(lengths=rng.integers(1, 90, 60).tolist())
     store_dir = config.stage_dir("hidden_states")
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     undisturbed = read_store(store_dir)
     shutil.rmtree(store_dir)
     parts = []
@@ -143,6 +144,6 @@ def test_a_part_that_ends_names_the_parts_that_are_unfinished(
 ) -> None:
     config = prepared(lengths=[50] * 60)
     settings = replace(config.hidden_states, part=0, num_parts=3)
-    extract_hidden_states(replace(config, hidden_states=settings), ONE_RANK)
+    extract_hidden_states(Run(replace(config, hidden_states=settings)), ONE_RANK)
     printed = capsys.readouterr().out
     assert "unfinished parts   1, 2; to rerun a failed one, set hidden_states.part=N and the same num_parts" in printed

@@ -8,6 +8,7 @@ from data_prep import hidden_states
 from data_prep.hidden_states import extract_hidden_states
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
+from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, make_target
@@ -27,7 +28,7 @@ def test_eight_bits_for_captured_layers_alone_need_captured_layers(prepared: Con
     with pytest.raises(
         ValueError, match="store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"
     ):
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -39,7 +40,7 @@ def test_states_of_another_target_are_refused(
         if not finished:
             patch.setattr(hidden_states, "finish_store", interrupt)
         try:
-            extract_hidden_states(config, ONE_RANK)
+            extract_hidden_states(Run(config), ONE_RANK)
         except KeyboardInterrupt:
             assert not finished
     config.target.path = str(make_target(tmp_path / "tuned", seed=1))
@@ -47,7 +48,7 @@ def test_states_of_another_target_are_refused(
     with pytest.raises(
         ValueError, match=r"the hash of the target's weights must be .*, but is .*delete .*hidden_states"
     ):
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
     assert read_store(config.stage_dir("hidden_states")) == before
 
 
@@ -55,18 +56,18 @@ def test_states_of_other_prompts_layers_or_dtype_are_refused(
     prepared: ConfigFor, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = prepared()
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     with pytest.raises(ValueError, match=r"the compute dtype \(hidden_states.dtype\) must be float32, but is bfloat16"):
-        extract_hidden_states(prepared("hidden_states.dtype=float32"), ONE_RANK)
+        extract_hidden_states(Run(prepared("hidden_states.dtype=float32")), ONE_RANK)
     with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 61, but is 60"):
-        extract_hidden_states(prepared("hidden_states.shard_tokens=61"), ONE_RANK)
+        extract_hidden_states(Run(prepared("hidden_states.shard_tokens=61")), ONE_RANK)
     with monkeypatch.context() as patch:
         patch.setattr(HEADS["mtp"], "layers_to_capture", lambda *_: (1,))
         with pytest.raises(ValueError, match=r"the list of captured layers must be \(1,\), but is \(\)"):
-            extract_hidden_states(config, ONE_RANK)
+            extract_hidden_states(Run(config), ONE_RANK)
     write_prompts(Path(config.run_dir), tiny_target, make_documents(LENGTHS, seed=1))
     with pytest.raises(ValueError, match=r"the hash of the prompts \(train.safetensors\) must be"):
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +86,18 @@ def test_prompts_of_another_tokenizer_or_template_are_refused(
     with pytest.raises(
         ValueError, match=rf"prompts/manifest.json: {name} must be .*, as for target {other}, but is .*; run mtptrain"
     ):
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
 
 
 def test_without_stage_1_the_program_to_run_is_named(config_for: ConfigFor) -> None:
     with pytest.raises(UserError, match=r"prompts/manifest.json: must exist, but does not; run mtptrain prompts"):
-        extract_hidden_states(config_for(), ONE_RANK)
+        extract_hidden_states(Run(config_for()), ONE_RANK)
 
 
 def test_documents_beyond_the_context_of_the_target_are_refused(prepared: ConfigFor) -> None:
     message = r"at most 512 tokens, .* but the longest has 513; set prompts.max_document_tokens=512 or less"
     with pytest.raises(ValueError, match=message):
-        extract_hidden_states(prepared(lengths=[5, 513]), ONE_RANK)
+        extract_hidden_states(Run(prepared(lengths=[5, 513])), ONE_RANK)
 
 
 def test_tokens_outside_the_vocabulary_are_refused(prepared: ConfigFor, tiny_target: Path) -> None:
@@ -105,12 +106,12 @@ def test_tokens_outside_the_vocabulary_are_refused(prepared: ConfigFor, tiny_tar
     with pytest.raises(
         ValueError, match=r"token ids must be below 260, the target's vocab_size, but the largest is 260; .*mtptrain"
     ):
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
 
 
 def test_no_documents_are_refused(prepared: ConfigFor) -> None:
     with pytest.raises(ValueError, match=r"must hold at least one document, but holds none; correct prompts.paths"):
-        extract_hidden_states(prepared(lengths=[]), ONE_RANK)
+        extract_hidden_states(Run(prepared(lengths=[])), ONE_RANK)
 
 
 def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(
@@ -121,4 +122,4 @@ def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(
         pytest.warns(UserWarning, match=r"not exported: head\.zero_first_embedding: must be true for a mimo target"),
         pytest.raises(KeyboardInterrupt),
     ):
-        extract_hidden_states(prepared("head.zero_first_embedding=true"), ONE_RANK)
+        extract_hidden_states(Run(prepared("head.zero_first_embedding=true")), ONE_RANK)

@@ -11,6 +11,7 @@ from data_prep.hidden_states import extract_hidden_states
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.hidden_states.store import HiddenStore, verify
+from mtptrain.run import Run
 from mtptrain.target.model import load_target
 from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import CPU, LENGTHS, ONE_RANK, ConfigFor, make_documents, read_store
@@ -23,7 +24,7 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
 ) -> None:
     monkeypatch.setattr(HEADS["mtp"], "layers_to_capture", lambda *_: capture_layers)
     config = prepared(f"hidden_states.dtype={dtype}")
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
 
     store = HiddenStore.open(config.stage_dir("hidden_states"))
     verify(store)
@@ -48,7 +49,7 @@ def test_the_size_of_a_batch_changes_states_only_by_rounding(prepared: ConfigFor
     stores = []
     for batch_tokens in (1, 100_000):
         config = prepared(f"hidden_states.batch_tokens={batch_tokens}")
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
         directory = config.stage_dir("hidden_states").rename(Path(config.run_dir) / f"batch_{batch_tokens}")
         stores.append(HiddenStore.open(directory))
     for index in range(len(LENGTHS)):
@@ -65,7 +66,7 @@ def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepare
     for threads in (1, 4):
         config = prepared(f"target.path={target_dir}", lengths=[64, 100, 100, 200, 333])
         torch.set_num_threads(threads)
-        extract_hidden_states(config, ONE_RANK)
+        extract_hidden_states(Run(config), ONE_RANK)
         found.append(read_store(config.stage_dir("hidden_states")))
         shutil.rmtree(config.stage_dir("hidden_states"))
     assert found[0] == found[1]
@@ -73,14 +74,14 @@ def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepare
 
 def test_the_stage_records_its_config_and_where_it_came_from(prepared: ConfigFor) -> None:
     config = prepared()
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     assert (config.stage_dir("hidden_states") / "config.yaml").exists()
     assert (config.stage_dir("hidden_states") / "provenance.json").exists()
 
 
 def test_the_manifest_tells_target_and_counts_and_nothing_of_the_run(prepared: ConfigFor) -> None:
     config = prepared()
-    extract_hidden_states(config, ONE_RANK)
+    extract_hidden_states(Run(config), ONE_RANK)
     manifest = HiddenStore.open(config.stage_dir("hidden_states")).manifest
     documents = make_documents(LENGTHS)
     assert manifest.num_tokens == sum(LENGTHS)

@@ -9,6 +9,7 @@ from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import DuplicatesReport
 from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import Split
+from mtptrain.run import Run
 from tests.conftest import make_tokenizer
 from tests.data_prep.prompts.documents import CHATS, chat, read_output
 
@@ -17,7 +18,7 @@ def test_the_training_limit_stops_the_tokenizing_of_a_large_source(
     chat_config: Callable[..., PipelineConfig],
 ) -> None:
     rows = [chat(f"chat{i}", f"question {i}", "answer") for i in range(400)]
-    report = prepare_prompts(chat_config(rows, "prompts.max_train_tokens=200"))
+    report = prepare_prompts(Run(chat_config(rows, "prompts.max_train_tokens=200")))
     train, validation = report.splits[Split.train], report.splits[Split.validation]
     assert 0 < train.tokens <= 200
     assert train.documents + validation.documents + report.beyond_max_train_tokens == 400
@@ -25,7 +26,7 @@ def test_the_training_limit_stops_the_tokenizing_of_a_large_source(
 
 def test_conversations_are_written_with_the_answers_supervised(chat_config: Callable[..., PipelineConfig]) -> None:
     config = chat_config(CHATS)
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     tokenizer, output = make_tokenizer(), read_output(config)
     assert len(output) == 20
     for i in range(20):
@@ -49,7 +50,7 @@ def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(
     """Regression test: rows used to be split by their ids (abc_0, ...), which put 20 questions into both splits."""
     rows = [chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)]
     config = chat_config(rows)
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     sides = splits_of_questions(config)
     assert len(sides) == 20 and all(len(split) == 1 for split in sides.values())
     assert {split for side in sides.values() for split in side} == set(Split)
@@ -59,7 +60,7 @@ def test_a_question_falls_on_one_side_in_any_spelling(chat_config: Callable[...,
     spellings = ("What is {} plus 1?", "what is {}  plus 1?\n", " WHAT IS {} PLUS 1?", "\uff37hat is {} plus 1?")
     rows = [chat(f"{i}.{j}", form.format(i), "a sum") for i in range(20) for j, form in enumerate(spellings)]
     config = chat_config(rows)
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     output = read_output(config)
     for i in range(20):
         assert len({entry.split for j in range(4) for entry, _, _ in output[f"{i}.{j}"]}) == 1
@@ -68,7 +69,7 @@ def test_a_question_falls_on_one_side_in_any_spelling(chat_config: Callable[...,
 def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
     rows = [*CHATS, *({"messages": row["messages"]} for row in CHATS * 2), chat("other answer", "question 0", "no")]
     config = chat_config(rows)
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     texts = [tuple(ids) for windows in read_output(config).values() for _, ids, _ in windows]
     assert len(texts) == len(set(texts)) == 21
     assert report.duplicates == DuplicatesReport(questions=20, largest=4, same_question=41, dropped=40)
@@ -77,7 +78,7 @@ def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Call
 def test_windows_without_an_answer_are_left_out_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
     rows = [*CHATS, chat("long", "q" * 300, "a" * 100)]
     config = chat_config(rows, "prompts.max_document_tokens=64")
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     windows = read_output(config)["long"]
     assert report.windows_unsupervised == 302 // 64 == windows[0][0].window
     assert sum(sum(mask) for _, _, mask in windows) == 101

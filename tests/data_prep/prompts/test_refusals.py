@@ -9,6 +9,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.data import chat_template
+from mtptrain.run import Run
 from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output
@@ -16,7 +17,7 @@ from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_outpu
 
 def test_refused_conversations_are_counted_by_reason(chat_config: Callable[..., PipelineConfig]) -> None:
     odd = [{"messages": [{"role": "narrator", "content": "once"}]}, chat("unanswered", "hello?")]
-    report = prepare_prompts(chat_config([*CHATS, *odd]))
+    report = prepare_prompts(Run(chat_config([*CHATS, *odd])))
     assert {group.reason: group.count for group in report.refused} == {
         "unknown role 'narrator'": 1,
         "no assistant turn": 1,
@@ -28,12 +29,12 @@ def test_no_paths_are_refused(config_for: ConfigFor) -> None:
     with pytest.raises(
         ValueError, match=r"prompts\.paths: must name at least one path with prompts\.source=text_files, but is empty; "
     ):
-        prepare_prompts(config_for("prompts.paths=[]"))
+        prepare_prompts(Run(config_for("prompts.paths=[]")))
 
 
 def test_a_missing_directory_is_refused(config_for: ConfigFor) -> None:
     with pytest.raises(UserError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
-        prepare_prompts(config_for("prompts.paths=[/no/such/place]"))
+        prepare_prompts(Run(config_for("prompts.paths=[/no/such/place]")))
 
 
 def test_a_pattern_that_no_file_fits_is_refused(text_config: ConfigFor) -> None:
@@ -41,7 +42,7 @@ def test_a_pattern_that_no_file_fits_is_refused(text_config: ConfigFor) -> None:
         ValueError,
         match=r"must hold at least one file with text that matches '\*\.rs', but .*/texts holds none; correct the",
     ):
-        prepare_prompts(text_config("prompts.pattern='*.rs'"))
+        prepare_prompts(Run(text_config("prompts.pattern='*.rs'")))
 
 
 @pytest.mark.parametrize("num_files", [2, 40])
@@ -52,7 +53,7 @@ def test_files_that_are_all_empty_are_refused_by_their_number(
         (tmp_path / f"{i}.py").touch()
     (tmp_path / "latin.py").write_bytes(b"# gr\xf6\xdfe\n")
     with pytest.raises(ValueError) as refused:
-        prepare_prompts(config_for(f"prompts.paths=[{tmp_path}]"))
+        prepare_prompts(Run(config_for(f"prompts.paths=[{tmp_path}]")))
     assert str(refused.value) == (
         f"prompts.paths: must hold at least one file with text that matches '*.py', but {tmp_path} holds none, "
         f"{num_files} refused (empty), 1 refused (not UTF-8); correct the paths, prompts.pattern or the data"
@@ -66,14 +67,14 @@ def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(
     with pytest.raises(
         ValueError, match=r"at least one usable conversation, but .* holds none: 2 refused \(unknown role 'narrator'\)"
     ):
-        prepare_prompts(chat_config(rows))
+        prepare_prompts(Run(chat_config(rows)))
 
 
 def test_an_empty_file_of_conversations_is_refused(chat_config: Callable[..., PipelineConfig]) -> None:
     with pytest.raises(
         ValueError, match=r"at least one usable conversation, but .*chats\.jsonl holds none; correct the paths"
     ):
-        prepare_prompts(chat_config([]))
+        prepare_prompts(Run(chat_config([])))
 
 
 def test_an_empty_validation_split_is_refused_before_anything_is_tokenized(text_config: ConfigFor) -> None:
@@ -82,7 +83,7 @@ def test_an_empty_validation_split_is_refused_before_anything_is_tokenized(text_
         r"data"
     )
     with pytest.raises(ValueError, match=match):
-        prepare_prompts(text_config("prompts.validation_fraction=1e-6"))
+        prepare_prompts(Run(text_config("prompts.validation_fraction=1e-6")))
 
 
 def test_a_data_set_that_asks_one_question_cannot_be_split(chat_config: Callable[..., PipelineConfig]) -> None:
@@ -90,14 +91,14 @@ def test_a_data_set_that_asks_one_question_cannot_be_split(chat_config: Callable
     with pytest.raises(
         ValueError, match=r"split must hold .*: none of 20 documents \(different questions: 1\) belongs to it; add"
     ):
-        prepare_prompts(chat_config(rows))
+        prepare_prompts(Run(chat_config(rows)))
 
 
 def test_an_empty_train_split_is_refused(text_config: ConfigFor) -> None:
     with pytest.raises(
         ValueError, match=r"the train split must hold at least one document, but holds none with .*=0\.9999"
     ):
-        prepare_prompts(text_config("prompts.validation_fraction=0.9999"))
+        prepare_prompts(Run(text_config("prompts.validation_fraction=0.9999")))
 
 
 def test_a_training_limit_below_the_first_document_is_refused(text_config: ConfigFor) -> None:
@@ -105,7 +106,7 @@ def test_a_training_limit_below_the_first_document_is_refused(text_config: Confi
         ValueError,
         match=r"the train split must hold .* prompts\.max_train_tokens=3.*; add data or change these settings",
     ):
-        prepare_prompts(text_config("prompts.max_train_tokens=3"))
+        prepare_prompts(Run(text_config("prompts.max_train_tokens=3")))
 
 
 def test_conversations_need_a_chat_template(tmp_path: Path, chat_config: Callable[..., PipelineConfig]) -> None:
@@ -113,7 +114,7 @@ def test_conversations_need_a_chat_template(tmp_path: Path, chat_config: Callabl
     with pytest.raises(
         ValueError, match=rf"must have a chat template to render messages, but that of {target_dir} has none"
     ):
-        prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
+        prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
 
 
 def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
@@ -124,7 +125,7 @@ def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
     with pytest.raises(
         ValueError, match=rf"the chat template of {target_dir} must show which tokens .* the loss mask is empty"
     ):
-        prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
+        prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
 
 
 def test_conversations_without_an_answer_are_not_blamed_on_the_template(
@@ -136,7 +137,7 @@ def test_conversations_without_an_answer_are_not_blamed_on_the_template(
         r"first is .*\.jsonl:\d+\); choose data with answers, or let the target answer: run mtptrain responses"
     )
     with pytest.raises(ValueError, match=match):
-        prepare_prompts(chat_config(rows))
+        prepare_prompts(Run(chat_config(rows)))
 
 
 def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_target(
@@ -147,13 +148,13 @@ def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_targ
     rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
     match = rf"chat template of {target_dir} must .* mask is empty: .*20 refused \(the chat template fails: ZeroDiv"
     with pytest.raises(ValueError, match=match):
-        prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
+        prepare_prompts(Run(chat_config(rows, f"target.path={target_dir}")))
 
 
 def test_a_file_of_empty_answers_is_refused_before_training(chat_config: Callable[..., PipelineConfig]) -> None:
     rows = [chat(f"chat{i}", f"hello {i}?", "") for i in range(20)]
     with pytest.raises(ValueError, match=r"none of 20 has one that can be used, 20 refused \(an answer without text\)"):
-        prepare_prompts(chat_config(rows))
+        prepare_prompts(Run(chat_config(rows)))
 
 
 def test_a_file_without_drafts_is_refused_before_training(
@@ -164,8 +165,8 @@ def test_a_file_without_drafts_is_refused_before_training(
     rows = [chat(f"chat{i}", f"hello {i}?", "y") for i in range(20)]
     match = r"the train split must hold a document in which two generated tokens .* but none of its \d+ documents does"
     with pytest.raises(ValueError, match=match):
-        prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
-    report = prepare_prompts(chat_config([*rows, *CHATS], f"target.path={target_dir}"))
+        prepare_prompts(Run(chat_config(rows, f"target.path={target_dir}")))
+    report = prepare_prompts(Run(chat_config([*rows, *CHATS], f"target.path={target_dir}")))
     assert sum(split.without_drafts for split in report.splits.values()) == 20
 
 
@@ -173,7 +174,7 @@ def test_answers_that_are_not_to_be_trained_are_counted(chat_config: Callable[..
     row = chat("mixed", "a?", "SKIP", "b?", "keep")
     row["messages"][1]["weight"] = 0
     config = chat_config([*CHATS, row])
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     [(_, ids, mask)] = read_output(config)["mixed"]
     tokenizer = make_tokenizer()
     assert "SKIP" in tokenizer.decode(ids)
@@ -188,7 +189,7 @@ def test_text_that_the_template_inserts_and_its_date_are_reported(
         "{% generation %}", "{% generation %}<think></think>"
     )
     target_dir = make_target(tmp_path / "target", chat_template=template)
-    report = prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
+    report = prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
     assert (report.answers_inserted, report.is_dated) == (20, True)
 
 
@@ -202,7 +203,7 @@ def test_a_conversation_that_renders_for_ever_is_named(
     rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
     match = rf"\.jsonl:8: the chat template of {target_dir} must render a conversation within 0\.2 s"
     with pytest.raises(chat_template.EndlessTemplate, match=match):
-        prepare_prompts(chat_config(rows, f"target.path={target_dir}"))
+        prepare_prompts(Run(chat_config(rows, f"target.path={target_dir}")))
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, text_config: ConfigFor) -> None:
@@ -212,4 +213,4 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, text_config: Co
         r"config\.json"
     )
     with pytest.raises(ValueError, match=match):
-        prepare_prompts(text_config(f"target.path={target_dir}"))
+        prepare_prompts(Run(text_config(f"target.path={target_dir}")))

@@ -12,6 +12,7 @@ from data_prep.prompts_report import RewrittenReport
 from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import Split, is_held_out
 from mtptrain.data.questions import question_group
+from mtptrain.run import Run
 from tests.conftest import make_target, make_tokenizer
 from tests.data_prep.prompts.documents import chat, read_output
 
@@ -41,7 +42,7 @@ def test_rewritten_answers_are_written_beside_their_conversation_on_its_side(
 ) -> None:
     rows = reasoned_chats(3)
     config = chat_config(rows, f"target.path={rewriting_target}")
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     tokenizer, output = make_tokenizer(), read_output(config)
     for i, row in enumerate(rows):
         documents = output[f"chat{i}"]
@@ -58,7 +59,7 @@ def test_rewritten_answers_are_written_beside_their_conversation_on_its_side(
 def test_the_report_says_what_rewritten_answers_cost(
     chat_config: Callable[..., PipelineConfig], rewriting_target: Path
 ) -> None:
-    report = prepare_prompts(chat_config(reasoned_chats(3), f"target.path={rewriting_target}"))
+    report = prepare_prompts(Run(chat_config(reasoned_chats(3), f"target.path={rewriting_target}")))
     question, answer, generated = 10 + 2, 8 + 2, 23 * 3 + 1 + 8 + 1
     history = [
         (question + answer) * i + question + 1 for i in range(3)
@@ -76,7 +77,7 @@ def test_a_conversation_that_nothing_rewrites_stores_no_history_again(
     chat_config: Callable[..., PipelineConfig],
 ) -> None:
     config = chat_config(reasoned_chats(3))
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     assert report.rewritten == RewrittenReport(answers=0, documents=0, tokens=0, history_tokens=0)
     assert all(len(documents) == 1 for documents in read_output(config).values())
 
@@ -86,14 +87,14 @@ def test_rewritten_answers_are_cut_and_limited_as_their_conversation_is(
 ) -> None:
     settings = (f"target.path={rewriting_target}", "prompts.max_document_tokens=100")
     config = chat_config(reasoned_chats(3), *settings)
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     assert report.documents_cut == 20
     lengths = [(12 + 10) * i + 13 + 79 for i in range(3)]
     assert report.windows_cut == 20 * sum(-(-length // 100) for length in lengths if length > 100)
     windows = read_output(config)["chat0"]
     assert [(entry.turn, entry.window) for entry, _, _ in windows] == [(0, 0), (0, 1), (4, 0), (4, 1), (2, 0)]
     assert report.rewritten.documents == 20 * 3
-    limited = prepare_prompts(chat_config(reasoned_chats(3), *settings, "prompts.max_train_tokens=1000"))
+    limited = prepare_prompts(Run(chat_config(reasoned_chats(3), *settings, "prompts.max_train_tokens=1000")))
     assert 900 < limited.splits[Split.train].tokens <= 1000
     kept = {name for name, documents in read_output(config).items() if len(documents) == 5}
     assert limited.beyond_max_train_tokens == 20 - len(kept) > 0

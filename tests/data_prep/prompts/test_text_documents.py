@@ -9,6 +9,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
+from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import make_target, make_tokenizer, run_program
 from tests.data_prep.prompts.documents import DATA_FILES, FILES, ConfigFor, read_output
@@ -16,7 +17,7 @@ from tests.data_prep.prompts.documents import DATA_FILES, FILES, ConfigFor, read
 
 def test_every_token_of_every_file_is_written_on_the_side_of_its_name(text_config: ConfigFor) -> None:
     config = text_config()
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     tokenizer, output = make_tokenizer(), read_output(config)
     assert output.keys() == FILES.keys() - {"empty.py"}
     for name, windows in output.items():
@@ -27,7 +28,7 @@ def test_every_token_of_every_file_is_written_on_the_side_of_its_name(text_confi
 
 def test_long_files_become_windows_that_are_counted(text_config: ConfigFor) -> None:
     config = text_config()
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     lengths = {name: len(text) for name, text in FILES.items() if len(text) > 128}
     assert report.documents_cut == len(lengths) > 10
     assert report.windows_cut == sum(-(-length // 128) for length in lengths.values())
@@ -42,7 +43,7 @@ def test_the_beginning_of_text_token_stands_before_a_file_once(tmp_path: Path, t
     tokenizer.bos_token = "<|end|>"
     tokenizer.save_pretrained(target_dir)
     config = text_config(f"target.path={target_dir}")
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     for name, windows in read_output(config).items():
         ids = [token_id for _, token_ids, _ in windows for token_id in token_ids]
         assert ids == [256, *tokenizer(FILES[name], add_special_tokens=False)["input_ids"]]
@@ -50,7 +51,7 @@ def test_the_beginning_of_text_token_stands_before_a_file_once(tmp_path: Path, t
 
 
 def test_refused_files_are_reported_with_the_reason(text_config: ConfigFor) -> None:
-    report = prepare_prompts(text_config())
+    report = prepare_prompts(Run(text_config()))
     assert {(group.reason, group.count, *group.first) for group in report.refused} == {
         ("not UTF-8", 1, "latin.py"),
         ("empty", 1, "empty.py"),
@@ -59,7 +60,7 @@ def test_refused_files_are_reported_with_the_reason(text_config: ConfigFor) -> N
 
 def test_documents_stand_in_the_order_of_their_ids_and_the_report_agrees_with_the_files(text_config: ConfigFor) -> None:
     config = text_config()
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     stage_dir = config.stage_dir("prompts")
     report = json.loads((stage_dir / "report.json").read_text())
     manifest = PromptsManifest.read(stage_dir)
@@ -84,7 +85,7 @@ def test_documents_stand_in_the_order_of_their_ids_and_the_report_agrees_with_th
 
 def test_the_manifest_names_the_tokenizer_and_the_limits(text_config: ConfigFor, tiny_target: Path) -> None:
     config = text_config()
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     manifest = PromptsManifest.read(config.stage_dir("prompts"))
     assert manifest.tokenizer == TokenizerIdentity.of(load_tokenizer(tiny_target))
     assert (manifest.vocab_size, manifest.max_document_tokens) == (260, 128)
@@ -93,11 +94,11 @@ def test_the_manifest_names_the_tokenizer_and_the_limits(text_config: ConfigFor,
 def test_a_second_run_replaces_the_first_with_the_same_bytes(text_config: ConfigFor) -> None:
     config = text_config()
     stage_dir = config.stage_dir("prompts")
-    prepare_prompts(text_config("prompts.pattern=file_*.py"))
+    prepare_prompts(Run(text_config("prompts.pattern=file_*.py")))
     other = (stage_dir / "train.safetensors").read_bytes()
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     first = {name: (stage_dir / name).read_bytes() for name in DATA_FILES}
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     assert {name: (stage_dir / name).read_bytes() for name in DATA_FILES} == first
     assert first["train.safetensors"] != other
     assert sorted(path.name for path in stage_dir.iterdir()) == sorted([*DATA_FILES, "provenance.json"])
@@ -107,14 +108,14 @@ def test_a_run_killed_while_it_writes_leaves_no_manifest(
     text_config: ConfigFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = text_config()
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
 
     def killed(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(DocumentEntry, "write_all", killed)
     with pytest.raises(KeyboardInterrupt):
-        prepare_prompts(config)
+        prepare_prompts(Run(config))
     assert not (config.stage_dir("prompts") / "manifest.json").exists()
 
 
@@ -122,10 +123,10 @@ def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_vali
     text_config: ConfigFor,
 ) -> None:
     whole = text_config()
-    prepare_prompts(whole)
+    prepare_prompts(Run(whole))
     all_documents, everything = read_output(whole), DocumentEntry.read_all(whole.stage_dir("prompts"))
     config = text_config("prompts.max_train_tokens=700")
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     kept = DocumentEntry.read_all(config.stage_dir("prompts"))
     assert kept == everything[: len(kept)]
     train = [entry for entry in kept if entry.split is Split.train]
@@ -145,7 +146,7 @@ def test_equal_files_are_kept_once_and_never_trained_on_if_one_is_held_out(
     config = text_config()
     for name in names:
         (Path(config.prompts.paths[0]) / name).write_text("every copy has this text\n")
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     [(name, [(entry, _, _)])] = [item for item in read_output(config).items() if item[0].startswith("license_")]
     assert entry.split is Split.validation and is_held_out(name, 0.2)
     assert report.duplicates.dropped == 39

@@ -8,6 +8,7 @@ from typing import Any
 from data_prep.responses.__main__ import prepare_responses
 from data_prep.responses.manifest import ResponsesManifest
 from mtptrain.config import PipelineConfig
+from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.distributed import Ranks
 from tests.data_prep.speaking import answer_by_prompt
@@ -48,7 +49,7 @@ def overrides_for(tmp_path: Path, target: Path, rows: list[dict[str, Any]], run:
 
 
 def respond(config: PipelineConfig) -> ResponsesManifest:
-    manifest = prepare_responses(config, ONE_RANK)
+    manifest = prepare_responses(Run(config), ONE_RANK)
     assert manifest is not None
     return manifest
 

@@ -12,6 +12,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.responses import transport
 from mtptrain.data import chat_template
+from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, run_program
@@ -151,7 +152,7 @@ def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: Confi
         respond(config)
     assert len(server.requests) < 30
     with pytest.raises(UserError, match=r"manifest\.json: must exist, but does not; run mtptrain responses"):
-        prepare_prompts(config)
+        prepare_prompts(Run(config))
     server.requests.clear()
     server.behave = answer_by_prompt
     respond(config)
@@ -200,7 +201,7 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     assert result.returncode == 1 and "1 conversations failed; run mtptrain responses again" in result.stderr
     config = by_server()
     assert len(answered(config)) == 19
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     assert "responses: 1 conversations failed and are missing; run mtptrain responses again" in capsys.readouterr().out
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses import server as completion_server
+from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
@@ -217,7 +218,7 @@ def test_a_damaged_plan_or_manifest_is_refused_by_name(
         respond(config)
     if name == "manifest.json":
         with pytest.raises(ValueError, match=message):
-            prepare_prompts(config)
+            prepare_prompts(Run(config))
 
 
 @pytest.mark.parametrize("content", ["{}", '{"schema_version": 2, "counts": {}}'])
@@ -228,7 +229,7 @@ def test_prompts_refuse_a_damaged_manifest_of_responses(by_server: ConfigFor, co
     with pytest.raises(
         ValueError, match=r"manifest\.json: must have the entry seal, .*; delete \S+ and run mtptrain responses"
     ):
-        prepare_prompts(config)
+        prepare_prompts(Run(config))
 
 
 def test_a_changed_answer_is_named_before_it_becomes_a_prompt(by_server: ConfigFor) -> None:

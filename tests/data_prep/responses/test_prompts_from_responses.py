@@ -10,6 +10,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out
+from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE
@@ -31,7 +32,7 @@ def test_the_prompts_supervise_exactly_what_the_target_generated(configure: Conf
     config = configure("responses.max_new_tokens=16")
     manifest = respond(config)
     assert manifest.counts.texts_changed == manifest.counts.tokens_changed == 0
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     entries = DocumentEntry.read_all(config.stage_dir("prompts"))
     supervised: dict[str, list[int]] = {}
     for split in Split:
@@ -64,7 +65,7 @@ def test_answers_to_one_question_are_on_one_side_whatever_was_answered_before(by
         rows.append({"messages": [question, old]})
     config = by_server(rows=rows)
     respond(config)
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     sides = {split: Documents.load(config.stage_dir("prompts") / f"{split}.safetensors") for split in Split}
     train, held_out = ({documents.tokens(i).tobytes() for i in range(len(documents))} for documents in sides.values())
     assert train and held_out and not train & held_out
@@ -78,19 +79,19 @@ def test_prompts_refuse_answers_that_are_missing_or_others(
     with pytest.raises(
         UserError, match=r"responses/manifest\.json: must exist, but does not; run mtptrain responses with"
     ):
-        prepare_prompts(config)
+        prepare_prompts(Run(config))
     respond(config)
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     other = make_speaking_target(tmp_path / "other", seed=1, chat_template=GENERATION_TEMPLATE + "{# other #}")
     with pytest.raises(
         ValueError,
         match=r"weights must be \w+, but is \w+; the hash of the chat template must be .*; run mtptrain responses ag",
     ):
-        prepare_prompts(by_server(f"target.path={other}"))
+        prepare_prompts(Run(by_server(f"target.path={other}")))
     with pytest.raises(ValueError, match=r"the hash of the conversations of \S+chats\.jsonl must be \w+, but is \w+;"):
-        prepare_prompts(by_server(rows=[*CHATS, chat("new", 1)]))
+        prepare_prompts(Run(by_server(rows=[*CHATS, chat("new", 1)])))
     with pytest.raises(ValueError, match=r"prompts\.paths must be \['/elsewhere'\], but is \["):
-        prepare_prompts(by_server("prompts.paths=[/elsewhere]"))
+        prepare_prompts(Run(by_server("prompts.paths=[/elsewhere]")))
 
 
 def test_prompts_go_on_with_answers_whose_conversations_are_gone(
@@ -99,7 +100,7 @@ def test_prompts_go_on_with_answers_whose_conversations_are_gone(
     config = by_server()
     respond(config)
     (tmp_path / "chats.jsonl").unlink()
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     assert "chats.jsonl cannot be read any more, so the responses cannot be checked" in capsys.readouterr().out
 
 
@@ -110,7 +111,7 @@ def test_deleted_answers_are_named(by_server: ConfigFor) -> None:
     with pytest.raises(
         UserError, match=r"responses/conversations\.jsonl: must exist, but does not; delete \S+ and run"
     ):
-        prepare_prompts(config)
+        prepare_prompts(Run(config))
 
 
 def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
@@ -147,7 +148,7 @@ def test_an_answer_that_was_cut_in_its_reasoning_is_not_supervised(
     assert respond(config).counts.texts_changed == 12
     kept = {row["id"]: row["texts_kept"] for row in answered(config)}
     assert (kept["cut0"], kept["never0"], kept["good0"]) == ([True, False], [False], [True, True])
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     found, one = supervised_texts(config, target), "<think>\nhmm\n</think>\n\nyes<|im_end|>"
     assert {name: text.replace("<|im_end|>\n", "<|im_end|>") for name, text in found.items()} == {
         f"{kind}{i}": one * times for kind, times in (("cut", 1), ("good", 2)) for i in range(6)
@@ -170,7 +171,7 @@ def test_of_several_answers_those_that_the_template_changes_are_not_supervised(
     )
     config = by_server(f"target.path={target}", rows=[chat(f"chat{i}", 4) for i in range(8)])
     respond(config)
-    report = prepare_prompts(config)
+    report = prepare_prompts(Run(config))
     end = tokenizer.decode([EOS])
     assert set(supervised_texts(config, target).values()) == {f"one{end}three{end}"}
     assert report.answers_left_out == 16
@@ -186,5 +187,5 @@ def test_a_character_that_was_cut_is_no_part_of_its_answer(
     config = by_server(rows=[chat(f"chat{i}", 1) for i in range(8)])
     respond(config)
     assert {answers_of(row)[0] for row in answered(config)} == {"ok "}
-    prepare_prompts(config)
+    prepare_prompts(Run(config))
     assert set(supervised_texts(config, speaking_target).values()) == {"ok "}

@@ -8,6 +8,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.__main__ import prepare_responses
 from mtptrain.data import chat_template
+from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import GENERATION_TEMPLATE
 from tests.data_prep.responses.stage import CHATS, ConfigFor, respond
@@ -134,7 +135,7 @@ def test_a_template_that_never_ends_from_the_second_turn_is_stopped_before_anyth
 
 def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:
     with pytest.raises(ValueError, match=r"responses\.url: must be used by one process, but there are 2 ranks"):
-        prepare_responses(by_server(), Ranks(rank=0, world_size=2, local_rank=0))
+        prepare_responses(Run(by_server()), Ranks(rank=0, world_size=2, local_rank=0))
 
 
 def test_a_path_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:

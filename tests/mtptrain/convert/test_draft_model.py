@@ -18,6 +18,7 @@ from mtptrain.decoding.speculate import speculate
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head, save_head
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.model import load_target
 from tests.conftest import FAMILIES, make_target, run_program
@@ -37,7 +38,7 @@ def test_training_computes_the_logits_of_the_published_model(family: str, tied: 
     published = make_target(tmp_path / "draft", family, settings, seed=1, hidden_size=96, vocab_size=264)
     config = Config(init_from=str(published))
     head = build_head(config, read_target_config(target))
-    head.load_state_dict(load_init(str(published), config, target))
+    head.load_state_dict(load_init(str(published), config, TargetFiles(target)))
     plain = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     documents = [torch.randint(0, 260, (length,)) for length in (7, 4, 9)]
     packing = Packing.of([len(ids) - 1 for ids in documents])
@@ -100,7 +101,7 @@ def test_a_head_of_another_run_is_a_start_too(tmp_path: Path, tiny_target: Path)
     first = Config(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
     head = build_head(first, read_target_config(tiny_target))
     save_head(tmp_path, head.state_dict(), first, {})
-    directory, state = initial_weights(Config(init_from=str(tmp_path)), tiny_target)
+    directory, state = initial_weights(Config(init_from=str(tmp_path)), TargetFiles(tiny_target))
     assert directory == tmp_path and state.keys() == head.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
 
@@ -109,7 +110,7 @@ def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
     target = make_target(tmp_path, num_hidden_layers=3)
     head = build_head(Config(num_hidden_layers=2), read_target_config(target))
     assert isinstance(head, DraftModelHead)
-    copy_first_layers(head, target)
+    copy_first_layers(head, TargetFiles(target))
     tensors = load_file(target / "model.safetensors")
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
 
@@ -127,7 +128,7 @@ def test_a_narrower_model_starts_with_the_main_components_of_the_targets_embeddi
     head = build_head(Config(**sizes, tie_word_embeddings=tied), read_target_config(target))
     assert isinstance(head, DraftModelHead)
     layer = head.model.layers[0].mlp.up_proj.weight.clone()
-    start_from_target_model(head, target)
+    start_from_target_model(head, TargetFiles(target))
     output = tensors["lm_head.weight"] * tensors["model.norm.weight"]
     expected = {"embed_tokens": output if tied else tensors["model.embed_tokens.weight"], "lm_head": output}
     found = {"embed_tokens": head.model.embed_tokens.weight, "lm_head": head.output_weight(load_frozen_parts(target))}

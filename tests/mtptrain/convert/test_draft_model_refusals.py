@@ -14,6 +14,7 @@ from mtptrain.decoding.prompts import check_head_context
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import FAMILIES, make_config, make_target, run_program
@@ -41,7 +42,7 @@ def test_a_start_from_a_target_of_other_sizes_is_refused(
     head = build_head(Config(**settings), read_target_config(tiny_target))
     assert isinstance(head, DraftModelHead)
     with pytest.raises(ValueError, match=message):
-        copy_first_layers(head, tiny_target)
+        copy_first_layers(head, TargetFiles(tiny_target))
 
 
 def test_a_start_from_a_target_whose_family_is_not_trained_is_refused(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_a_start_from_a_target_whose_family_is_not_trained_is_refused(tmp_path: 
     assert isinstance(head, DraftModelHead)
     message = "head.start_from_target: the draft model's model_type must be gemma3_text, as in the target, but is llama"
     with pytest.raises(ValueError, match=message):
-        copy_first_layers(head, target)
+        copy_first_layers(head, TargetFiles(target))
 
 
 def change_config(directory: Path, **settings: object) -> Path:
@@ -116,7 +117,7 @@ def test_a_model_that_cannot_draft_for_the_target_is_refused(bad: str, tmp_path:
     make, message = BAD_MODELS[bad]
     path = make(tmp_path)
     with pytest.raises(ValueError, match=message):
-        load_init(str(path), Config(init_from=str(path)), tiny_target)
+        load_init(str(path), Config(init_from=str(path)), TargetFiles(tiny_target))
     with pytest.raises(ValueError, match=message.replace(r"head\.init_from", r"acceptance\.draft_model")):
         load(path, tiny_target)
 

@@ -17,6 +17,7 @@ from mtptrain.convert.warm_start import load_init
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.target.model import load_target
 from tests.conftest import make_target
@@ -68,7 +69,7 @@ def test_the_layer_of_the_targets_own_checkpoint_is_read_with_its_biases_and_col
     target: tuple[Path, Tensors],
 ) -> None:
     directory, layer = target
-    state = load_init(str(directory), MIMO_HEAD, directory)
+    state = load_init(str(directory), MIMO_HEAD, TargetFiles(directory))
     assert state.keys() == layer.keys() and all(torch.equal(state[name], layer[name]) for name in layer)
     assert state["self_attn.q_proj.bias"].any()
     stored = load_file(directory / "model.safetensors")[f"{MIMO_LAYER}input_proj.weight"]
@@ -80,9 +81,9 @@ def test_settings_that_are_not_those_of_the_layer_are_named_with_the_arguments_t
 ) -> None:
     directory, _ = target
     with pytest.raises(ValueError, match=rf"the head's settings must be those of .*; set {OVERRIDES}, or choose"):
-        load_init(str(directory), MtpHead.Config(), directory)
+        load_init(str(directory), MtpHead.Config(), TargetFiles(directory))
     with pytest.raises(ValueError, match=r"; set head\.prenorm_states=true, or choose another head"):
-        load_init(str(directory), replace(MIMO_HEAD, prenorm_states=False), directory)
+        load_init(str(directory), replace(MIMO_HEAD, prenorm_states=False), TargetFiles(directory))
 
 
 def test_several_mtp_layers_are_refused(target: tuple[Path, Tensors]) -> None:
@@ -93,7 +94,7 @@ def test_several_mtp_layers_are_refused(target: tuple[Path, Tensors]) -> None:
     with pytest.raises(
         ValueError, match=r"must hold one MTP layer, .* has 2 \(model\.mtp_layers\.0\., model\.mtp_layers\.1\.\)"
     ):
-        load_init(str(directory), MIMO_HEAD, directory)
+        load_init(str(directory), MIMO_HEAD, TargetFiles(directory))
 
 
 def test_a_checkpoint_without_its_mtp_layer_is_refused(target: tuple[Path, Tensors]) -> None:
@@ -102,7 +103,7 @@ def test_a_checkpoint_without_its_mtp_layer_is_refused(target: tuple[Path, Tenso
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(MIMO_LAYER)}
     save_file(rest, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"must hold every tensor of its format, but does not \(.*input_proj\.weight"):
-        load_init(str(directory), replace(MIMO_HEAD, attention_bias=False), directory)
+        load_init(str(directory), replace(MIMO_HEAD, attention_bias=False), TargetFiles(directory))
 
 
 def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path, Tensors], tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path,
     assert after.keys() == before.keys() and sum(map(len, files.values())) == len(before)
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor) != name.startswith(MIMO_LAYER), name
-    again = load_init(str(tmp_path / "export"), MIMO_HEAD, directory)
+    again = load_init(str(tmp_path / "export"), MIMO_HEAD, TargetFiles(directory))
     assert all(torch.equal(again[name], state[name]) for name in state)
     assert {path.name for path in directory.glob("*token*")} <= {path.name for path in (tmp_path / "export").iterdir()}
     config = json.loads((tmp_path / "export/config.json").read_text())

@@ -14,6 +14,7 @@ from mtptrain.heads.files import build_head, save_head
 from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.mtptrain.convert.warm_start.written_heads import assert_equal, random_state, write
 
@@ -34,21 +35,21 @@ def publish(directory: Path, state: Tensors, lm_heads: list[torch.Tensor], prefi
 def test_the_published_layout_is_read(tmp_path: Path, tiny_target: Path, prefix: str) -> None:
     state, lm_head = random_state(CONFIG, tiny_target), load_frozen_parts(tiny_target).lm_head
     publish(tmp_path / "head", state, [lm_head] * 3, prefix)
-    assert_equal(load_init(str(tmp_path / "head"), CONFIG, tiny_target), state)
+    assert_equal(load_init(str(tmp_path / "head"), CONFIG, TargetFiles(tiny_target)), state)
 
 
 def test_a_trained_lm_head_is_ignored_with_a_warning(tmp_path: Path, tiny_target: Path) -> None:
     state, lm_head = random_state(CONFIG, tiny_target), load_frozen_parts(tiny_target).lm_head
     publish(tmp_path / "head", state, [lm_head, lm_head * 2, lm_head])
     with pytest.warns(UserWarning, match=r"lm_heads\.1\.weight should equal the target's, which is used, but differs"):
-        assert_equal(load_init(str(tmp_path / "head"), CONFIG, tiny_target), state)
+        assert_equal(load_init(str(tmp_path / "head"), CONFIG, TargetFiles(tiny_target)), state)
 
 
 def test_a_pickle_is_refused_by_name(tmp_path: Path, tiny_target: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FASTER_DECODING))
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has none; convert medusa_lm_head\.pt to safetensors first \(it is a pickle"):
-        load_init(str(tmp_path), CONFIG, tiny_target)
+        load_init(str(tmp_path), CONFIG, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_other_settings_than_the_heads_are_refused(
 ) -> None:
     write(tmp_path / "head", "vllm", CONFIG, tiny_target)
     with pytest.raises(ValueError, match=message):
-        load_init(str(tmp_path / "head"), MedusaHead.Config(**{**vars(CONFIG), **settings}), tiny_target)
+        load_init(str(tmp_path / "head"), MedusaHead.Config(**{**vars(CONFIG), **settings}), TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(
@@ -89,14 +90,14 @@ def test_a_config_that_does_not_fit_is_refused(
     path = tmp_path / "head/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=message):
-        load_init(str(tmp_path / "head"), CONFIG, tiny_target)
+        load_init(str(tmp_path / "head"), CONFIG, TargetFiles(tiny_target))
 
 
 def test_an_lm_head_of_another_vocabulary_is_refused(tmp_path: Path, tiny_target: Path) -> None:
     publish(tmp_path / "head", random_state(CONFIG, tiny_target), [torch.ones(261, 64)] * 3)
     message = r"head\.init_from: lm_heads\.0\.weight of .* must have 260 rows, the target's vocabulary, but has 261; "
     with pytest.raises(ValueError, match=message):
-        load_init(str(tmp_path / "head"), CONFIG, tiny_target)
+        load_init(str(tmp_path / "head"), CONFIG, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize("config", [CONFIG, HydraHead.Config(ttt_steps=3, num_layers=2)], ids=["medusa", "hydra"])
@@ -106,9 +107,9 @@ def test_a_head_of_ours_is_read_only_with_its_own_depths(
     """These heads have separate weights for each depth, unlike heads of one decoder layer."""
     state = random_state(config, tiny_target)
     save_head(tmp_path / "best", state, config, {})
-    assert_equal(load_init(str(tmp_path / "best"), config, tiny_target), state)
+    assert_equal(load_init(str(tmp_path / "best"), config, TargetFiles(tiny_target)), state)
     with pytest.raises(ValueError, match=r"but differ in head\.ttt_steps \(3 there, 2 here\)"):
-        load_init(str(tmp_path / "best"), type(config)(**{**vars(config), "ttt_steps": 2}), tiny_target)
+        load_init(str(tmp_path / "best"), type(config)(**{**vars(config), "ttt_steps": 2}), TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize("config", [MedusaHead.Config(), HydraHead.Config()], ids=["medusa", "hydra"])

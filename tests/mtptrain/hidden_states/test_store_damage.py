@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtptrain.hidden_states.store import HiddenStore, find_damage, open_store, verify
+from mtptrain.hidden_states.store import HiddenStore, find_damage, verify
 from mtptrain.hidden_states.writer import read_record
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
@@ -43,7 +43,7 @@ def test_a_truncated_shard_is_named_by_verify_and_by_reading(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=message):
         store.document(4)
     with pytest.raises(ValueError, match=message):
-        open_store(tmp_path, IDENTITY)
+        HiddenStore.open(tmp_path, IDENTITY)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     path.unlink()
     message = rf"{path}: shard 3 must exist, but does not; run mtptrain hidden-states"
     with pytest.raises(UserError, match=message):
-        open_store(tmp_path, IDENTITY)
+        HiddenStore.open(tmp_path, IDENTITY)
     with pytest.raises(ValueError, match=message):
         verify(HiddenStore.open(tmp_path), show_progress=False)
 
@@ -117,7 +117,7 @@ def test_opening_reads_no_states(tmp_path: Path) -> None:
     positions = positions_of(path)
     for position in range(positions["input_ids"] + 1, positions["hidden_states"] + 1):
         flip_bit(path, position)
-    store = open_store(tmp_path, IDENTITY)
+    store = HiddenStore.open(tmp_path, IDENTITY)
     assert (
         store.document_lengths.tolist() == LENGTHS.tolist()
         and len(list(store.loss_masks())) == 4

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.data.identity import StoreIdentity, TargetIdentity
-from mtptrain.hidden_states.store import open_store
+from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.hidden_states.writer import begin_store
 from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, LENGTHS, SHARD_TOKENS, TARGET, make_store
 
@@ -42,7 +42,7 @@ def test_states_of_something_else_are_refused_with_the_reason(tmp_path: Path, wh
     with pytest.raises(ValueError, match="manifest." + message):
         begin_store(tmp_path / "finished", OTHERS[what], SHARD_TOKENS, EVERY_SHARD)
     with pytest.raises(ValueError, match="manifest." + message):
-        open_store(tmp_path / "finished", OTHERS[what])
+        HiddenStore.open(tmp_path / "finished", OTHERS[what])
 
 
 def test_every_difference_is_named_at_once(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_every_difference_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"weights must be x, .* must be y, .*expected: models/tuned, found: models/llama"
     ):
-        open_store(tmp_path, other)
+        HiddenStore.open(tmp_path, other)
 
 
 def test_every_field_of_an_identity_is_compared() -> None:
@@ -62,7 +62,7 @@ def test_every_field_of_an_identity_is_compared() -> None:
 
 def test_the_same_target_under_another_path_is_accepted(tmp_path: Path) -> None:
     make_store(tmp_path)
-    assert open_store(tmp_path, target_with(path="/elsewhere", revision="main")).num_documents == len(LENGTHS)
+    assert HiddenStore.open(tmp_path, target_with(path="/elsewhere", revision="main")).num_documents == len(LENGTHS)
 
 
 def test_another_shard_size_is_refused_for_writing(tmp_path: Path) -> None:

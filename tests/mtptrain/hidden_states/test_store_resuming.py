@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.hidden_states.store import HiddenStore, open_store, verify
+from mtptrain.hidden_states.store import HiddenStore, verify
 from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard, shard_ranges
 from mtptrain.utils.errors import UserError
 from tests.mtptrain.hidden_states.small_store import (
@@ -28,7 +28,7 @@ def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
     write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
     with pytest.raises(UserError, match=r"manifest.json: must exist, but the extraction is unfinished; run mtptrain"):
-        open_store(tmp_path, IDENTITY)
+        HiddenStore.open(tmp_path, IDENTITY)
 
 
 def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: Path) -> None:

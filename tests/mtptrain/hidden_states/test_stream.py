@@ -19,11 +19,9 @@ from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.stream import (
     OPEN_WINDOWS,
     STREAM,
-    Releases,
-    StreamedStore,
+    StreamedStates,
     document_order,
     missing_open_shards,
-    open_stream,
     released_windows,
     shard_windows,
 )
@@ -161,29 +159,28 @@ def documents_of(lengths: list[int]) -> Documents:
     return Documents.from_list([(i, np.zeros(n, np.int32), np.ones(n, np.uint8)) for i, n in enumerate(lengths)])
 
 
-def streamed_store(directory: Path, num_documents: int, window_shards: int) -> StreamedStore:
-    """Returns a store whose documents have ten tokens and whose shards have two documents. None of it is on disk."""
-    identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
-    return StreamedStore(directory, identity, documents_of([10] * num_documents), 20, window_shards, seed=0)
+def streamed_store(directory: Path, num_documents: int, window_shards: int) -> StreamedStates:
+    """Returns states whose documents have ten tokens and whose shards have two documents. None of it is on disk."""
+    return StreamedStates(directory, documents_of([10] * num_documents), 20, window_shards, seed=0)
 
 
 def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path) -> None:
     store = streamed_store(tmp_path, num_documents=20, window_shards=2)  # five windows of four documents
     order = store.order.tolist()
     order[3], order[4] = order[4], order[3]  # swap the last document of window 0 with the first of 1
-    releases = Releases(store, [[order[first : first + 2], order[first + 2 : first + 4]] for first in range(0, 20, 4)])
-    assert [releases.num_unread(step) for step in range(6)] == [0, 0, 2, 3, 4, 5]
-    assert [step for step in range(1, 6) if releases.is_due(step)] == [2, 3, 4, 5]
+    store.follow([[order[first : first + 2], order[first + 2 : first + 4]] for first in range(0, 20, 4)])
+    assert [store.num_unread(step) for step in range(6)] == [0, 0, 2, 3, 4, 5]
+    assert [step for step in range(1, 6) if store.frees_disk_after(step)] == [2, 3, 4, 5]
     for shard in range(10):
         (tmp_path / f"shard_{shard:05d}.safetensors").touch()
-    releases.release(2, is_last=False, is_first_rank=True)
+    store.release(2, is_last=False, is_first_rank=True)
     left = {int(path.stem.removeprefix("shard_")) for path in tmp_path.glob("shard_*")}
     assert left == set(range(10)) - {shard for window in store.windows[:2] for shard in window}
     assert released_windows(tmp_path, store.windows) == 2
     other = streamed_store(tmp_path, num_documents=20, window_shards=1)
     with pytest.raises(ValueError, match=r"stream\.json: the shards of each window must be \[\d+\], \.\.\., but are"):
         missing_open_shards(tmp_path, other.windows)
-    releases.release(3, is_last=True, is_first_rank=True)
+    store.release(3, is_last=True, is_first_rank=True)
     assert not list(tmp_path.glob("shard_*"))
 
 
@@ -192,14 +189,14 @@ def test_steps_that_need_more_windows_than_the_disk_holds_are_refused(tmp_path: 
     with pytest.raises(
         ValueError, match=r"train\.stream_shards: 3 windows must hold all documents of a step, but windows of 1 s"
     ):
-        Releases(store, [[store.order.tolist()]])
+        store.follow([[store.order.tolist()]])
 
 
 def test_a_finished_store_is_not_streamed(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    identity = streamed_store(tmp_path, 2, 1).manifest.identity
+    identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
     with pytest.raises(ValueError, match=r"train\.stream: must be false if the hidden states are finished"):
-        open_stream(tmp_path, identity, documents_of([10]), 20, 1, seed=0)
+        StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, seed=0)
 
 
 @pytest.mark.parametrize("setting", ["train.epochs=2", "hidden_states.num_parts=2"])

@@ -22,6 +22,7 @@ from mtptrain.serving.break_even import (
 )
 from mtptrain.serving.load_generator import Latencies, Spread
 from mtptrain.serving.vllm_client import EngineCounts
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import make_config, make_target
@@ -113,7 +114,7 @@ def store(config: PipelineConfig, target_dir: Path) -> Path:
     path = break_even_dir(config) / "report.json"
     path.parent.mkdir(parents=True)
     rows = [cost(3, 25.0).describe(config.head.name)]
-    write_sealed(path, {"subject": subject(config, target_dir), "rows": rows})
+    write_sealed(path, {"subject": subject(config, TargetFiles(target_dir)), "rows": rows})
     return path
 
 
@@ -121,16 +122,16 @@ def test_costs_are_used_only_for_the_same_weights_head_and_dtype(
     config_for: Callable[..., PipelineConfig], tiny_target: Path, tmp_path: Path
 ) -> None:
     config = config_for()
-    assert read_costs(config, tiny_target) == []
+    assert read_costs(config, TargetFiles(tiny_target)) == []
     store(config, tiny_target)
-    assert read_costs(config, tiny_target) == [cost(3, 25.0)]
-    assert read_costs(config_for("head.start_from_target=true"), tiny_target) == [cost(3, 25.0)]
-    assert read_costs(config_for("acceptance.dtype=bfloat16"), tiny_target) == []
-    assert read_costs(config_for("head.intermediate_size=64"), tiny_target) == []
-    assert read_costs(config_for("head=eagle"), tiny_target) == []
-    assert read_costs(config, make_target(tmp_path / "other", seed=1)) == []
+    assert read_costs(config, TargetFiles(tiny_target)) == [cost(3, 25.0)]
+    assert read_costs(config_for("head.start_from_target=true"), TargetFiles(tiny_target)) == [cost(3, 25.0)]
+    assert read_costs(config_for("acceptance.dtype=bfloat16"), TargetFiles(tiny_target)) == []
+    assert read_costs(config_for("head.intermediate_size=64"), TargetFiles(tiny_target)) == []
+    assert read_costs(config_for("head=eagle"), TargetFiles(tiny_target)) == []
+    assert read_costs(config, TargetFiles(make_target(tmp_path / "other", seed=1))) == []
     (tmp_path / "only_config").mkdir()
-    assert read_costs(config, tmp_path / "only_config") == []
+    assert read_costs(config, TargetFiles(tmp_path / "only_config")) == []
 
 
 def test_a_damaged_measurement_is_refused(config_for: Callable[..., PipelineConfig], tiny_target: Path) -> None:
@@ -142,10 +143,10 @@ def test_a_damaged_measurement_is_refused(config_for: Callable[..., PipelineConf
     with pytest.raises(
         ValueError, match=r"report.json: must have all figures of every row, .*'plain_ms'.*; run mtptrain"
     ):
-        read_costs(config, tiny_target)
+        read_costs(config, TargetFiles(tiny_target))
     path.write_text(path.read_text().replace("25.0", "2.5"))
     with pytest.raises(UserError, match=r"report.json: must be as mtptrain wrote it, but was changed .*; run mtptrain"):
-        read_costs(config, tiny_target)
+        read_costs(config, TargetFiles(tiny_target))
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"report.json: must have the entries subject, rows, but lacks rows; run mtp"):
-        read_costs(config, tiny_target)
+        read_costs(config, TargetFiles(tiny_target))

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import cache_dir
 from mtptrain.target.gguf_model import LLAMA3_ROPE
-from mtptrain.target.hub import config_dir, engine_target, load_tokenizer, resolve_target
+from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target
 from mtptrain.target.model import load_target
 from tests.conftest import TINY_SETTINGS, make_target, make_tokenizer, run_program, write_text_files
 from tests.gguf_files import MERGED, write_gguf
@@ -242,8 +243,8 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
 
 
 def test_an_engine_gets_the_copy(file: Path, tmp_path: Path) -> None:
-    assert engine_target(str(file), tmp_path) == engine_target("demo", tmp_path) == str(tmp_path)
-    assert engine_target("org/model", tmp_path) == "org/model"
+    assert all(TargetFiles(tmp_path, path).name_for_engines == str(tmp_path) for path in (str(file), "demo"))
+    assert TargetFiles(tmp_path, "org/model").name_for_engines == "org/model"
 
 
 def test_a_file_without_the_suffix_is_read_too(file: Path, tmp_path: Path) -> None:

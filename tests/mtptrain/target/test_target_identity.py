@@ -7,12 +7,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mtptrain.data.identity import TargetIdentity
-from mtptrain.target.hub import DEMO_DIR, load_tokenizer, weights_fingerprint
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import DEMO_DIR, weights_fingerprint
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 
 
 def identity(directory: Path) -> TargetIdentity:
-    return TargetIdentity.of("name", None, directory, load_tokenizer(directory))
+    return TargetIdentity.of(TargetFiles(directory, "name"))
 
 
 def test_identity_tells_weights_config_tokenizer_and_template_apart(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import make_target
@@ -59,7 +60,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     head = build_head(HEAD_CONFIGS[kind], target.config)
     is_of_family = isinstance(head, DraftModelHead) and head.config.model_type == target.config.model_type
     if is_of_family:  # half of the target's layers often predict the same token as all of them
-        copy_first_layers(head, Path(target.config.name_or_path))
+        copy_first_layers(head, TargetFiles(Path(target.config.name_or_path)))
     for name, parameter in head.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, *((0.0, 2.0) if is_of_family else (0.5, 1.5)))

@@ -16,6 +16,7 @@ from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.conftest import make_target
 from tests.mtptrain.convert.warm_start.written_heads import (
@@ -47,7 +48,7 @@ def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Pat
     state = write(tmp_path / "head", engine, config, target_dir)
     if name in ("eagle3", "peagle"):
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
-    assert_equal(load_init(str(tmp_path / "head"), config, target_dir), state)
+    assert_equal(load_init(str(tmp_path / "head"), config, TargetFiles(target_dir)), state)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -55,12 +56,12 @@ def test_every_variant_of_eagle3_is_recognised_by_its_flags_and_tensors(
     tmp_path: Path, tiny_target: Path, variant: str
 ) -> None:
     state = write(tmp_path / "head", "vllm", VARIANTS[variant], tiny_target)
-    assert_equal(load_init(str(tmp_path / "head"), VARIANTS[variant], tiny_target), state)
+    assert_equal(load_init(str(tmp_path / "head"), VARIANTS[variant], TargetFiles(tiny_target)), state)
     for other in VARIANTS.keys() - {variant}:
         with pytest.raises(
             ValueError, match=r"head\.init_from: the head's settings must be those of .*, but differ in head\."
         ):
-            load_init(str(tmp_path / "head"), VARIANTS[other], tiny_target)
+            load_init(str(tmp_path / "head"), VARIANTS[other], TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize("config", [MTP, EAGLE, EAGLE3], ids=["mtp", "eagle", "eagle3"])
@@ -70,7 +71,7 @@ def test_a_head_of_ours_is_read_whatever_its_depths_and_its_own_start(
     state = random_state(config, tiny_target)
     settings = {**vars(config), "ttt_steps": 7, "init_from": "/elsewhere"}
     save_head(tmp_path / "best", state, type(config)(**settings), {TARGET_WEIGHTS: "of another target"})
-    assert_equal(load_init(str(tmp_path / "best"), config, tiny_target), state)
+    assert_equal(load_init(str(tmp_path / "best"), config, TargetFiles(tiny_target)), state)
 
 
 def test_public_eagle3_names_and_extras_are_understood(tmp_path: Path, tiny_target: Path) -> None:
@@ -99,7 +100,7 @@ def test_public_eagle3_names_and_extras_are_understood(tmp_path: Path, tiny_targ
             publish if architecture == "LlamaForCausalLM" else unchanged,
             architectures=[architecture],
         )
-        assert_equal(load_init(str(tmp_path / "head"), EAGLE3, tiny_target), state)
+        assert_equal(load_init(str(tmp_path / "head"), EAGLE3, TargetFiles(tiny_target)), state)
 
 
 def test_public_eagle1_names_and_extras_are_understood(tmp_path: Path, tiny_target: Path) -> None:
@@ -110,7 +111,7 @@ def test_public_eagle1_names_and_extras_are_understood(tmp_path: Path, tiny_targ
         lambda tensors: {**tensors, "embed_tokens.weight": embeddings},
         architectures=["LlamaForCausalLM"],
     )
-    assert_equal(load_init(str(tmp_path / "head"), EAGLE, tiny_target), state)
+    assert_equal(load_init(str(tmp_path / "head"), EAGLE, TargetFiles(tiny_target)), state)
 
 
 def test_explicit_layer_ids_are_taken_as_either_engine_counts_unless_the_export_says_for_which(
@@ -119,28 +120,30 @@ def test_explicit_layer_ids_are_taken_as_either_engine_counts_unless_the_export_
     """Layer id k means the stream after k layers in vLLM, but after k + 1 layers in SGLang."""
     write(tmp_path / "head", "vllm", Eagle3Head.Config(capture_layers=[0, 1]), tiny_target)
     as_vllm, as_sglang = (Eagle3Head.Config(capture_layers=layers) for layers in ([0, 1], [1, 2]))
-    load_init(str(tmp_path / "head"), as_vllm, tiny_target)
-    load_init(str(tmp_path / "head"), as_sglang, tiny_target)
+    load_init(str(tmp_path / "head"), as_vllm, TargetFiles(tiny_target))
+    load_init(str(tmp_path / "head"), as_sglang, TargetFiles(tiny_target))
     with pytest.raises(
         ValueError,
         match=r"differ in head\.capture_layers \(\[0, 1\] \(vLLM's count\) or \[1, 2\] \(SGLang's count\) there, "
         r"\[0, 2\] here\); set head\.capture_layers=\[0,1\], or choose another head",
     ):
-        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[0, 2]), tiny_target)
+        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[0, 2]), TargetFiles(tiny_target))
     for engine, right, wrong in (("vllm", as_vllm, as_sglang), ("sglang", as_sglang, as_vllm)):
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
-        load_init(str(tmp_path / "head"), right, tiny_target)
+        load_init(str(tmp_path / "head"), right, TargetFiles(tiny_target))
         with pytest.raises(ValueError, match=r"but differ in head\.capture_layers"):
-            load_init(str(tmp_path / "head"), wrong, tiny_target)
+            load_init(str(tmp_path / "head"), wrong, TargetFiles(tiny_target))
 
 
 def test_layer_ids_that_are_left_out_are_the_engines_default(tmp_path: Path) -> None:
     target_dir = make_target(tmp_path / "target", num_hidden_layers=8)
     state = write(tmp_path / "head", "vllm", Eagle3Head.Config(), target_dir)
     assert "eagle_config" not in json.loads((tmp_path / "head/config.json").read_text())
-    assert_equal(load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[2, 4, 5]), target_dir), state)
+    assert_equal(
+        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[2, 4, 5]), TargetFiles(target_dir)), state
+    )
     with pytest.raises(ValueError, match=r"head\.capture_layers \(\[2, 4, 5\] there, \[1, 4, 5\] here\)"):
-        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[1, 4, 5]), target_dir)
+        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[1, 4, 5]), TargetFiles(target_dir))
 
 
 def test_embeddings_rope_and_eps_of_its_own_are_left_out_with_a_warning(tmp_path: Path, tiny_target: Path) -> None:
@@ -170,7 +173,7 @@ def test_embeddings_rope_and_eps_of_its_own_are_left_out_with_a_warning(tmp_path
     ):
         rewrite(tmp_path / "head", change, **settings)
         with pytest.warns(UserWarning, match=message):
-            assert_equal(load_init(str(tmp_path / "head"), EAGLE, tiny_target), state)
+            assert_equal(load_init(str(tmp_path / "head"), EAGLE, TargetFiles(tiny_target)), state)
 
 
 def test_the_relative_difference_is_that_of_a_plain_formula() -> None:

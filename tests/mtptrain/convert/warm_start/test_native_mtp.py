@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.warm_start import load_init
+from mtptrain.target.files import TargetFiles
 from tests.conftest import make_target
 from tests.mtptrain.convert.warm_start.written_heads import MTP, assert_equal, random_state, rewrite, unchanged
 
@@ -32,7 +33,7 @@ def native_checkpoint(directory: Path, target_dir: Path, layers: tuple[int, ...]
 
 def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(tmp_path: Path, tiny_target: Path) -> None:
     state = native_checkpoint(tmp_path / "target", tiny_target)
-    assert_equal(load_init(str(tmp_path / "target"), MTP, tiny_target), state)
+    assert_equal(load_init(str(tmp_path / "target"), MTP, TargetFiles(tiny_target)), state)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_an_mtp_layer_with_parts_that_our_head_does_not_have_is_refused(
     native_checkpoint(tmp_path / "target", tiny_target)
     rewrite(tmp_path / "target", lambda tensors: {**tensors, **change})
     with pytest.raises(ValueError, match=message):
-        load_init(str(tmp_path / "target"), MTP, tiny_target)
+        load_init(str(tmp_path / "target"), MTP, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize("layer", [1, 9])
@@ -85,7 +86,7 @@ def test_an_mtp_layer_that_is_not_behind_the_targets_layers_is_refused(
     with pytest.raises(
         ValueError, match=rf"must be model\.layers\.2, behind .*, but is model\.layers\.{layer}; choose"
     ):
-        load_init(str(tmp_path / "target"), MTP, tiny_target)
+        load_init(str(tmp_path / "target"), MTP, TargetFiles(tiny_target))
 
 
 def test_a_norm_under_two_names_is_refused(tmp_path: Path, tiny_target: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_norm_under_two_names_is_refused(tmp_path: Path, tiny_target: Path) ->
     change = {f"model.layers.2.{name}": torch.ones(64) for name in ("norm.weight", "shared_head.norm.weight")}
     rewrite(tmp_path / "target", lambda tensors: {**tensors, **change})
     with pytest.raises(ValueError, match=r"a tensor must have one name, but .* are both norm\.weight"):
-        load_init(str(tmp_path / "target"), MTP, tiny_target)
+        load_init(str(tmp_path / "target"), MTP, TargetFiles(tiny_target))
 
 
 def test_an_mtp_layer_in_the_layout_of_qwen3_next_is_refused_by_name(tmp_path: Path, tiny_target: Path) -> None:
@@ -108,7 +109,7 @@ def test_an_mtp_layer_in_the_layout_of_qwen3_next_is_refused_by_name(tmp_path: P
         match=r"an MTP layer must have DeepSeek's or MiMo's layout .* that of the Qwen3NextForCausalLM in .*/target "
         r"has another one \(mtp\.\*\); choose another checkpoint",
     ):
-        load_init(str(tmp_path / "target"), MTP, tiny_target)
+        load_init(str(tmp_path / "target"), MTP, TargetFiles(tiny_target))
 
 
 def test_an_mtp_layer_that_reads_the_hidden_state_first_is_refused(tmp_path: Path, tiny_target: Path) -> None:
@@ -118,7 +119,7 @@ def test_an_mtp_layer_that_reads_the_hidden_state_first_is_refused(tmp_path: Pat
         ValueError,
         match=r"mtp_hidden_states_first must be false, because eh_proj of head mtp reads the embedding first",
     ):
-        load_init(str(tmp_path / "target"), MTP, tiny_target)
+        load_init(str(tmp_path / "target"), MTP, TargetFiles(tiny_target))
 
 
 def test_a_tensor_in_two_files_is_refused_unless_the_index_names_one(tmp_path: Path, tiny_target: Path) -> None:
@@ -127,9 +128,9 @@ def test_a_tensor_in_two_files_is_refused_unless_the_index_names_one(tmp_path: P
     name = "model.layers.2.eh_proj.weight"
     save_file({name: torch.zeros(64, 128)}, directory / "zz.safetensors")
     with pytest.raises(ValueError, match=r"zz\.safetensors: model\.layers\.2\.\w+\.weight must be in one file only"):
-        load_init(str(directory), MTP, tiny_target)
+        load_init(str(directory), MTP, TargetFiles(tiny_target))
     index.write_text(json.dumps({"weight_map": {name: "model.safetensors"}}))
-    assert_equal(load_init(str(directory), MTP, tiny_target), state)
+    assert_equal(load_init(str(directory), MTP, TargetFiles(tiny_target)), state)
     index.write_text(json.dumps({"weight_map": {name: "absent.safetensors"}}))
     with pytest.raises(ValueError, match=r"must name files beside it, but absent\.safetensors is missing"):
-        load_init(str(directory), MTP, tiny_target)
+        load_init(str(directory), MTP, TargetFiles(tiny_target))

@@ -18,6 +18,7 @@ from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import save_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead
+from mtptrain.target.files import TargetFiles
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
 from tests.mtptrain.convert.warm_start.test_native_mtp import native_checkpoint
@@ -77,7 +78,7 @@ class Published:
             config[name] = {**(config.get(name) or {}), **value} if isinstance(value, dict) else value
         path.write_text(json.dumps(config))
         try:
-            load_init(str(self.directory), self.config, self.target)
+            load_init(str(self.directory), self.config, TargetFiles(self.target))
         finally:
             path.write_text(text)
 
@@ -301,7 +302,7 @@ def test_default_layers_that_no_head_can_capture_are_not_proposed(tmp_path: Path
     rewrite(tmp_path / "head", unchanged, eagle_aux_hidden_state_layer_ids=None, eagle_config=None)
     message = r"eagle_aux_hidden_state_layer_ids must name different layers .* after \[2, 3, 3\] layers \(2, n // 2 and"
     with pytest.raises(ValueError, match=message):
-        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[1, 3, 5]), target)
+        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[1, 3, 5]), TargetFiles(target))
 
 
 @pytest.mark.parametrize("config", [MTP, DraftModelHead.Config()], ids=["mtp", "draft_model"])
@@ -315,7 +316,7 @@ def test_a_setting_of_our_own_head_that_this_version_does_not_have_is_refused(
     with pytest.raises(
         ValueError, match=r"head\.json: must hold only settings of head .*, but has sliding_window=64; "
     ):
-        load_init(str(tmp_path / "best"), config, tiny_target)
+        load_init(str(tmp_path / "best"), config, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(("name", "count"), [("num_hidden_layers", 99), ("num_nextn_predict_layers", 2)])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.warm_start import load_init
+from mtptrain.target.files import TargetFiles
 from tests.mtptrain.convert.warm_start.written_heads import DFLASH, EAGLE3, write
 
 
@@ -43,10 +44,10 @@ def test_t2d_that_contradicts_d2t_is_refused(
         return {**load_file(path), "t2d": mask.contiguous()}
 
     save_file(store(t2d), path)
-    load_init(str(tmp_path / "head"), config, tiny_target)
+    load_init(str(tmp_path / "head"), config, TargetFiles(tiny_target))
     save_file(store(change(t2d)), path)
     with pytest.raises(ValueError, match=rf"t2d of .* the 48 that the head drafts according to d2t, but .*{marked}"):
-        load_init(str(tmp_path / "head"), config, tiny_target)
+        load_init(str(tmp_path / "head"), config, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(("old", "new"), [("midlayer.", "layers.0."), ("fc.", "model.fc.")])
@@ -55,7 +56,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path, tiny_target: Path, 
     name = next(name for name in tensors if name.startswith(old))
     save_file(tensors | {name.replace(old, new): torch.zeros_like(tensors[name])}, path)
     with pytest.raises(ValueError, match=r"a tensor must have one name, but \S+ and \S+ are both \S+; remove the one"):
-        load_init(str(tmp_path / "head"), EAGLE3, tiny_target)
+        load_init(str(tmp_path / "head"), EAGLE3, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize("weight_map", [[], {"fc.weight": 1}, {"fc.weight": {}}])
@@ -63,11 +64,11 @@ def test_an_index_that_names_no_files_is_refused(tmp_path: Path, tiny_target: Pa
     write_eagle3(tmp_path / "head", tiny_target)
     (tmp_path / "head/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=r"index\.json: must name the file of each tensor in weight_map, but does not"):
-        load_init(str(tmp_path / "head"), EAGLE3, tiny_target)
+        load_init(str(tmp_path / "head"), EAGLE3, TargetFiles(tiny_target))
 
 
 def test_weights_in_eight_bits_are_refused_by_name(tmp_path: Path, tiny_target: Path) -> None:
     path, tensors = write_eagle3(tmp_path / "head", tiny_target)
     save_file({name: x.to(torch.float8_e4m3fn) if x.ndim == 2 else x for name, x in tensors.items()}, path)
     with pytest.raises(ValueError, match=r"must hold numbers of 16 bits or more, .* but has torch\.float8_e4m3fn"):
-        load_init(str(tmp_path / "head"), EAGLE3, tiny_target)
+        load_init(str(tmp_path / "head"), EAGLE3, TargetFiles(tiny_target))

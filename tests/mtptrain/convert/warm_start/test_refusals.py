@@ -14,6 +14,7 @@ from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.mtptrain.convert.warm_start.written_heads import (
@@ -38,7 +39,7 @@ def test_another_head_is_refused_with_the_whole_command_line_that_fits(tmp_path:
         r"head\.norm_output=true "
         r"head\.capture_layers=\[0,1,2\], or choose another head",
     ):
-        load_init(str(tmp_path / "head"), MTP, tiny_target)
+        load_init(str(tmp_path / "head"), MTP, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_other_settings_are_refused_with_those_to_set(
 ) -> None:
     write(tmp_path / "head", "vllm", EAGLE3, tiny_target)
     with pytest.raises(ValueError, match=message):
-        load_init(str(tmp_path / "head"), config, tiny_target)
+        load_init(str(tmp_path / "head"), config, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_what_is_not_the_head_is_refused(
     write(tmp_path / "head", "vllm", EAGLE3, tiny_target)
     rewrite(tmp_path / "head", change, **settings)
     with pytest.raises(ValueError, match=message):
-        load_init(str(tmp_path / "head"), EAGLE3, tiny_target)
+        load_init(str(tmp_path / "head"), EAGLE3, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(
@@ -167,14 +168,14 @@ def test_a_missing_tensor_that_is_taken_apart_is_refused(
     write(tmp_path / "head", engine, MTP, tiny_target)
     rewrite(tmp_path / "head", without(name))
     with pytest.raises(ValueError, match=r"must hold every tensor of its format, but does not \('.*'\); download it"):
-        load_init(str(tmp_path / "head"), MTP, tiny_target)
+        load_init(str(tmp_path / "head"), MTP, TargetFiles(tiny_target))
 
 
 def test_biases_that_an_engine_wants_are_refused_unless_they_are_zero(tmp_path: Path, tiny_target: Path) -> None:
     write(tmp_path / "head", "sglang", EAGLE, tiny_target)
     rewrite(tmp_path / "head", lambda tensors: {**tensors, "fc.bias": tensors["fc.bias"] + 1})
     with pytest.raises(ValueError, match=r"fc\.bias of .* must be zero, because the head has no such bias"):
-        load_init(str(tmp_path / "head"), EAGLE, tiny_target)
+        load_init(str(tmp_path / "head"), EAGLE, TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize(
@@ -209,24 +210,24 @@ def test_a_directory_without_a_readable_head_is_refused(
         else:
             (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
-        load_init(str(tmp_path), MTP, tiny_target)
+        load_init(str(tmp_path), MTP, TargetFiles(tiny_target))
 
 
 def test_a_quantisation_beside_the_config_is_refused(tmp_path: Path, tiny_target: Path) -> None:
     write(tmp_path, "vllm", EAGLE3, tiny_target)
     algorithms: dict[str, str | None] = {"quant_algo": None, "kv_cache_quant_algo": None}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
-    load_init(str(tmp_path), EAGLE3, tiny_target)
+    load_init(str(tmp_path), EAGLE3, TargetFiles(tiny_target))
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {**algorithms, "quant_algo": "FP8"}}))
     with pytest.raises(ValueError, match=r"hf_quant_config\.json: must name no quantisation, .* but has .*FP8"):
-        load_init(str(tmp_path), EAGLE3, tiny_target)
+        load_init(str(tmp_path), EAGLE3, TargetFiles(tiny_target))
 
 
 def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(tiny_target: Path) -> None:
     with pytest.raises(
         UserError, match=r"head\.init_from: must be a local directory or a hub name, but '/no/head' is not"
     ):
-        load_init("/no/head", MTP, tiny_target)
+        load_init("/no/head", MTP, TargetFiles(tiny_target))
 
 
 def test_a_block_drafter_of_another_block_size_or_without_its_settings_is_refused(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_a_block_drafter_of_another_block_size_or_without_its_settings_is_refuse
     write(tmp_path / "head", "vllm", config, target_dir)
     other = replace(config, ttt_steps=3)
     with pytest.raises(ValueError, match=r"differ in head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"):
-        load_init(str(tmp_path / "head"), other, target_dir)
+        load_init(str(tmp_path / "head"), other, TargetFiles(target_dir))
     rewrite(tmp_path / "head", unchanged, block_size=None)
     with pytest.raises(ValueError, match=r"config\.json: must have block_size, but does not; download"):
-        load_init(str(tmp_path / "head"), config, target_dir)
+        load_init(str(tmp_path / "head"), config, TargetFiles(target_dir))

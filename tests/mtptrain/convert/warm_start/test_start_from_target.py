@@ -11,6 +11,7 @@ from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import load_target
 from mtptrain.train import check_one_start
 from tests.conftest import FAMILIES, make_target
@@ -30,7 +31,7 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
     torch.manual_seed(3)
     head, before = (build_head(HEADS[name].Config(**settings), target.config) for _ in range(2))
     before.load_state_dict(head.state_dict())
-    start_from_target(head, tiny_target)
+    start_from_target(head, TargetFiles(tiny_target))
     weights, random = dict(head.named_parameters()), dict(before.named_parameters())
     for part in ("q_proj", "k_proj", "v_proj"):  # their first columns read the embedding in eagle3
         weight = weights[f"self_attn.{part}.weight"]
@@ -59,7 +60,7 @@ def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: st
     target = load_target(target_dir, torch.float32, torch.device("cpu"))
     layer = target.model.model.layers[-1]
     head = build_head(HEADS["mtp"].Config(), target.config)
-    start_from_target(head, target_dir)
+    start_from_target(head, TargetFiles(target_dir))
     x = layer.input_layernorm(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)))
 
     def scores(attention: torch.nn.Module) -> torch.Tensor:
@@ -84,11 +85,11 @@ def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) ->
     with pytest.raises(
         ValueError, match=r"head\.start_from_target: the target's last layer must have projections of the head's shapes"
     ):
-        start_from_target(head, target_dir)
+        start_from_target(head, TargetFiles(target_dir))
 
 
 def test_a_head_without_a_projection_of_the_targets_states_is_refused(tiny_target: Path) -> None:
     head = build_head(HEADS["mtp"].Config(), read_target_config(tiny_target))
     del head.eh_proj
     with pytest.raises(ValueError, match=r"head\.start_from_target: .* eh_proj or fc, but MtpHead has none; set"):
-        start_from_target(head, tiny_target)
+        start_from_target(head, TargetFiles(tiny_target))

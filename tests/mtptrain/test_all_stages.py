@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mtptrain import run
+from mtptrain import all_stages
 from mtptrain.command_line.program import stage_command
 from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.run_dir import write_provenance
@@ -42,11 +42,15 @@ def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str],
 def test_a_stage_gets_a_rank_for_each_gpu_or_for_each_engine(num_gpus: int) -> None:
     config, engines = make_config(), ("hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4")
     with patch("torch.cuda.device_count", lambda: num_gpus):
-        assert run.num_ranks("train", "ranks", config) == run.num_ranks("hidden-states", "ranks", config) == num_gpus
-        assert run.num_ranks("prompts", "process", config) == 1
-        assert run.num_ranks("hidden-states", "ranks", make_config(*engines)) == num_gpus // 4
-        assert run.num_ranks("train", "ranks", make_config(*engines)) == num_gpus
-        assert run.num_ranks("hidden-states", "ranks", make_config(engines[1])) == num_gpus
+        assert (
+            all_stages.num_ranks("train", "ranks", config)
+            == all_stages.num_ranks("hidden-states", "ranks", config)
+            == num_gpus
+        )
+        assert all_stages.num_ranks("prompts", "process", config) == 1
+        assert all_stages.num_ranks("hidden-states", "ranks", make_config(*engines)) == num_gpus // 4
+        assert all_stages.num_ranks("train", "ranks", make_config(*engines)) == num_gpus
+        assert all_stages.num_ranks("hidden-states", "ranks", make_config(engines[1])) == num_gpus
 
 
 def test_only_several_ranks_are_started_by_torchrun() -> None:
@@ -57,14 +61,14 @@ def test_only_several_ranks_are_started_by_torchrun() -> None:
 
 def test_a_stage_is_passed_over_only_if_it_is_newer_and_was_made_with_the_same_settings(tmp_path: Path) -> None:
     config = make_config(f"run_dir={tmp_path}")
-    output = run.output_of("prompts", STAGES["prompts"], config)
-    assert output == tmp_path / "prompts/manifest.json" and not run.is_finished(output, 0.0, config)
+    output = all_stages.output_of("prompts", STAGES["prompts"], config)
+    assert output == tmp_path / "prompts/manifest.json" and not all_stages.is_finished(output, 0.0, config)
     write_provenance(output.parent, config)
-    assert not run.is_finished(output, 0.0, config)
+    assert not all_stages.is_finished(output, 0.0, config)
     output.write_text("{}")
-    assert run.is_finished(output, 0.0, config)
-    assert not run.is_finished(output, time.time() + 60, config)
-    assert not run.is_finished(output, 0.0, make_config(f"run_dir={tmp_path}", "prompts.max_train_tokens=7"))
+    assert all_stages.is_finished(output, 0.0, config)
+    assert not all_stages.is_finished(output, time.time() + 60, config)
+    assert not all_stages.is_finished(output, 0.0, make_config(f"run_dir={tmp_path}", "prompts.max_train_tokens=7"))
 
 
 def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tmp_path: Path) -> None:
@@ -72,10 +76,10 @@ def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tm
     (tmp_path / "b").mkdir()
     (tmp_path / "b/prompts").symlink_to("../a/prompts")
     config = make_config(f"run_dir={tmp_path}/b")
-    output = run.output_of("prompts", STAGES["prompts"], config)
-    assert not run.is_finished(output, 0.0, config)
+    output = all_stages.output_of("prompts", STAGES["prompts"], config)
+    assert not all_stages.is_finished(output, 0.0, config)
     (tmp_path / "a/prompts/manifest.json").write_text("{}")
-    assert run.is_finished(output, 0.0, config)
+    assert all_stages.is_finished(output, 0.0, config)
 
 
 @pytest.mark.parametrize(
@@ -118,17 +122,17 @@ def test_variants_run_one_after_the_other_and_leave_nothing_else(tiny_run: Run, 
 
 def test_outputs_that_settings_move_elsewhere_are_found(tmp_path: Path) -> None:
     config = make_config(f"acceptance.output_dir={tmp_path}/a", f"export.output_dir={tmp_path}/b")
-    found = [run.output_of(name, STAGES[name], config) for name in ("acceptance", "export")]
+    found = [all_stages.output_of(name, STAGES[name], config) for name in ("acceptance", "export")]
     assert found == [tmp_path / "a/report.json", tmp_path / "b/provenance.json"]
 
 
 @pytest.mark.parametrize(("code", "ended"), [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137)])
 def test_a_run_ends_with_the_exit_code_of_the_stage_that_fails(code: str, ended: int) -> None:
     before = signal.getsignal(signal.SIGINT)
-    run.run_stage([sys.executable, "-c", "pass"])
+    all_stages.run_stage([sys.executable, "-c", "pass"])
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(SystemExit) as failure:
-        run.run_stage([sys.executable, "-c", f"import os, sys; {code}"])
+        all_stages.run_stage([sys.executable, "-c", f"import os, sys; {code}"])
     assert failure.value.code == ended
 
 
@@ -140,7 +144,7 @@ def test_ctrl_c_is_left_to_the_stage(tmp_path: Path) -> None:
         f"open({str(tmp_path / 'began')!r}, 'w').close()\n"
         "time.sleep(60)"
     )
-    program = f"import sys; from mtptrain.run import run_stage; run_stage([sys.executable, '-c', {stage!r}])"
+    program = f"import sys; from mtptrain.all_stages import run_stage; run_stage([sys.executable, '-c', {stage!r}])"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -152,14 +156,14 @@ def test_ctrl_c_is_left_to_the_stage(tmp_path: Path) -> None:
 
 def test_the_check_of_a_store_is_no_whole_run() -> None:
     with pytest.raises(ValueError, match=r"verify: must be false for a whole run, .* run `mtptrain hidden-states`"):
-        run.check(make_config("verify=true"))
+        all_stages.check(make_config("verify=true"))
 
 
 @pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "medusa"])
 def test_a_recipe_for_any_target_has_a_plan_without_other_settings(recipe: str, tmp_path: Path) -> None:
     shutil.copytree(DEMO_DIR, tmp_path / "mine")
     arguments = [f"recipe={recipe}", f"target.path={tmp_path}/mine", f"run_dir={tmp_path}/run", "plan=true"]
-    result = run_ranks("mtptrain.run", arguments)
+    result = run_ranks("mtptrain.all_stages", arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "plan of " in result.stdout and f"{recipe}, " in result.stdout
     assert result.stderr.count("hardware: ") == 1
@@ -168,13 +172,13 @@ def test_a_recipe_for_any_target_has_a_plan_without_other_settings(recipe: str, 
 
 def test_gpus_that_cannot_share_a_step_are_refused_before_anything_runs() -> None:
     with patch("torch.cuda.device_count", lambda: 3), pytest.raises(ValueError, match="micro_batches_per_step"):
-        run.check(make_config("train.micro_batches_per_step=8"))
+        all_stages.check(make_config("train.micro_batches_per_step=8"))
 
 
 def test_a_whole_run_ends_with_a_table_and_is_not_repeated(tiny_run: Run, tmp_path: Path) -> None:
     shutil.copytree(tiny_run[0], tmp_path / "run")
     overrides = ("recipe=quickstart", f"run_dir={tmp_path}/run", *tiny_run[1])
-    first = run_program("mtptrain.run", *overrides)
+    first = run_program("mtptrain.all_stages", *overrides)
     assert first.returncode == 0, first.stderr[-3000:]
     headings = [line for line in first.stdout.splitlines() if line.startswith("== mtptrain ")]
     assert [heading.split()[2] for heading in headings] == [
@@ -182,7 +186,7 @@ def test_a_whole_run_ends_with_a_table_and_is_not_repeated(tiny_run: Run, tmp_pa
     ]
     assert "tokens per step" in first.stdout and f"{tmp_path}/run/export/vllm has the head" in first.stdout
     report = (tmp_path / "run/acceptance/report.json").read_bytes()
-    second = run_program("mtptrain.run", *overrides)
+    second = run_program("mtptrain.all_stages", *overrides)
     assert second.returncode == 0, second.stderr[-3000:]
     assert second.stdout.count("done before") >= 3
     assert (tmp_path / "run/acceptance/report.json").read_bytes() == report
