@@ -34,17 +34,17 @@ def training_losses(
         call_head: called in place of the head, for example the DeepSpeed engine that wraps it.
     """
     with clock.phase("forward"):
-        # 1. Depth 0 of row t learns the target's distribution of token t + 2, which follows from the target's state at
-        # t + 1. Apply the final norm to these states [M, H]. A head that reads residual streams gets them [N, L, H];
-        # other heads get the post-norm states of all tokens [N, H].
-        teacher_rows = batch.packing.rows + 1  # [M]
+        # 1. Depth 0 of draft position t learns the target's distribution of token t + 2, which follows from its state
+        # at t + 1. Apply the final norm to these states [M, H]. A head that reads residual streams gets them
+        # [N, L, H]; other heads get the post-norm states of all tokens [N, H].
+        target_positions = batch.packing.draft_positions + 1  # [M]
         if head.read_layers:
             last_stream = batch.hidden_states[:, None]  # [N, 1, H]
             read_states = last_stream if batch.aux_hidden_states is None else batch.aux_hidden_states
-            target_states = parts.final_norm(batch.hidden_states[teacher_rows])
+            target_states = parts.final_norm(batch.hidden_states[target_positions])
         else:
             read_states = parts.final_norm(batch.hidden_states)
-            target_states = read_states[teacher_rows]
+            target_states = read_states[target_positions]
         # 2. Run the head at every depth [T, M, H].
         tokens = PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing)
         states = (call_head or head)(tokens, parts, len(batch.is_draft))
@@ -62,7 +62,7 @@ def training_losses(
             scale,
             settings,
             ids,
-            batch.next_ids[teacher_rows] if settings.kind is LossKind.data_ce else None,
+            batch.next_ids[target_positions] if settings.kind is LossKind.data_ce else None,
         )
 
 
@@ -78,11 +78,11 @@ def _losses_by_depth(
     """Compute the losses of each depth separately, for draft positions that do not form spans of consecutive tokens."""
     by_depth, last = [], batch.num_tokens - 1
     for depth, depth_states in enumerate(states.unbind()):
-        teacher_rows = (batch.packing.rows + 1 + depth).clamp(max=last)
-        target_states, this_depth = parts.final_norm(batch.hidden_states[teacher_rows]), slice(depth, depth + 1)
+        target_positions = (batch.packing.draft_positions + 1 + depth).clamp(max=last)
+        target_states, this_depth = parts.final_norm(batch.hidden_states[target_positions]), slice(depth, depth + 1)
         is_draft, depth_scale = batch.is_draft[this_depth], scale[this_depth]
         arguments = target_states, parts.logits, is_draft, depth_scale, settings, draft_token_ids
-        data_tokens = batch.next_ids[teacher_rows] if settings.kind is LossKind.data_ce else None
+        data_tokens = batch.next_ids[target_positions] if settings.kind is LossKind.data_ce else None
         by_depth.append(draft_losses(depth_states[None], lm_head, *arguments, data_tokens))
     names = ("losses", "kl", "top1_accuracy", "overlap")
     loss = torch.stack([sums.loss for sums in by_depth]).sum()

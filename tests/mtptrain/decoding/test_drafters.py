@@ -55,8 +55,8 @@ def plain_speculation(
 def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """Returns the logits [D] after a text, from the head's training forward.
 
-    The row of the target's last state drafts, and its depths read the tokens after the newest verified one. The target
-    has no states of those tokens yet, so they are filled with zeros, which the row does not see.
+    The draft starts from the target's last state, and its depths read the tokens after the newest verified one. The
+    target has no states of those tokens yet, so they are filled with zeros, which the draft does not see.
     """
     depth = len(tokens) - 1 - len(states)
     packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
