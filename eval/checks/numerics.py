@@ -34,7 +34,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
     """Compares attention at one depth and its gradients with a single softmax over a dense mask in fp32."""
     generator = torch.Generator(device).manual_seed(0)
     spans = [(i, prompt, length - prompt) for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True))]
-    packing = map_tensors(Packing.of(LENGTHS, spans), lambda x: x.to(device))
+    packing = map_tensors(Packing.of_spans(LENGTHS, spans), lambda x: x.to(device))
     num_tokens, num_drafts = sum(LENGTHS), sum(LENGTHS) - sum(PROMPTS)
     shapes = [
         (num_drafts, 4, 64),

@@ -52,7 +52,7 @@ class Segments:
 class Packing:
     """N packed tokens, of which M are draft positions, in token order.
 
-    The draft positions are either spans of consecutive tokens of a document, or single tokens.
+    The draft positions are spans of consecutive tokens of a document (`of_spans`), or single tokens (`of_points`).
     """
 
     positions: torch.Tensor  # i64[N], position of each token in its document
@@ -62,15 +62,15 @@ class Packing:
     key_indices: torch.Tensor
     """i64[N], index of each token in the order of the keys: draft positions first, then all other tokens."""
     segments: tuple[Segments, ...]
-    """With spans, the first `Segments` pairs every span with its own tokens, causally. Each of the others pairs spans,
-    at most one per document, with the tokens before them in their document, so no kernel reads more than N keys. For
-    single draft positions, see `of_single`."""
+    """One for each kernel. The first one has all draft positions."""
     document_lengths: tuple[int, ...]
     document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
 
     @property
-    def has_spans(self) -> bool:
-        """Whether the draft positions form spans, so that the next row is the next token."""
+    def depths_share_targets(self) -> bool:
+        """Whether depth k of a draft position has the target token of depth 0 of the k-th draft position after it.
+
+        This holds within a span. The target token is the one whose target state gives the distribution to learn."""
         return self.segments[0].is_causal
 
     @property
@@ -84,8 +84,11 @@ class Packing:
         return sum(length * (length + 1) / 2 for length in self.document_lengths)
 
     @staticmethod
-    def of(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
-        """Pack documents.
+    def of_spans(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
+        """Pack documents whose draft positions are spans of consecutive tokens.
+
+        The first kernel pairs every span with its own tokens, causally. Each of the others pairs spans, at most one per
+        document, with the tokens before them in their document, so no kernel reads more than N keys.
 
         Args:
             lengths: number of tokens in each document.
@@ -112,7 +115,7 @@ class Packing:
         )
 
     @staticmethod
-    def of_single(lengths: Sequence[int], draft_positions: Sequence[NDArray[np.int64]]) -> "Packing":
+    def of_points(lengths: Sequence[int], points: Sequence[NDArray[np.int64]]) -> "Packing":
         """Pack documents whose draft positions may lie anywhere.
 
         One kernel per draft position would be too many kernels, and a single kernel would need a mask. The A draft
@@ -123,7 +126,7 @@ class Packing:
 
         Args:
             lengths: number of tokens in each document.
-            draft_positions: the draft positions of each document, at least one, in rising order.
+            points: the draft positions of each document, at least one, in rising order.
         """
         starts, num_drafts = [0, *accumulate(lengths)], 0
         gaps, before = (
@@ -131,7 +134,7 @@ class Packing:
             defaultdict[int, list[tuple[range, range]]](list),
         )
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
-        for start, positions in zip(starts, draft_positions, strict=False):
+        for start, positions in zip(starts, points, strict=False):
             tokens = (start + positions).tolist()
             is_draft[tokens], is_seen[start : tokens[-1]] = True, True
             size, first_unseen = math.isqrt(len(tokens) - 1) + 1, start

@@ -173,9 +173,9 @@ def _packing(lengths: Sequence[int], counts: Sequence[int], drafts_per_document:
     """
     if drafts_per_document is None:
         spans = [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, counts, strict=True))]
-        return Packing.of(lengths, spans)
+        return Packing.of_spans(lengths, spans)
     drawn = [min(count, drafts_per_document) for count in counts]
-    return Packing.of_single(
+    return Packing.of_points(
         lengths,
         [
             length - 1 - count + np.arange(used) * count // used

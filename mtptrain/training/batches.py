@@ -125,7 +125,7 @@ def make_batch(
             # The last token needed is the one whose state gives the label of a draft position's last depth.
             used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
-    packing = Packing.of(used, spans) if anchors is None else Packing.of_single(used, draft_positions)
+    packing = Packing.of_spans(used, spans) if anchors is None else Packing.of_points(used, draft_positions)
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, pins)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, pins)
     assert hidden_states is not None

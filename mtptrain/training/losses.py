@@ -46,6 +46,13 @@ class LossSums:
     overlap: torch.Tensor
     """f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
 
+    @classmethod
+    def joined(cls, parts: "Sequence[LossSums]") -> "LossSums":
+        """Returns the sums of all depths from those of consecutive groups of depths."""
+        names = ("losses", "kl", "top1_accuracy", "overlap")
+        loss = torch.stack([part.loss for part in parts]).sum()
+        return cls(loss, *(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
 
 def draft_losses(
     states: torch.Tensor,

@@ -82,7 +82,9 @@ def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarra
         draft_positions.append(of_document[np.arange(num_used) * len(of_document) // num_used])
         spans += [(document, int(first), int(count)) for first, count in zip(firsts, counts, strict=True)]
         used.append(int(firsts[-1] + counts[-1]) + 1)
-    packing = Packing.of(used, spans) if head.drafts_per_document is None else Packing.of_single(used, draft_positions)
+    packing = (
+        Packing.of_spans(used, spans) if head.drafts_per_document is None else Packing.of_points(used, draft_positions)
+    )
     num_tokens, num_captured = sum(used), len(head.capture_layers)
     aux = torch.empty(num_tokens, num_captured, hidden_size, dtype=torch.bfloat16) if num_captured else None
     return Batch(

@@ -107,7 +107,7 @@ CASES: dict[str, tuple[list[int], list[tuple[int, int, int]] | None]] = {
 @pytest.mark.parametrize("num_own", [0, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int) -> None:
-    packing = Packing.of(*CASES[case])
+    packing = Packing.of_spans(*CASES[case])
     expected = results(packing, num_own)
     with patch.object(attention, "aten", ReferenceOps), patch.object(attention, "uses_gpu_kernels", lambda _: True):
         found = results(packing, num_own)

@@ -40,7 +40,7 @@ def test_training_computes_the_logits_of_the_published_model(family: str, tied: 
     head.load_state_dict(load_init(str(published), config, target))
     plain = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     documents = [torch.randint(0, 260, (length,)) for length in (7, 4, 9)]
-    packing = Packing.of([len(ids) - 1 for ids in documents])
+    packing = Packing.of_spans([len(ids) - 1 for ids in documents])
     packed = PackedTokens(
         torch.zeros(sum(packing.document_lengths), 64),
         torch.cat([ids[:-1] for ids in documents]),

@@ -61,7 +61,7 @@ def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[in
     depth = len(tokens) - 1 - len(states)
     packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
     ids = torch.tensor(tokens)
-    found = head(PackedTokens(packed, ids[:-1], ids[1:], Packing.of([len(packed)])), target.parts, depth + 1)
+    found = head(PackedTokens(packed, ids[:-1], ids[1:], Packing.of_spans([len(packed)])), target.parts, depth + 1)
     return head.logits(found[depth, len(states) - 1], target.parts)
 
 

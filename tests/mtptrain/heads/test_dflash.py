@@ -24,9 +24,9 @@ from tests.mtptrain.heads.test_contract import (
 )
 
 POINTS = [np.array([0, 1, 5, 7, 8, 20]), np.array([3]), np.array([2, 3, 4, 9])]
-SINGLE = Packing.of_single([30, 9, 12], POINTS)
-SPANS = Packing.of([30, 9, 12], [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)])
-PROMPTS_ONLY_BEFORE = Packing.of_single([40], [np.array([39])])
+SINGLE = Packing.of_points([30, 9, 12], POINTS)
+SPANS = Packing.of_spans([30, 9, 12], [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)])
+PROMPTS_ONLY_BEFORE = Packing.of_points([40], [np.array([39])])
 
 
 def seen_tokens(packing: Packing) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_the_kernels_of_single_draft_positions_pair_each_with_every_token_that_i
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, 60, 4).tolist()
     points = [np.sort(generator.choice(length, generator.integers(1, length + 1), replace=False)) for length in lengths]
-    packing = Packing.of_single(lengths, points)
+    packing = Packing.of_points(lengths, points)
     times_seen = torch.zeros(len(packing.draft_positions), sum(lengths), dtype=torch.long)
     in_key_order = packing.key_indices.argsort()
     for part in packing.segments:
@@ -103,7 +103,7 @@ def test_states_and_gradients_of_single_draft_positions_are_those_among_all(case
         random_head(case),
         [np.array([0, 3, 7]), np.array([2]), np.array([0, 5]), np.array([1]), np.array([0])],
     )
-    tokens, single = packed_inputs(head), Packing.of_single(LENGTHS, points)
+    tokens, single = packed_inputs(head), Packing.of_points(LENGTHS, points)
     among_all = run(head, tokens)[:, single.draft_positions]
     states = run(head, replace(tokens, packing=single))
     torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)

@@ -79,7 +79,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         :, :num_tokens
     ]
     ids = (tokens[:, first : first + num_tokens].flatten() for first in (0, 1))
-    packed = PackedTokens(target_states.flatten(0, 1), *ids, Packing.of([num_tokens] * len(tokens)))
+    packed = PackedTokens(target_states.flatten(0, 1), *ids, Packing.of_spans([num_tokens] * len(tokens)))
     unread = F.pad(tokens, (0, depths), value=-100)
     labels = torch.stack(
         [unread[:, 2 + depth :][:, :num_tokens].flatten() for depth in range(depths)]
