@@ -1,6 +1,6 @@
 """The forward pass of training, from stored states to losses, used by the trainer and the planner."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,27 +12,29 @@ from mtptrain.training.batches import Batch
 from mtptrain.training.losses import LossSettings, LossSums, draft_losses
 from mtptrain.utils.clock import PhaseClock
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 
 def training_losses(
-    head: Head,
+    model: "Head | DeepSpeedEngine",
     parts: FrozenParts,
     batch: Batch,
     scale: torch.Tensor,
     settings: LossSettings,
     clock: PhaseClock,
-    call_head: Callable[..., torch.Tensor] | None = None,
 ) -> LossSums:
     """Run a head over a batch and compare every draft with the target's distribution.
 
     Args:
-        head: the trained head.
+        model: the trained head, alone or in its DeepSpeed engine.
         parts: the target's frozen parts.
         batch: a batch on the head's device, with decoded states.
         scale: weight of each depth's sum in the loss [T].
         settings: which loss to compute, and how.
         clock: accumulates the seconds of the phases `forward` and `loss`.
-        call_head: called in place of the head, for example the DeepSpeed engine that wraps it.
     """
+    head: Head = model if isinstance(model, Head) else model.module
     num_depths = len(batch.is_draft)
     with clock.phase("forward"):
         # 1. A head that reads residual streams gets them [N, L, H]; other heads get the post-norm states [N, H].
@@ -42,8 +44,7 @@ def training_losses(
         else:
             read_states = parts.final_norm(batch.hidden_states)
         # 2. Run the head at every depth [T, M, H].
-        tokens = PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing)
-        states = (call_head or head)(tokens, parts, num_depths)
+        states = model(PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing), parts, num_depths)
     with clock.phase("loss"):
         # 3. Depth k of draft position t learns the target's distribution of token t + 2 + k, which follows from the
         # target's post-norm state at t + 1 + k. Compute the losses of depths with the same target tokens together.
