@@ -311,7 +311,7 @@ def validate(
         )
         if is_best:
             (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
-        for directory in [stage_dir / "last"] + [stage_dir / "best"] * is_best:
+        for directory in (stage_dir / "last", stage_dir / "best") if is_best else (stage_dir / "last",):
             save_head(directory, head_state, config.head, {"step": progress.step, **measured, **run.head_facts})
     best = max(progress.best_acceptance_length, acceptance.acceptance_length)
     return Progress(progress.step, best), {"acceptance": f"{acceptance.acceptance_length:.3f}"}
@@ -327,7 +327,9 @@ def keep_unmeasured(
     if tracking is not None:
         stage_dir, head_state = config.stage_dir("train"), run.trainer.engine.module.state_dict()
         is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()
-        directories = [stage_dir / "last"] + [stage_dir / "best"] * (not is_measured)
+        directories = [stage_dir / "last"]
+        if not is_measured:
+            directories.append(stage_dir / "best")
         if config.train.validate_every:
             directories.append(kept_head(stage_dir, progress.step))
         for directory in directories:

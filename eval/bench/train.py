@@ -117,9 +117,9 @@ def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Train
 
 
 def full_documents(num_tokens: int) -> Shape:
-    lengths = [DOCUMENT_TOKENS] * (num_tokens // DOCUMENT_TOKENS) + [num_tokens % DOCUMENT_TOKENS] * (
-        num_tokens % DOCUMENT_TOKENS > 0
-    )
+    lengths, remainder = [DOCUMENT_TOKENS] * (num_tokens // DOCUMENT_TOKENS), num_tokens % DOCUMENT_TOKENS
+    if remainder:
+        lengths.append(remainder)
     return lengths, [0] * len(lengths)
 
 

@@ -282,12 +282,14 @@ def micro_batch_costs(
     """Returns the costs of one full micro-batch of documents of this length."""
     size = config.train.batch_tokens
     length = min(max(2, document_tokens), size)
-    remainder = size % length
+    lengths, remainder = [length] * (size // length), size % length
+    if remainder > 1:  # one token has no draft position
+        lengths.append(remainder)
     micro_batch = MicroBatch(
         head=config.head,
         target_config=target_config,
         dtype=compute_dtype(config.deepspeed),
-        lengths=[length] * (size // length) + [remainder] * (remainder > 1),  # one token has no draft position
+        lengths=lengths,
         supervised_share=workload.supervised_tokens / max(1, workload.tokens),
         loss_chunk_rows=config.train.loss_chunk_rows,
         activation_checkpointing=config.train.activation_checkpointing,
