@@ -51,7 +51,7 @@ def prepare_draft_vocab(config: PipelineConfig) -> DraftVocabManifest:
     target_config = read_target_config(target_dir)
     size, vocab_size = draft_vocab_size(config.head, target_config.vocab_size), target_config.vocab_size
     paths = {split: require_prompts(config.stage_dir("prompts"), f"{split}.safetensors") for split in Split}
-    capture_layers = HEADS[config.head.name].layers_to_capture(config.head, target_config)
+    capture_layers = HEADS[config.head.name].resolve_capture_layers(config.head, target_config)
     identity = expected_identity(config, target_dir, capture_layers, paths[Split.train])
 
     counts = {split: count_predictable(Documents.load(path), vocab_size) for split, path in paths.items()}

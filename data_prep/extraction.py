@@ -74,7 +74,7 @@ def prepare_extraction(config: PipelineConfig) -> Extraction:
     check_weights(target_dir)
     head_type = HEADS[config.head.name]
     head_type.check_trainable(config.head, target_config)
-    capture_layers = head_type.layers_to_capture(config.head, target_config)
+    capture_layers = head_type.resolve_capture_layers(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
     check_prompts(documents, prompts_file, target_config.vocab_size, target_config.max_position_embeddings)
     with torch.device("meta"):

@@ -120,7 +120,7 @@ class VllmEagle3(VllmFormat):
         return super().state({name: tensor for name, tensor in tensors.items() if name != "t2d"})
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        layers, num_layers = Eagle3Head.layers_to_capture(self.head, self.target), self.target.num_hidden_layers
+        layers, num_layers = Eagle3Head.resolve_capture_layers(self.head, self.target), self.target.num_hidden_layers
         is_default = layers == (2, num_layers // 2, num_layers - 3)
         return self.llama_config(dtype) | {
             "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
@@ -214,7 +214,7 @@ class VllmDflash(VllmFormat):
     head: DflashHead.Config
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        layers = DflashHead.layers_to_capture(self.head, self.target)
+        layers = DflashHead.resolve_capture_layers(self.head, self.target)
         return self.llama_config(dtype) | {
             "model_type": "qwen3",
             "num_hidden_layers": self.head.num_layers,

@@ -49,7 +49,7 @@ class Drafter(Protocol):
     """Proposes tokens for a batch of sequences and keeps its own state between rounds."""
 
     @property
-    def capture_layers(self) -> tuple[int, ...]:
+    def read_layers(self) -> tuple[int, ...]:
         """The target's residual streams that the drafter reads."""
 
     @property

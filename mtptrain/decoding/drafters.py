@@ -45,7 +45,7 @@ class HeadDrafter:
         self.cache = PositionCache(num_slots)
 
     @property
-    def capture_layers(self) -> tuple[int, ...]:
+    def read_layers(self) -> tuple[int, ...]:
         return self.head.read_layers
 
     @property
@@ -177,7 +177,7 @@ class TreeDrafter(HeadDrafter):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    capture_layers: tuple[int, ...] = ()
+    read_layers: tuple[int, ...] = ()
     draft_slots = 0
 
     def start(self, batch_size: int, num_slots: int) -> None:
@@ -199,7 +199,7 @@ class PromptLookupDrafter:
             recent text predicts the next tokens better.
     """
 
-    capture_layers: tuple[int, ...] = ()
+    read_layers: tuple[int, ...] = ()
 
     def __init__(
         self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, latest: bool = False
@@ -244,7 +244,7 @@ class HybridDrafter:
         self.look_up = PromptLookupDrafter(
             head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, latest=True
         )
-        self.capture_layers = head.capture_layers
+        self.read_layers = head.read_layers
         self.draft_slots = head.draft_slots
         self.start = head.start
 

@@ -54,6 +54,8 @@ class Head(nn.Module, ABC):
     """Whether `head.start_from_target` can copy one or more of the target's layers into the head."""
     ttt_steps: int
     """T, the number of trained depths."""
+    capture_layers: tuple[int, ...]
+    """The residual streams of the target that extraction stores for the head: k is the stream after k layers."""
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None if the draft vocabulary is the target's."""
     lm_head: nn.Linear | None
@@ -73,7 +75,7 @@ class Head(nn.Module, ABC):
         self.register_buffer("d2t", None)
         self.lm_head = None
         self.ttt_steps = int(config.ttt_steps)
-        self.capture_layers = self.layers_to_capture(config, target_config)
+        self.capture_layers = self.resolve_capture_layers(config, target_config)
 
     def _add_own_vocabulary(self, size: int | None, target_config: PreTrainedConfig) -> None:
         """Give the head its own lm_head [D, H] if `size` D is set, and `d2t` if D differs from V."""
@@ -84,18 +86,17 @@ class Head(nn.Module, ABC):
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
 
     @classmethod
-    def layers_to_capture(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the residual streams of the target to capture for the head: id k is the stream after k layers.
-
-        A head that captures no layers can read the target's last hidden states: after the final norm, or before it if
-        the head overrides `read_layers`.
-        """
+    def resolve_capture_layers(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
+        """Returns `capture_layers` of a head with these settings: none, unless a subclass overrides this."""
         return ()
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The residual streams that the head reads: `capture_layers` by default. A head that captures no layers may
-        override this with the stream after the last layer, which every store of hidden states holds anyway."""
+        """The residual streams that the head reads, in training and decoding. Without any, it reads post-norm states.
+
+        These are `capture_layers`, except in a head that captures none and reads the stream after the last layer,
+        which every store holds anyway.
+        """
         return self.capture_layers
 
     @classmethod

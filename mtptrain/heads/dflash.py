@@ -26,7 +26,7 @@ from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
 from mtptrain.utils.settings import at_least_or_none, between, between_or_none
 
-CAPTURED = 5
+NUM_CAPTURED = 5
 """Number of streams that a head captures by default, as published heads do."""
 
 
@@ -132,7 +132,7 @@ class DflashHead(Head):
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     @classmethod
-    def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
+    def resolve_capture_layers(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the configured layers, or the default.
 
         Raises:
@@ -141,7 +141,7 @@ class DflashHead(Head):
         num_layers = int(target_config.num_hidden_layers)
         if config.capture_layers is not None:
             return check_capture_layers(tuple(config.capture_layers), num_layers)
-        evenly = tuple(round(2 + i * (num_layers - 4) / (CAPTURED - 1)) for i in range(CAPTURED))
+        evenly = tuple(round(2 + i * (num_layers - 4) / (NUM_CAPTURED - 1)) for i in range(NUM_CAPTURED))
         return default_layers(evenly, num_layers)
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
@@ -171,7 +171,7 @@ class DflashHead(Head):
         overwrites these keys.
         """
         # 1. Write the keys and values of the verified tokens, which do not depend on the block.
-        context = self._context(verified.states.read_by(self.capture_layers))  # [B, S, H]
+        context = self._context(verified.states.read_by(self.read_layers))  # [B, S, H]
         cache.begin(verified.positions)
         for index, (layer, _) in enumerate(self._layers()):
             key, value = layer.keys_values_of_tokens(context, verified.positions)  # [B, S, kv heads, head_dim]

@@ -65,7 +65,7 @@ class Eagle3Head(LayerHead):
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     @classmethod
-    def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
+    def resolve_capture_layers(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the configured layers, or the default.
 
         Raises:

@@ -23,8 +23,8 @@ class LayerHead(Head):
     """One decoder layer that is applied once per depth.
 
     A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it);
-    `fuse` and `layers_to_capture` are optional. Training (`forward`) and inference (`draft_first`, `draft_next`) run
-    the same methods.
+    `fuse` and `resolve_capture_layers` are optional. Training (`forward`) and inference (`draft_first`, `draft_next`)
+    run the same methods.
     """
 
     drafts_trees = True

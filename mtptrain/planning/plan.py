@@ -119,7 +119,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         check_vllm_can_extract(target_config)
     HEADS[config.head.name].check_trainable(config.head, target_config)
     warn_of_limits(config.export.engine, config.head, target_config)
-    captured = HEADS[config.head.name].layers_to_capture(config.head, target_config)
+    captured = HEADS[config.head.name].resolve_capture_layers(config.head, target_config)
     check_store_dtype(settings.store_dtype, captured)
     # 2. Extraction: disk, memory and time.
     workload, target = read_workload(config), target_costs(target_config)

@@ -145,10 +145,10 @@ class TargetStates:
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [B, S, L, H]; None if none were requested."""
 
-    def read_by(self, capture_layers: tuple[int, ...]) -> torch.Tensor:
-        """Returns the states that a head reads: the captured streams [B, S, L, H] if it captures any, otherwise the
-        post-norm states [B, S, H]."""
-        if not capture_layers:
+    def read_by(self, read_layers: tuple[int, ...]) -> torch.Tensor:
+        """Returns the states that a head reads: the streams [B, S, L, H] of its `read_layers` if it has any, otherwise
+        the post-norm states [B, S, H]."""
+        if not read_layers:
             return self.post_norm_states
         assert self.aux_hidden_states is not None
         return self.aux_hidden_states

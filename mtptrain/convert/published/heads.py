@@ -279,7 +279,7 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     sizes = {}
     if isinstance(config, LayerConfig):
         sizes = vars(head_dims(config, target_config, settings.get("head_dim")))
-    layers = HEADS[config.name].layers_to_capture(config, target_config)
+    layers = HEADS[config.name].resolve_capture_layers(config, target_config)
     captured = {"capture_layers": list(layers)} if "capture_layers" in settings else {}
     return settings | {name: size for name, size in sizes.items() if name in settings} | captured
 

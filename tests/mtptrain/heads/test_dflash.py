@@ -129,7 +129,7 @@ def test_the_first_draft_reads_all_masks_behind_it_and_no_token_behind_the_newes
     ("layers", "expected"), [(36, (2, 10, 18, 26, 34)), (32, (2, 9, 16, 23, 30)), (80, (2, 21, 40, 59, 78))]
 )
 def test_the_default_layers_are_those_of_published_heads(layers: int, expected: tuple[int, ...]) -> None:
-    found = DflashHead.layers_to_capture(DflashHead.Config(), tiny_config(num_hidden_layers=layers))
+    found = DflashHead.resolve_capture_layers(DflashHead.Config(), tiny_config(num_hidden_layers=layers))
     assert found == expected
 
 
