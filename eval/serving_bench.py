@@ -8,7 +8,7 @@ faster at any concurrency, it also writes settings for engines with the fastest 
 that use them. Prints a table.
 
 With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
-`eval.serving_speed.break_even`.
+`eval.serving_speed.break_even_measurement`.
 
     mtptrain serving-bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
     mtptrain serving-bench recipe=quickstart serving.url=http://localhost:8000
@@ -43,8 +43,8 @@ from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
 from .plots import drawing, plot_serving
-from .serving_speed.break_even import measure_break_even
-from .serving_speed.measure import Bench, check_device, measure
+from .serving_speed.break_even_measurement import measure_break_even
+from .serving_speed.engine_runs import Bench, check_device, measure
 
 
 @program

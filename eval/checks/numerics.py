@@ -17,7 +17,7 @@ from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils.compile import eager
 
 from ..bench.train_steps import Case, case_of, dense_attention, random_batch, random_parts
-from .rows import Finding, at_most
+from .findings import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 """Maximum relative error by dtype. bf16 rounds with a relative error of up to 2^-8, and several roundings add up."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
-from mtptrain.convert.published.config import LAYER_IDS
+from mtptrain.convert.published.config_json import LAYER_IDS
 from mtptrain.data.draft_vocab import membership
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.draft_model import initial_weights, start_from_target_model
-from mtptrain.convert.published.config import arithmetic
+from mtptrain.convert.published.config_json import arithmetic
 from mtptrain.convert.published.heads import PublishedHead, effective_settings, read_published
 from mtptrain.data.draft_vocab import check_draft_token_ids
 from mtptrain.heads import HEADS

@@ -24,7 +24,7 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
-from mtptrain.utils.settings import at_least_or_none, between, between_or_none
+from mtptrain.utils.setting_bounds import at_least_or_none, between, between_or_none
 
 NUM_CAPTURED = 5
 """Number of streams that a head captures by default, as published heads do."""

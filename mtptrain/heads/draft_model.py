@@ -28,7 +28,7 @@ from mtptrain.target.model import Verified, family_mask
 from mtptrain.target.position_cache import PositionCache, TreeSlots
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed
-from mtptrain.utils.settings import between, between_or_none
+from mtptrain.utils.setting_bounds import between, between_or_none
 
 TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Families that can be trained: their layers are dense and scale scores by 1 / sqrt(head_dim)."""

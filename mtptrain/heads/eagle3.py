@@ -17,7 +17,7 @@ from mtptrain.heads.config import MAX_SIZE, LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.settings import between_or_none
+from mtptrain.utils.setting_bounds import between_or_none
 
 
 class Eagle3Head(LayerHead):

@@ -20,7 +20,7 @@ from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.settings import between
+from mtptrain.utils.setting_bounds import between
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mtptrain.utils.settings import at_least
+from mtptrain.utils.setting_bounds import at_least
 
 
 class Resume(StrEnum):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eval.serving_bench import is_same_model
-from eval.serving_speed.measure import check_device
+from eval.serving_speed.engine_runs import check_device
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtptrain.convert.published.config import MODEL_OPT_EAGLE3
+from mtptrain.convert.published.config_json import MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead

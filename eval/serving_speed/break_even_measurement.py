@@ -53,7 +53,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed
 
 from ..plots import drawing, plot_break_even
-from .measure import Bench, check_device, measure
+from .engine_runs import Bench, check_device, measure
 
 NEW_TOKENS = 33
 """Tokens of an answer. The first one comes from the prompt; the others take at most 32 rounds, which are timed."""
