@@ -215,15 +215,15 @@ def export_random_head(config: PipelineConfig, target_dir: Path, head: Head, run
     Raises:
         UserError: the export failed.
     """
-    best, head_dir = run_dir / "train/best", run_dir / "export"
-    save_head(best, head.state_dict(), config.head, {TARGET_WEIGHTS: weights_fingerprint(target_dir)})
+    trained, head_dir = run_dir / "train/last", run_dir / "export"
+    save_head(trained, head.state_dict(), config.head, {TARGET_WEIGHTS: weights_fingerprint(target_dir)})
     settings = [f"run_dir={quoted(run_dir)}", f"export.engine={config.serving.engine}"]
     settings.append(f"export.output_dir={quoted(head_dir)}")
     arguments = stage_command("export", [*sys.argv[1:], *settings])
     result = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
         raise UserError(f"mtptrain export: must export a head with random weights, but failed:\n{result.stderr}")
-    return head_dir, file_sha256(best / "head.safetensors")
+    return head_dir, file_sha256(trained / "head.safetensors")
 
 
 def costs_of_rows(engine: str, rows: Sequence[Row]) -> list[RoundCost]:

@@ -22,7 +22,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.files import build_head, check_head_target, check_values, fill_head, load_head
+from mtptrain.heads.files import best_or_last, build_head, check_head_target, check_values, fill_head, load_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
@@ -53,10 +53,12 @@ class RunHead:
 def trained_or_initial_head(
     best_dir: Path, config: HeadConfig, target_dir: Path, dtype: torch.dtype | None, device: torch.device
 ) -> RunHead:
-    """Returns the trained head in `best_dir`, or the head of `head.init_from` if there is none.
+    """Returns the best head that a run trained, its last one if none was measured, or that of `head.init_from`.
+
+    `RunHead.directory` says which one it is.
 
     Args:
-        best_dir: the directory of the run's trained head.
+        best_dir: the directory of the run's best head, `run_dir/train/best`.
         config: the head's settings.
         target_dir: the target's directory.
         dtype: dtype of the head; None keeps the stored one.
@@ -66,10 +68,11 @@ def trained_or_initial_head(
         UserError: neither head exists, or the head has another config or belongs to another target.
     """
     target_config = read_target_config(target_dir)
-    if config.init_from is None or (best_dir / "head.json").is_file():
-        check_head_target(best_dir, target_dir)
-        head = load_head(best_dir, config, target_config, dtype, device)
-        return RunHead(head, best_dir, file_sha256(best_dir / "head.safetensors"), is_trained=True)
+    trained = best_or_last(best_dir.parent)
+    if config.init_from is None or (trained / "head.json").is_file():
+        check_head_target(trained, target_dir)
+        head = load_head(trained, config, target_config, dtype, device)
+        return RunHead(head, trained, file_sha256(trained / "head.safetensors"), is_trained=True)
     directory, state = _read(config.init_from, config, target_dir)
     if (directory / "head.json").is_file():
         check_head_target(directory, target_dir)
