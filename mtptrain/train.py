@@ -309,9 +309,11 @@ def validate(
             f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} ({acceptance.prompts} "
             f"held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
         )
+        directories = [stage_dir / "last"]
         if is_best:
             (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
-        for directory in (stage_dir / "last", stage_dir / "best") if is_best else (stage_dir / "last",):
+            directories.append(stage_dir / "best")
+        for directory in directories:
             save_head(directory, head_state, config.head, {"step": progress.step, **measured, **run.head_facts})
     best = max(progress.best_acceptance_length, acceptance.acceptance_length)
     return Progress(progress.step, best), {"acceptance": f"{acceptance.acceptance_length:.3f}"}
