@@ -143,7 +143,7 @@ class VllmEagle3(VllmFormat):
 
 
 class VllmPeagle(VllmEagle3):
-    """Exports `peagle`: an EAGLE-3 head, the state of its mask rows, and the id of the mask token.
+    """Exports `peagle`: an EAGLE-3 head, the state of its mask tokens, and the id of the mask token.
 
     vLLM takes the mask token's embedding from the target and applies fc to `mask_hidden` itself.
     """
