@@ -24,13 +24,14 @@ def test_a_run_without_a_trained_head_takes_the_initial_one_and_then_its_own(tmp
     assert not found.is_trained and found.directory == tmp_path / "head"
 
     trained = {name: tensor if name == "d2t" else tensor * 2 for name, tensor in state.items()}
-    save_head(best_dir, trained, EAGLE3, {TARGET_WEIGHTS: weights_fingerprint(tiny_target)})
-    found = trained_or_initial_head(best_dir, config, tiny_target, None, cpu)
-    assert_equal(found.head.state_dict(), trained)
-    assert found.is_trained and found.directory == best_dir
+    for directory in (tmp_path / "last", best_dir):  # the last head counts until one was measured
+        save_head(directory, trained, EAGLE3, {TARGET_WEIGHTS: weights_fingerprint(tiny_target)})
+        found = trained_or_initial_head(best_dir, config, tiny_target, None, cpu)
+        assert_equal(found.head.state_dict(), trained)
+        assert found.is_trained and found.directory == directory
 
     with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain train first"):
-        trained_or_initial_head(tmp_path / "none", EAGLE3, tiny_target, None, cpu)
+        trained_or_initial_head(tmp_path / "none/best", EAGLE3, tiny_target, None, cpu)
 
 
 def test_training_starts_from_the_published_head_and_acceptance_measures_it_before(
