@@ -46,7 +46,7 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
     """
     head, target = run.config.head, run.target
     size, vocab_size = draft_vocab_size(head, target.config.vocab_size), target.config.vocab_size
-    identity = run.identity(HEADS[head.name].layers_to_capture(head, target.config))
+    identity = run.identity(HEADS[head.name].resolve_capture_layers(head, target.config))
 
     counts = {split: count_predictable(run.documents(split), vocab_size) for split in Split}
     token_ids = choose_tokens(counts[Split.train], size, special_token_ids(target))

@@ -69,7 +69,7 @@ def prepare_extraction(run: Run) -> Extraction:
     check_weights(run.target.directory)
     head_type = HEADS[config.head.name]
     head_type.check_trainable(config.head, target_config)
-    capture_layers = head_type.layers_to_capture(config.head, target_config)
+    capture_layers = head_type.resolve_capture_layers(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
     check_prompts(documents, run.stage_dir("prompts") / f"{Split.train}.safetensors", target_config)
     with torch.device("meta"):

@@ -1,10 +1,10 @@
 """Stage 4: measures the acceptance of the trained head with the real draft and verify loop.
 
-Reads `run_dir/train/best/` (or the head of `head.init_from` if nothing was trained) and the held-out prompts of
-`run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and the answers
-(`generations.jsonl`, and `generations_NAME.jsonl` for each baseline) to `run_dir/acceptance/`, and prints a table. The
-table also has the baselines of `acceptance.baselines` (plain decoding, prompt lookup, a small model, trees, and the
-head combined with prompt lookup) and the head at other temperatures.
+Reads `run_dir/train/best/` (`last/` if no head was measured, or the head of `head.init_from` if nothing was trained)
+and the held-out prompts of `run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and
+the answers (`generations.jsonl`, and `generations_NAME.jsonl` for each baseline) to `run_dir/acceptance/`, and prints a
+table. The table also has the baselines of `acceptance.baselines` (plain decoding, prompt lookup, a small model, trees,
+and the head combined with prompt lookup) and the head at other temperatures.
 
     mtptrain acceptance recipe=quickstart acceptance.num_speculative_tokens=5
     mtptrain acceptance recipe=quickstart "acceptance.baselines=[none,tree,hybrid]" acceptance.batch_size=1

@@ -3,7 +3,7 @@
 This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
 every `train.validate_every` steps, and the last one, in `run_dir/train/heads/`. This program measures these heads on
 the prompts that validation would have used: `train.validation_prompts` of them, or the default number if that is 0. If
-the head in `run_dir/train/best/` has been measured before, the program measures that head again too. Writes
+`run_dir/train/best/` has a head from an earlier measurement, the program measures that head again too. Writes
 `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
 
     mtptrain choose-head recipe=llama3_3_70b_mtp
@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
-    """Returns the directories of the kept heads by step, and that of the best head if it has been measured before.
+    """Returns the directories of the kept heads by step, and that of the best head so far if there is one.
 
     Raises:
         StageMissing: no head was kept.

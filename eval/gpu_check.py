@@ -37,9 +37,9 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from .checks.benches import bench_extraction, bench_peer, bench_step
+from .checks.findings import Check, Outcome, Row, print_rows, run_check
 from .checks.numerics import check_attention, check_decode, check_loss
-from .checks.rows import Check, Outcome, Row, print_rows, run_check
-from .checks.stages import RunProgram, Stages, run_in_process
+from .checks.pipeline import RunProgram, Stages, run_in_process
 
 COMMON = ("train.log_every=1", "train.tracker=none", "train.validate_every=0", "train.warmup_steps=5")
 SIZES = {

@@ -8,7 +8,7 @@ faster at any concurrency, it also writes settings for engines with the fastest 
 that use them. Prints a table.
 
 With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
-`eval.serving_speed.break_even`.
+`eval.serving_speed.break_even_measurement`.
 
     mtptrain serving-bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
     mtptrain serving-bench recipe=quickstart serving.url=http://localhost:8000
@@ -43,8 +43,8 @@ from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
 from .plots import drawing, plot_serving
-from .serving_speed.break_even import measure_break_even
-from .serving_speed.measure import Bench, check_device, measure
+from .serving_speed.break_even_measurement import measure_break_even
+from .serving_speed.engine_runs import Bench, check_device, measure
 
 
 @program
@@ -157,7 +157,7 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str, costs: Sequence
     table = Table(
         title=f"vLLM {version}: {what}",
         caption="TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream."
-        + " Predicted: speed-up by the costs of serving_bench.break_even." * bool(costs),
+        + (" Predicted: speed-up by the costs of serving_bench.break_even." if costs else ""),
     )
     for column in (
         "K",
@@ -168,22 +168,20 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str, costs: Sequence
         "P99",
         "tokens/s",
         "speed-up",
-        *["predicted"] * bool(costs),
+        *(["predicted"] if costs else []),
         "acceptance length",
     ):
         table.add_column(column, justify="right")
     for row in rows:
         seen, num_drafts = row.latencies, row.num_speculative_tokens
         times = (seen.ttft_ms.p50, seen.tpot_ms.p50, seen.itl_ms.p50, seen.itl_ms.p99)
+        gains = [row.speed_up(speeds), *([row.predicted_speed_up(engine, costs)] if costs else [])]
         table.add_row(
             "?" if num_drafts is None else str(num_drafts),
             str(row.concurrency),
             *(f"{each:,.1f}" for each in times),
             f"{seen.output_tokens_per_s:,.0f}",
-            *(
-                "" if gain is None else f"{gain:.2f}"
-                for gain in (row.speed_up(speeds), *[row.predicted_speed_up(engine, costs)] * bool(costs))
-            ),
+            *("" if gain is None else f"{gain:.2f}" for gain in gains),
             "" if row.counts is None else f"{row.counts.acceptance_length:.3f}",
             end_section=row.concurrency == rows[-1].concurrency,
         )

@@ -36,6 +36,7 @@ from rich.table import Table
 from mtptrain.command_line.program import program, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
+from mtptrain.heads.files import best_or_last
 from mtptrain.planning.planner import print_plan
 from mtptrain.run_dir import was_made_with
 from mtptrain.training.trainer import check_batch_ranks
@@ -98,6 +99,8 @@ def check_variants(arguments: Sequence[str]) -> None:
 def output_of(name: str, stage: Stage, config: PipelineConfig) -> Path:
     """Returns the file that a stage leaves when it is finished."""
     output = Path(config.run_dir) / stage.output.format(engine=config.export.engine)
+    if name == "train":
+        return best_or_last(config.stage_dir("train")) / output.name
     chosen = {"acceptance": config.acceptance.output_dir, "export": config.export.output_dir}.get(name)
     return output if chosen is None else Path(chosen) / output.name
 

@@ -48,7 +48,7 @@ from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
 from mtptrain.utils.distributed import TIMEOUT_HOURS
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import refuse_overwriting
-from mtptrain.utils.settings import at_least, between, check_bounds, directory_path, random_seed
+from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path, random_seed
 
 __all__ = [
     "RECIPES",

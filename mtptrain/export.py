@@ -1,9 +1,9 @@
 """Stage 5: writes the head to a directory that a serving engine can load.
 
-Reads `run_dir/train/best/` (or the head of `head.init_from`, if nothing was trained), the target's embeddings, final
-norm and lm_head, and `run_dir/hidden_states/` and `run_dir/acceptance/report.json` if they exist. Writes
-`run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and the measured acceptance, and
-`serving.json` for programs.
+Reads `run_dir/train/best/` (`last/` if no head was measured, or the head of `head.init_from` if nothing was trained),
+the target's embeddings, final norm and lm_head, and `run_dir/hidden_states/` and `run_dir/acceptance/report.json` if
+they exist. Writes `run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and the measured
+acceptance, and `serving.json` for programs.
 
     mtptrain export recipe=quickstart export.engine=vllm
 """

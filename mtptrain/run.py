@@ -85,7 +85,7 @@ class Run:
 
     def head(self, dtype: torch.dtype | None, device: torch.device) -> RunHead:
         """Returns the head that the run trained, or else that of `head.init_from`: see `trained_or_initial_head`."""
-        return trained_or_initial_head(self.stage_dir("train") / "best", self.config.head, self.target, dtype, device)
+        return trained_or_initial_head(self.stage_dir("train"), self.config.head, self.target, dtype, device)
 
     def measured_prompts(self, spare_tokens: int = 0) -> Prompts:
         """Returns the prompts that `acceptance` selects: see `read_prompts`."""

@@ -5,8 +5,8 @@ with `train.stream` for document lengths and loss masks), and `run_dir/draft_voc
 and no `head.init_from`.
 
 Writes `run_dir/train/`: `metrics.jsonl`, `checkpoints/`, `last/` and `best/` (the head with the highest measured
-acceptance length, or the newest head as long as none has been measured). With `train.validation_prompts=0` and
-`train.validate_every` above 0 it also writes `heads/`, from which `mtptrain choose-head` chooses the best.
+acceptance length). With `train.validation_prompts=0` nothing is measured and there is no `best/`; with
+`train.validate_every` above 0 training then writes `heads/`, from which `mtptrain choose-head` chooses the best.
 
     mtptrain train recipe=quickstart
     torchrun --nproc-per-node 8 -m mtptrain train recipe=llama3_1_8b_mtp train.lr=1e-4
@@ -43,7 +43,7 @@ from mtptrain.heads.files import (
     TARGET_WEIGHTS,
     build_trainable_head,
     kept_head,
-    remove_later_heads,
+    remove_stale_heads,
     save_head,
 )
 from mtptrain.hidden_states.store import HiddenStates
@@ -158,7 +158,7 @@ def prepare(run: Run, ranks: Ranks) -> Training:
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     if ranks.is_first:
-        remove_later_heads(run.stage_dir("train"), progress.step)
+        remove_stale_heads(run.stage_dir("train"), progress.step, progress.best_acceptance_length > 0)
     flops = step_flops(config.head, run.target.config)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256, "seed": config.seed}
@@ -286,10 +286,12 @@ def validate(training: Training, progress: Progress, tracking: Tracking | None) 
             f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} ({acceptance.prompts} "
             f"held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
         )
+        directories = [stage_dir / "last"]
         if is_best:
             (stage_dir / CHOICE).unlink(missing_ok=True)  # it names the head that is replaced
+            directories.append(stage_dir / "best")
         facts = {"step": progress.step, **measured, **training.head_facts}
-        for directory in [stage_dir / "last"] + [stage_dir / "best"] * is_best:
+        for directory in directories:
             save_head(directory, head_state, training.config.head, facts)
     best = max(progress.best_acceptance_length, acceptance.acceptance_length)
     return Progress(progress.step, best), {"acceptance": f"{acceptance.acceptance_length:.3f}"}
@@ -298,14 +300,10 @@ def validate(training: Training, progress: Progress, tracking: Tracking | None) 
 def keep_unmeasured(
     training: Training, progress: Progress, tracking: Tracking | None
 ) -> tuple[Progress, dict[str, str]]:
-    """Save the head on rank 0: as `last`, and as `best` if no head has been measured.
-
-    With `train.validate_every` above 0, also save it in `heads`, to be measured later.
-    """
+    """Save the head on rank 0: as `last`, and with `train.validate_every` above 0 in `heads`, to be measured later."""
     if tracking is not None:
         stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()
-        is_measured = progress.best_acceptance_length > 0 or (stage_dir / CHOICE).is_file()
-        directories = [stage_dir / "last"] + [stage_dir / "best"] * (not is_measured)
+        directories = [stage_dir / "last"]
         if training.config.train.validate_every:
             directories.append(kept_head(stage_dir, progress.step))
         for directory in directories:

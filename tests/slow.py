@@ -50,7 +50,7 @@ SLOW = {
     r"tests/mtptrain/train/test_draft_vocabulary\.py::test_ranks_and_zero_stages_agree",
     r"tests/mtptrain/train/test_losses_and_ranks\.py::test_ranks_and_zero_stages_give\w*\[(?!2-[12])",
     # Attention in bf16 without AMX tiles. Kept: documents with answers after prompts, at every size of scores.
-    r"tests/mtptrain/heads/test_layers\.py::test_attention_in_bf16\w*\[False-all rows",
+    r"tests/mtptrain/heads/test_layers\.py::test_attention_in_bf16\w*\[False-all tokens",
     # Choosing a head after further training, and ten kills of an extraction. Kept: simpler choices, and one kill.
     r"tests/eval/test_choose_head\.py::test_(a_run_that_starts_again|training_that_measures)",
     r"tests/data_prep/hidden_states/test_interruptions\.py::test_runs_killed_at_ten",

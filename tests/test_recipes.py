@@ -12,7 +12,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from mtptrain import config as config_module
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads import HEADS
-from mtptrain.utils.settings import bounded_settings
+from mtptrain.utils.setting_bounds import bounded_settings
 from tests.conftest import make_config
 from tests.mtptrain.settings.test_hardware import gpus
 from tests.programs import run_ranks

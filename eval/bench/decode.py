@@ -243,7 +243,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
         "with prompt",
         "predicted",
         "refilled",
-        *["break-even"] * has_costs,
+        *(["break-even"] if has_costs else []),
         "tokens/round",
         "draft ms",
         "verify ms",
@@ -251,10 +251,8 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        depths, is_best = (
-            row["num_speculative_tokens"],
-            row["num_speculative_tokens"] == recommended(rows, row["batch_size"]),
-        )
+        depths, gain = row["num_speculative_tokens"], row["break_even_speed_up"]
+        is_best = depths == recommended(rows, row["batch_size"])
         table.add_row(
             str(row["batch_size"]),
             f"{depths or 'none'}{' *' if is_best else ''}",
@@ -263,7 +261,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
             f"{row['speed_up_with_prompt']:.2f}",
             f"{row['predicted_speed_up']:.2f}",
             f"{row['refilled_speed_up']:.2f}",
-            *["" if (gain := row["break_even_speed_up"]) is None else f"{gain:.2f}"] * has_costs,
+            *(["" if gain is None else f"{gain:.2f}"] if has_costs else []),
             f"{row['tokens_per_round']:.2f}",
             *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
         )

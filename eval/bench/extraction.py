@@ -90,7 +90,7 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
     """Returns tokens/s of every candidate, and the MFU of the bare forward."""
     target = load_bench_target(config, device)
     documents = random_documents(config, target.config.vocab_size)
-    layers = HEADS[config.head.name].layers_to_capture(config.head, target.config)
+    layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
     streams = TransformersStreams(
         target,
         (*layers, target.config.num_hidden_layers),
@@ -162,7 +162,7 @@ def fill_store(
     """Writes a complete store, as stage 2 does."""
     if isinstance(streams, TransformersStreams):
         streams.target.model.set_attn_implementation(PACKED)
-    num_captured = len(HEADS[config.head.name].layers_to_capture(config.head, target))
+    num_captured = len(HEADS[config.head.name].resolve_capture_layers(config.head, target))
     shards = shard_ranges(documents.lengths, max(1, len(documents.input_ids) // 4))
     identity = StoreIdentity(
         TargetIdentity("bench", None, "", "", "", ""), tuple(range(num_captured)), "", "", dtype=dtype.value

@@ -11,8 +11,8 @@ Tokens and states are random. A step is forward, loss, backward, clipping
 and AdamW, in the precision of `deepspeed` (with bf16, fp32 master weights). Candidates take turns:
 
 - *ours*: the trainer's step in its DeepSpeed engine; *eager*: the same without torch.compile;
-- *plain*: the unoptimised implementation in eager mode, which runs every row at every depth over dense masks and keeps
-  all logits;
+- *plain*: the unoptimised implementation in eager mode, which runs every token at every depth over dense masks and
+  keeps all logits;
 - *peer*: EAGLE-3 of vLLM Speculators, eager on a CPU.
 
 Memory is the peak size of the tensors that a step creates: activations, gradients and the optimizer's temporaries.
@@ -117,9 +117,9 @@ def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Train
 
 
 def full_documents(num_tokens: int) -> Shape:
-    lengths = [DOCUMENT_TOKENS] * (num_tokens // DOCUMENT_TOKENS) + [num_tokens % DOCUMENT_TOKENS] * (
-        num_tokens % DOCUMENT_TOKENS > 0
-    )
+    lengths, remainder = [DOCUMENT_TOKENS] * (num_tokens // DOCUMENT_TOKENS), num_tokens % DOCUMENT_TOKENS
+    if remainder:
+        lengths.append(remainder)
     return lengths, [0] * len(lengths)
 
 

@@ -87,7 +87,7 @@ class Ours:
 class Plain(Ours):
     """An unoptimised step from the same initial weights, on the same batch.
 
-    It computes all rows at every depth, uses dense masks, and keeps all logits.
+    It computes all tokens at every depth, uses dense masks, and keeps all logits.
     """
 
     def step(self) -> None:
@@ -119,7 +119,7 @@ def plain_losses(head: LayerHead, parts: FrozenParts, batch: Batch) -> torch.Ten
         logprobs = F.linear(states, parts.lm_head).float().log_softmax(-1)  # [N, V]
         wanted = torch.roll(teacher, -1 - depth, 0)
         is_draft = torch.zeros(num_tokens, device=positions.device).index_copy_(
-            0, batch.packing.rows, batch.is_draft[depth].float()
+            0, batch.packing.draft_positions, batch.is_draft[depth].float()
         )
         loss = loss + ((wanted.exp() * (wanted - logprobs)).sum(-1) * is_draft).sum() / is_draft.sum().clamp(min=1)
     return loss / len(batch.is_draft)
@@ -128,14 +128,14 @@ def plain_losses(head: LayerHead, parts: FrozenParts, batch: Batch) -> torch.Ten
 def dense_attention(
     query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], is_seen: torch.Tensor
 ) -> torch.Tensor:
-    """Computes attention at one depth directly from its definition, with one mask over all pairs of rows and keys.
+    """Computes attention at one depth directly from its definition, with one mask over all pairs of queries and keys.
 
     Args:
         query: [M, heads, head_dim].
-        keys: the keys of depth 0 [N, key heads, head_dim], then each row's own keys at depths 1, 2, ..., each
+        keys: the keys of depth 0 [N, key heads, head_dim], then each query's own keys at depths 1, 2, ..., each
             [M, key heads, head_dim].
         values: like `keys`.
-        is_seen: bool[M, N], whether a row attends to a token.
+        is_seen: bool[M, N], whether a query attends to a token.
     """
     itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
     mask = torch.cat([is_seen, *[itself] * (len(keys) - 1)], dim=1)

@@ -12,8 +12,8 @@ import torch
 
 from mtptrain.command_line.program import quoted
 
-from .rows import Finding, measured, skipped
-from .stages import Stages
+from .findings import Finding, measured, skipped
+from .pipeline import Stages
 
 EXTRACTION_8B = ("bench.target=8b", "bench.documents=64", "bench.repeats=2", "hidden_states.batch_tokens=8192")
 STEP_8B = ("bench.target=8b", "bench.repeats=2")

@@ -17,7 +17,7 @@ from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils.compile import eager
 
 from ..bench.train_steps import Case, case_of, dense_attention, random_batch, random_parts
-from .rows import Finding, at_most
+from .findings import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 """Maximum relative error by dtype. bf16 rounds with a relative error of up to 2^-8, and several roundings add up."""
@@ -34,9 +34,14 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
     """Compares attention at one depth and its gradients with a single softmax over a dense mask in fp32."""
     generator = torch.Generator(device).manual_seed(0)
     spans = [(i, prompt, length - prompt) for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True))]
-    packing = map_tensors(Packing.of(LENGTHS, spans), lambda x: x.to(device))
-    num_tokens, num_rows = sum(LENGTHS), sum(LENGTHS) - sum(PROMPTS)
-    shapes = [(num_rows, 4, 64), (num_tokens, 2, 64), (num_tokens, 2, 64), *[(num_rows, 2, 64)] * (2 * (DEPTHS - 1))]
+    packing = map_tensors(Packing.of_spans(LENGTHS, spans), lambda x: x.to(device))
+    num_tokens, num_drafts = sum(LENGTHS), sum(LENGTHS) - sum(PROMPTS)
+    shapes = [
+        (num_drafts, 4, 64),
+        (num_tokens, 2, 64),
+        (num_tokens, 2, 64),
+        *[(num_drafts, 2, 64)] * (2 * (DEPTHS - 1)),
+    ]
     inputs = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
     weights = torch.randn(shapes[0], generator=generator, device=device)
     results = []
@@ -63,7 +68,9 @@ def dense_depth_attention(
     """Computes `depth_attention` directly from its definition."""
     document = (packing.positions == 0).cumsum(0)  # [N]
     tokens = torch.arange(len(key), device=key.device)
-    is_seen = (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])  # [M, N]
+    is_seen = (document[packing.draft_positions, None] == document) & (
+        tokens <= packing.draft_positions[:, None]
+    )  # [M, N]
     return dense_attention(
         query, [key[packing.key_indices], *own_keys], [value[packing.key_indices], *own_values], is_seen
     )
@@ -90,36 +97,36 @@ def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding
     trained = built(tokens, parts, DEPTHS)  # [T, M, H]
     found, wanted = [], []
     ids = torch.cat([batch.input_ids[:1], batch.next_ids])
-    for row in (0, 20, 100):  # positions in the first document
+    for start in (0, 20, 100):  # positions in the first document
         with eager():  # as in validation and acceptance
-            found += drafted_states(built, parts, reads, ids, row, DEPTHS)
-        wanted += trained[:, batch.packing.rows == row][:, 0].unbind()
+            found += drafted_states(built, parts, reads, ids, start, DEPTHS)
+        wanted += trained[:, batch.packing.draft_positions == start][:, 0].unbind()
     return at_most(relative_error(torch.stack(found), torch.stack(wanted)), BOUNDS[dtype], "error of states")
 
 
 def drafted_states(
-    head: Head, parts: FrozenParts, target_states: torch.Tensor, ids: torch.Tensor, row: int, num_drafts: int
+    head: Head, parts: FrozenParts, target_states: torch.Tensor, ids: torch.Tensor, start: int, num_drafts: int
 ) -> list[torch.Tensor]:
-    """Returns the head's state [H] at each depth of a draft from `row`, computed with a cache as in an engine.
+    """Returns the head's state [H] at each depth of a draft from `start`, computed with a cache as in an engine.
 
     Each depth reads the document's own next token instead of the drafted one.
 
     Args:
         head: the head.
         parts: the target's frozen parts.
-        target_states: the target's states that the head reads, [S, H] or [S, L, H]. Those after `row` are not used.
+        target_states: the target's states that the head reads, [S, H] or [S, L, H]. Those after `start` are not used.
         ids: the document's tokens and the one after the last, i64[S + 1] or more.
-        row: the position in the document from which the head drafts.
+        start: the position in the document from which the head drafts.
         num_drafts: K.
     """
-    cache, positions = PositionCache(row + 2 + num_drafts), torch.arange(row + 1, device=ids.device)[None]
-    read = target_states[None, : row + 1]
+    cache, positions = PositionCache(start + 2 + num_drafts), torch.arange(start + 1, device=ids.device)[None]
+    read = target_states[None, : start + 1]
     states = TargetStates(*(read[..., 0, :], read) if head.read_layers else (read, None))
-    verified = Verified(ids[None], torch.full((1,), row + 2, device=ids.device), positions, states)
+    verified = Verified(ids[None], torch.full((1,), start + 2, device=ids.device), positions, states)
     first = head.draft_first(verified, parts, cache, num_drafts)
     found, fed_back = list(first.states[0]), first.fed_back[:, None]
     for depth in range(len(found), num_drafts):
-        next_token, position = ids[None, row + 1 + depth :][:, :1], positions[:, -1:] + depth
+        next_token, position = ids[None, start + 1 + depth :][:, :1], positions[:, -1:] + depth
         state, fed_back = head.draft_next(fed_back, next_token, position, parts, cache)
         found.append(state[0, 0])
     return found
@@ -131,7 +138,7 @@ def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
     is_draft = batch.is_draft
     states = torch.randn(*is_draft.shape, parts.embed_tokens.shape[1], device=device).to(dtype)
     scale = torch.ones(DEPTHS, device=device) / batch.num_drafts
-    teacher_states = parts.final_norm(batch.hidden_states)[batch.packing.rows + 1]
+    teacher_states = parts.final_norm(batch.hidden_states)[batch.packing.draft_positions + 1]
     ours = states.clone().requires_grad_()
     loss = draft_losses(
         ours, parts.lm_head, teacher_states, parts.logits, is_draft, scale, LossSettings(chunk_rows=96)
@@ -146,7 +153,7 @@ def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
 def plain_kl(
     states: torch.Tensor, parts: FrozenParts, teacher_states: torch.Tensor, is_draft: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the forward KL by definition: depth k of row i has the same teacher as depth 0 of row i + k."""
+    """Computes the forward KL by definition: depth k of draft position i has the teacher of depth 0 of i + k."""
     teacher = parts.logits(teacher_states).log_softmax(-1)  # [M, V]
     total = torch.zeros((), device=states.device)
     for depth, counts in enumerate(is_draft):

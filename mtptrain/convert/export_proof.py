@@ -105,7 +105,7 @@ def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: Target
     first = 0
     for end in range(PROMPT_TOKENS, TOKENS + 1, DRAFTS + 1):
         positions = torch.arange(first, end).repeat(batch_size, 1)  # [B, S]
-        verified = Verified(tokens, torch.full((batch_size,), end + 1), positions, states.of_rows(positions))
+        verified = Verified(tokens, torch.full((batch_size,), end + 1), positions, states.at_indices(positions))
         proposals.append(drafter.draft(verified, Sampler()).tokens)
         first = end
     return torch.stack(proposals, 1)

@@ -39,22 +39,22 @@ def family_without_capture(*families: str) -> FindViolation:
 
 
 def last_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    layers = Eagle3Head.layers_to_capture(head, target)
+    layers = Eagle3Head.resolve_capture_layers(head, target)
     return list(layers) if layers[-1] == target.num_hidden_layers else None
 
 
 def embeddings_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    layers = Eagle3Head.layers_to_capture(head, target)
+    layers = Eagle3Head.resolve_capture_layers(head, target)
     return list(layers) if layers[0] == 0 else None
 
 
 def single_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    layers = Eagle3Head.layers_to_capture(head, target)
+    layers = Eagle3Head.resolve_capture_layers(head, target)
     return list(layers) if len(layers) == 1 else None
 
 
 def deepseek_stream_1(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    layers = Eagle3Head.layers_to_capture(head, target)
+    layers = Eagle3Head.resolve_capture_layers(head, target)
     return list(layers) if target.model_type == "deepseek_v2" and layers[0] == 1 else None
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.mimo import MimoLayer
-from mtptrain.convert.published.config import LAYER_IDS
+from mtptrain.convert.published.config_json import LAYER_IDS
 from mtptrain.convert.vllm import EAGLE_NAMES, VllmEagle3
 
 

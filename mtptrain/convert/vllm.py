@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
-from mtptrain.convert.published.config import LAYER_IDS
+from mtptrain.convert.published.config_json import LAYER_IDS
 from mtptrain.data.draft_vocab import membership
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
@@ -120,7 +120,7 @@ class VllmEagle3(VllmFormat):
         return super().state({name: tensor for name, tensor in tensors.items() if name != "t2d"})
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        layers, num_layers = Eagle3Head.layers_to_capture(self.head, self.target), self.target.num_hidden_layers
+        layers, num_layers = Eagle3Head.resolve_capture_layers(self.head, self.target), self.target.num_hidden_layers
         is_default = layers == (2, num_layers // 2, num_layers - 3)
         return self.llama_config(dtype) | {
             "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
@@ -143,7 +143,7 @@ class VllmEagle3(VllmFormat):
 
 
 class VllmPeagle(VllmEagle3):
-    """Exports `peagle`: an EAGLE-3 head, the state of its mask rows, and the id of the mask token.
+    """Exports `peagle`: an EAGLE-3 head, the state of its mask tokens, and the id of the mask token.
 
     vLLM takes the mask token's embedding from the target and applies fc to `mask_hidden` itself.
     """
@@ -214,7 +214,7 @@ class VllmDflash(VllmFormat):
     head: DflashHead.Config
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        layers = DflashHead.layers_to_capture(self.head, self.target)
+        layers = DflashHead.resolve_capture_layers(self.head, self.target)
         return self.llama_config(dtype) | {
             "model_type": "qwen3",
             "num_hidden_layers": self.head.num_layers,

@@ -15,14 +15,14 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.draft_model import initial_weights, start_from_target_model
-from mtptrain.convert.published.config import arithmetic
+from mtptrain.convert.published.config_json import arithmetic
 from mtptrain.convert.published.heads import PublishedHead, effective_settings, read_published
 from mtptrain.data.draft_vocab import check_draft_token_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.files import build_head, check_head_target, check_values, fill_head, load_head
+from mtptrain.heads.files import best_or_last, build_head, check_head_target, check_values, fill_head, load_head
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
@@ -51,12 +51,14 @@ class RunHead:
 
 
 def trained_or_initial_head(
-    best_dir: Path, config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device
+    train_dir: Path, config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device
 ) -> RunHead:
-    """Returns the trained head in `best_dir`, or the head of `head.init_from` if there is none.
+    """Returns the best head that a run trained, its last one if none was measured, or that of `head.init_from`.
+
+    `RunHead.directory` says which one it is.
 
     Args:
-        best_dir: the directory of the run's trained head.
+        train_dir: `run_dir/train`.
         config: the head's settings.
         target: the target that the head drafts for.
         dtype: dtype of the head; None keeps the stored one.
@@ -65,10 +67,11 @@ def trained_or_initial_head(
     Raises:
         UserError: neither head exists, or the head has another config or belongs to another target.
     """
-    if config.init_from is None or (best_dir / "head.json").is_file():
-        check_head_target(best_dir, target)
-        head = load_head(best_dir, config, target.config, dtype, device)
-        return RunHead(head, best_dir, file_sha256(best_dir / "head.safetensors"), is_trained=True)
+    trained = best_or_last(train_dir)
+    if config.init_from is None or (trained / "head.json").is_file():
+        check_head_target(trained, target)
+        head = load_head(trained, config, target.config, dtype, device)
+        return RunHead(head, trained, file_sha256(trained / "head.safetensors"), is_trained=True)
     directory, state = _read(config.init_from, config, target)
     if (directory / "head.json").is_file():
         check_head_target(directory, target)

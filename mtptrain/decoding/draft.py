@@ -1,4 +1,4 @@
-"""The interface between the decoding loop and its drafters: they read `Verified` rows and return a `Draft`."""
+"""The interface between the decoding loop and its drafters: they read `Verified` tokens and return a `Draft`."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,9 +25,9 @@ class Draft:
     """For a chain drafted by a head, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
 
     def ancestors(self) -> torch.Tensor:
-        """Returns bool[B, P + 1, P + 1], whose entry [b, i, j] says whether row j is row i or an ancestor of it.
+        """Returns bool[B, P + 1, P + 1], whose entry [b, i, j] says whether token j is token i or an ancestor of it.
 
-        Row 0 is the newest token of the sequence, row 1 + p is draft p."""
+        Token 0 is the newest token of the sequence, token 1 + p is draft p."""
         batch_size, num_drafts = self.tokens.shape
         device = self.tokens.device
         if self.parents is None:
@@ -49,7 +49,7 @@ class Drafter(Protocol):
     """Proposes tokens for a batch of sequences and keeps its own state between rounds."""
 
     @property
-    def capture_layers(self) -> tuple[int, ...]:
+    def read_layers(self) -> tuple[int, ...]:
         """The target's residual streams that the drafter reads."""
 
     @property
@@ -63,6 +63,6 @@ class Drafter(Protocol):
         """Propose continuations of each sequence.
 
         Args:
-            verified: the rows that the target has just read.
+            verified: the tokens that the target has just read.
             sampler: the object that verification also uses; a copy would draw the same random numbers again.
         """

@@ -10,18 +10,18 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 from mtptrain.utils.errors import UserError
 
 
 @dataclass(frozen=True)
 class FirstDepth:
-    """The outputs of a head's depth 0 at the last verified row, which is followed by the newest token."""
+    """The outputs of a head's depth 0 at the last verified token, which is followed by the newest token."""
 
     logits: torch.Tensor
     """Logits of depth 0 [B, 1, D], or of all depths [B, K, D] if the head drafts them in one forward pass."""
     fed_back: torch.Tensor  # [B, H], the state that depth 1 reads
-    position: torch.Tensor  # [B], position of the row
+    position: torch.Tensor  # [B], position of the last verified token
 
 
 class HeadDrafter:
@@ -45,7 +45,7 @@ class HeadDrafter:
         self.cache = PositionCache(num_slots)
 
     @property
-    def capture_layers(self) -> tuple[int, ...]:
+    def read_layers(self) -> tuple[int, ...]:
         return self.head.read_layers
 
     @property
@@ -56,7 +56,7 @@ class HeadDrafter:
         return self.later_depths(self.first_depth(verified), sampler)
 
     def first_depth(self, verified: Verified) -> FirstDepth:
-        """Run depth 0 over the rows that the target has just read, which rebuilds the head's keys of these rows.
+        """Run depth 0 over the tokens that the target has just read, which rebuilds the head's keys of these tokens.
 
         Engines do the same, and training assumes it.
         """
@@ -115,14 +115,14 @@ class TreeDrafter(HeadDrafter):
 
     @property
     def draft_slots(self) -> int:
-        """Slots that suffice for both the target's cache and the head's. The head's cache holds `top_k` rows of each
-        depth except the last."""
+        """Slots that suffice for both the target's cache and the head's. The head's cache holds `top_k` tokens of
+        each depth except the last."""
         return max(self.num_nodes, self.top_k * (self.num_speculative_tokens - 1))
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
         """Grow the tree depth by depth. W is `top_k`; C is the number of candidates at all depths."""
         batch_size, width = len(first.logits), self.top_k
-        root = first.position + 1  # the first slot after the keys of verified rows
+        root = first.position + 1  # the first slot after the keys of verified tokens
         scores, tokens = self._likeliest(first.logits[:, 0], sampler)  # [B, W], log-probabilities of branches
         all_scores, all_tokens, all_parents = [scores], [tokens], [torch.full_like(tokens, -1)]
         parents = torch.arange(width, device=tokens.device).repeat(batch_size, 1)  # [B, W], candidates to continue
@@ -130,10 +130,10 @@ class TreeDrafter(HeadDrafter):
         sees = torch.zeros(batch_size, width, 0, dtype=torch.bool, device=tokens.device)  # [B, W, slots of the tree]
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
         for depth in range(1, self.num_speculative_tokens):
-            # 1. Run the head on the branches to continue; each row sees its ancestors and itself.
+            # 1. Run the head on the branches to continue; each token sees its ancestors and itself.
             sees = torch.cat([sees, own], dim=2)
             positions = (first.position + depth)[:, None].expand(-1, width)
-            tree = TreeRows(root, (depth - 1) * width, sees)
+            tree = TreeSlots(root, (depth - 1) * width, sees)
             states, fed_back = self.head.draft_next(fed_back, tokens, positions, self.parts, self.cache, tree)
             # 2. Their likeliest continuations become candidates.
             more_scores, more_tokens = self._likeliest(self.head.logits(states, self.parts), sampler)  # [B, W, W]
@@ -177,7 +177,7 @@ class TreeDrafter(HeadDrafter):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    capture_layers: tuple[int, ...] = ()
+    read_layers: tuple[int, ...] = ()
     draft_slots = 0
 
     def start(self, batch_size: int, num_slots: int) -> None:
@@ -199,7 +199,7 @@ class PromptLookupDrafter:
             recent text predicts the next tokens better.
     """
 
-    capture_layers: tuple[int, ...] = ()
+    read_layers: tuple[int, ...] = ()
 
     def __init__(
         self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2, latest: bool = False
@@ -213,10 +213,10 @@ class PromptLookupDrafter:
         pass
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        rows = [
+        sequences = [
             tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)
         ]
-        proposals = [self._look_up(row) for row in rows]
+        proposals = [self._look_up(sequence) for sequence in sequences]
         padding = [self.draft_slots - len(tokens) for tokens in proposals]
         tokens = [proposed + [0] * pad for proposed, pad in zip(proposals, padding, strict=True)]
         is_proposed = [[True] * len(proposed) + [False] * pad for proposed, pad in zip(proposals, padding, strict=True)]
@@ -244,7 +244,7 @@ class HybridDrafter:
         self.look_up = PromptLookupDrafter(
             head.num_speculative_tokens, max_ngram=min_match, min_ngram=min_match, latest=True
         )
-        self.capture_layers = head.capture_layers
+        self.read_layers = head.read_layers
         self.draft_slots = head.draft_slots
         self.start = head.start
 

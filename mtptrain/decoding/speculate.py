@@ -6,9 +6,9 @@ The target has read all tokens of a sequence except the newest one. In each roun
 2. the target reads the newest token and all proposed ones in one forward;
 3. the longest branch that the target agrees with is kept, followed by a token that the target chooses, the bonus token.
 
-In the next round, a head that has a cache first runs depth 0 over the K + 1 rows that were just verified, with the
-target's own states. This rebuilds the head's keys and gives the first draft. Rows of rejected tokens are computed too,
-but have no effect.
+In the next round, a head that has a cache first runs depth 0 over the K + 1 tokens that were just verified, with the
+target's own states. This rebuilds the head's keys and gives the first draft. Rejected tokens are computed too, but have
+no effect.
 
 Caches store position p in slot p. Each sequence of a batch therefore continues from its own length, and rejected slots
 are overwritten. A tree is the exception: it occupies slots after the sequence until the accepted branch is copied to
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.target.model import Target, Verified
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import eager
 from mtptrain.utils.errors import UserError
@@ -39,7 +39,7 @@ class Accepted:
     bonus: torch.Tensor
     """The target's own token after the accepted ones [B]."""
     branch: torch.Tensor
-    """Rows of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p. Entries after index `count`
+    """Indices of the accepted branch [B, 1 + K]: 0 for the newest token, 1 + p for draft p. Entries after index `count`
     are arbitrary."""
 
 
@@ -61,17 +61,17 @@ def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Te
 
     Args:
         draft: P proposed tokens per sequence.
-        target_tokens: the target's choice after each row [B, 1 + P].
+        target_tokens: the target's choice after each token that it has read [B, 1 + P].
         ancestors: the result of `Draft.ancestors`.
         num_depths: K, the length of the longest branch.
     """
-    row_above = (
+    parent = (
         torch.arange(draft.tokens.shape[1], device=draft.tokens.device) if draft.parents is None else draft.parents + 1
     )
-    chosen_there = target_tokens.gather(1, row_above.expand_as(draft.tokens))  # [B, P]
+    chosen_there = target_tokens.gather(1, parent.expand_as(draft.tokens))  # [B, P]
     is_wrong = F.pad((draft.tokens != chosen_there) | ~draft.is_proposed, (1, 0))  # [B, 1 + P]
     is_kept = ~(ancestors & is_wrong[:, None]).any(2)
-    depths = ancestors.sum(2) - 1  # [B, 1 + P], depth of each row
+    depths = ancestors.sum(2) - 1  # [B, 1 + P], depth of each token
     count = torch.where(is_kept, depths, 0).amax(1)
     wanted_depths = torch.arange(num_depths + 1, device=depths.device)[:, None]
     at_depth = is_kept[:, None] & (depths[:, None] == wanted_depths)  # [B, 1 + K, 1 + P]
@@ -180,8 +180,8 @@ def speculate(
     # 2. The target reads the prompts and chooses the first new token of each.
     with clock.phase("prompt"):
         positions = batch.prompt_positions()  # [B, S]
-        states = target.forward(batch.tokens[:, : positions.shape[1]], positions, cache, drafter.capture_layers)
-        first = sampler.choose(target.logits(states.post_norm_states[batch.rows, batch.num_tokens - 1]))
+        states = target.forward(batch.tokens[:, : positions.shape[1]], positions, cache, drafter.read_layers)
+        first = sampler.choose(target.logits(states.post_norm_states[batch.sequences, batch.num_tokens - 1]))
     batch.append_first(first)
     while bool(batch.is_active.any()):
         # 3. Draft after the newest token.
@@ -191,8 +191,8 @@ def speculate(
         with clock.phase("verify"):
             root, ancestors = batch.num_tokens - 1, draft.ancestors()
             read = torch.cat([batch.tokens.gather(1, root[:, None]), draft.tokens], dim=1)  # [B, 1+P]
-            tree = None if draft.parents is None else TreeRows(root, 0, ancestors)
-            states = target.forward(read, root[:, None] + ancestors.sum(2) - 1, cache, drafter.capture_layers, tree)
+            tree = None if draft.parents is None else TreeSlots(root, 0, ancestors)
+            states = target.forward(read, root[:, None] + ancestors.sum(2) - 1, cache, drafter.read_layers, tree)
             target_logits = target.logits(states.post_norm_states)  # [B, 1+P, V]
         # 5. Accept the longest branch that the target agrees with, and take the bonus token.
         with clock.phase("choose"):
@@ -205,7 +205,7 @@ def speculate(
         if tree is not None:
             with clock.phase("cache"):
                 cache.keep(root[:, None] + accepted.branch, positions)
-                states = states.of_rows(accepted.branch)  # [B, K+1] rows
+                states = states.at_indices(accepted.branch)  # [B, K+1, ...]
         batch.append(read, positions, draft, accepted)
     return batch.generations()
 
@@ -224,12 +224,13 @@ class _Batch:
     ) -> None:
         self.prompts, self.max_new_tokens, self.eos_token_ids = prompts, max_new_tokens, eos_token_ids
         self.num_slots = max(map(len, prompts)) + max_new_tokens + 2 * (num_depths + 1) + draft_slots
-        self.rows, self.depths = torch.arange(len(prompts), device=device), torch.arange(num_depths + 1, device=device)
+        self.sequences = torch.arange(len(prompts), device=device)
+        self.depths = torch.arange(num_depths + 1, device=device)
         self.num_tokens = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
         self.limit = self.num_tokens + max_new_tokens
         self.tokens = torch.zeros(len(prompts), self.num_slots, dtype=torch.long, device=device)  # [B, slots]
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
+        for index, prompt in enumerate(prompts):
+            self.tokens[index, : len(prompt)] = torch.tensor(prompt, device=device)
         self.is_active = torch.ones(len(prompts), dtype=torch.bool, device=device)
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
         self._accepted: list[torch.Tensor] = []  # number accepted per round [B]; -1 for finished sequences
@@ -242,7 +243,7 @@ class _Batch:
 
     def append_first(self, first: torch.Tensor) -> None:
         """Append the token [B] that follows each prompt."""
-        self.tokens[self.rows, self.num_tokens] = first
+        self.tokens[self.sequences, self.num_tokens] = first
         self.num_tokens = self.num_tokens + 1
         self.is_active = (self.num_tokens < self.limit) & ~torch.isin(first, self._eos)
 
@@ -255,7 +256,7 @@ class _Batch:
         """
         num_depths = len(self.depths) - 1
         self.tokens.scatter_(1, positions, read.gather(1, accepted.branch))
-        self.tokens[self.rows, self.num_tokens + accepted.count] = accepted.bonus
+        self.tokens[self.sequences, self.num_tokens + accepted.count] = accepted.bonus
         self._counts += _round_counts(draft, accepted.count, num_depths) * self.is_active[:, None]
         self._accepted.append(accepted.count.masked_fill(~self.is_active, -1))
         is_end = torch.isin(self.tokens.gather(1, positions + 1), self._eos)
@@ -267,10 +268,10 @@ class _Batch:
     def generations(self) -> list[Generation]:
         generations = []
         accepted = torch.stack([*self._accepted, torch.full_like(self.num_tokens, -1)], 1).tolist()
-        for row, prompt, end, (rounds, empty_rounds, drafted, *accepted_at), of_rounds in zip(
+        for tokens, prompt, end, (rounds, empty_rounds, drafted, *accepted_at), of_rounds in zip(
             self.tokens.tolist(), self.prompts, self.num_tokens.tolist(), self._counts.tolist(), accepted, strict=True
         ):
-            new_tokens = row[len(prompt) : end][: self.max_new_tokens]
+            new_tokens = tokens[len(prompt) : end][: self.max_new_tokens]
             ends = [i for i, token in enumerate(new_tokens) if token in self.eos_token_ids]
             new_tokens = new_tokens[: ends[0] + 1] if ends else new_tokens
             kept = [count for count in of_rounds if count >= 0]

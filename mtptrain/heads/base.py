@@ -18,14 +18,14 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class FirstStates:
-    """The states that a head computes from the rows that the target has just verified."""
+    """The states that a head computes from the tokens that the target has just verified."""
 
     states: torch.Tensor
     """The states that `Head.logits` reads [B, P, H]: those of depth 0 (P = 1), or those of all depths (P = K) from a
@@ -45,15 +45,17 @@ class Head(nn.Module, ABC):
     Config: ClassVar[type[Any]]
     """The dataclass of the head's settings, a subclass of `HeadConfig`."""
     drafts_trees: ClassVar[bool] = False
-    """Whether `draft_next` can continue several branches, given a `TreeRows`."""
+    """Whether `draft_next` can continue several branches, given a `TreeSlots`."""
     is_bound_to_depths: ClassVar[bool] = False
     """Whether the head drafts at most T tokens, because it can draft only at depths that it was trained for."""
     drafts_all_depths: ClassVar[bool] = False
-    """Whether the head drafts exactly T tokens, because the rows of all depths see each other."""
+    """Whether the head drafts exactly T tokens, because the tokens of all depths see each other."""
     starts_from_target: ClassVar[bool] = False
     """Whether `head.start_from_target` can copy one or more of the target's layers into the head."""
     ttt_steps: int
     """T, the number of trained depths."""
+    capture_layers: tuple[int, ...]
+    """The residual streams of the target that extraction stores for the head: k is the stream after k layers."""
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None if the draft vocabulary is the target's."""
     lm_head: nn.Linear | None
@@ -73,7 +75,7 @@ class Head(nn.Module, ABC):
         self.register_buffer("d2t", None)
         self.lm_head = None
         self.ttt_steps = int(config.ttt_steps)
-        self.capture_layers = self.layers_to_capture(config, target_config)
+        self.capture_layers = self.resolve_capture_layers(config, target_config)
 
     def _add_own_vocabulary(self, size: int | None, target_config: PreTrainedConfig) -> None:
         """Give the head its own lm_head [D, H] if `size` D is set, and `d2t` if D differs from V."""
@@ -84,18 +86,17 @@ class Head(nn.Module, ABC):
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
 
     @classmethod
-    def layers_to_capture(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the residual streams of the target to capture for the head: id k is the stream after k layers.
-
-        A head that captures no layers can read the target's last hidden states: after the final norm, or before it if
-        the head overrides `read_layers`.
-        """
+    def resolve_capture_layers(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
+        """Returns `capture_layers` of a head with these settings: none, unless a subclass overrides this."""
         return ()
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The residual streams that the head reads: `capture_layers` by default. A head that captures no layers may
-        override this with the stream after the last layer, which every store of hidden states holds anyway."""
+        """The residual streams that the head reads, in training and decoding. Without any, it reads post-norm states.
+
+        These are `capture_layers`, except in a head that captures none and reads the stream after the last layer,
+        which every store holds anyway.
+        """
         return self.capture_layers
 
     @classmethod
@@ -124,12 +125,13 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Inference: run depth 0 over the rows that the target has just read, and write their keys, if any, to `cache`.
+        """Inference: run depth 0 over the tokens that the target has just read.
 
-        A head that drafts all tokens in one forward runs all depths.
+        The keys of these tokens, if any, are written to `cache`. A head that drafts all tokens in one forward runs all
+        depths.
 
         Args:
-            verified: the tokens so far, and the rows with the target's states.
+            verified: the tokens so far, and the target's states of those that it has just read.
             parts: the target's frozen parts.
             cache: this head's cache.
             num_drafts: K.
@@ -142,20 +144,20 @@ class Head(nn.Module, ABC):
         positions: torch.Tensor,
         parts: FrozenParts,
         cache: PositionCache,
-        tree: TreeRows | None = None,
+        tree: TreeSlots | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inference: run a later depth, on the state and the token of the previous one.
 
         A head whose `draft_first` returns the states of all depths does not need this method.
 
         Args:
-            fed_back: the states that the previous depth fed back [B, W, H or wider]. W is 1, or the number of rows of a
-                tree.
+            fed_back: the states that the previous depth fed back [B, W, H or wider]. W is 1, or the number of
+                tokens of a tree.
             tokens: the tokens drafted at the previous depth, as target ids i64[B, W].
             positions: i64[B, W], t + k at depth k.
             parts: the target's frozen parts.
             cache: this head's cache.
-            tree: the slots and mask of the rows, if they form a tree.
+            tree: the slots and mask of the tokens, if they form a tree.
 
         Returns:
             The states that `logits` reads [B, W, H], and the states to feed back [B, W, H or wider].

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.settings import between, between_or_none
+from mtptrain.utils.setting_bounds import between, between_or_none
 
 MAX_SIZE = 2**20
 """Upper bound of widths, such as the intermediate size. No published model comes near it."""

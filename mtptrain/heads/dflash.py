@@ -1,9 +1,9 @@
 """Head `dflash`: drafts a block of K tokens in one forward, attending to the target's states and to the block itself.
 
-A block is the newest token followed by K mask tokens. The input of a row is only the embedding of its token. Each layer
-is a Qwen3 layer whose rows attend bidirectionally to the whole block, and to one key per token that the target has
-read, projected from hidden_norm(fc[streams]). Each mask row predicts the token at its own position. DFlash: Block
-Diffusion for Flash Speculative Decoding (arXiv 2602.06036).
+A block is the newest token followed by K mask tokens. The only input of a token is its embedding. Each layer is a Qwen3
+layer whose tokens attend bidirectionally to the whole block, and to one key per token that the target has read,
+projected from hidden_norm(fc[streams]). Each mask token predicts the token at its own position. DFlash: Block Diffusion
+for Flash Speculative Decoding (arXiv 2602.06036).
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
-from mtptrain.utils.settings import at_least_or_none, between, between_or_none
+from mtptrain.utils.setting_bounds import at_least_or_none, between, between_or_none
 
-CAPTURED = 5
+NUM_CAPTURED = 5
 """Number of streams that a head captures by default, as published heads do."""
 
 
@@ -49,7 +49,7 @@ class NormedAttention(Attention):
 
 
 class DflashLayer(nn.Module):
-    """One layer of the head. Each block has K + 1 rows, and row 0 is the newest token."""
+    """One layer of the head. Each block has K + 1 tokens, the first of which is the newest token."""
 
     def __init__(self, dims: HeadDims, target_config: PreTrainedConfig) -> None:
         super().__init__()
@@ -68,10 +68,10 @@ class DflashLayer(nn.Module):
     def project(
         self, x: torch.Tensor, positions: torch.Tensor, num_unread: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries, keys and values of blocks x [K + 1, ..., H]. The first `num_unread` rows get no query.
+        """Returns queries, keys and values of blocks x [K + 1, ..., H]. The first `num_unread` tokens get no query.
 
         The norm is computed once for the queries and again for the keys and values, because Inductor cannot compile the
-        backward of one norm whose rows are sliced in two ways.
+        backward of one norm whose output is sliced in two ways.
         """
         query = self.project_queries(x[num_unread:], positions[num_unread:])
         return query, *self.project_keys_values(x, positions)
@@ -93,7 +93,7 @@ class DflashLayer(nn.Module):
 
 
 class DflashHead(Head):
-    """DFlash head. It drafts exactly `ttt_steps` tokens: rows see their whole block, whose size training fixes."""
+    """DFlash head. It drafts exactly `ttt_steps` tokens: tokens see their whole block, whose size training fixes."""
 
     is_bound_to_depths = True
     drafts_all_depths = True
@@ -132,7 +132,7 @@ class DflashHead(Head):
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     @classmethod
-    def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
+    def resolve_capture_layers(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the configured layers, or the default.
 
         Raises:
@@ -141,19 +141,20 @@ class DflashHead(Head):
         num_layers = int(target_config.num_hidden_layers)
         if config.capture_layers is not None:
             return check_capture_layers(tuple(config.capture_layers), num_layers)
-        evenly = tuple(round(2 + i * (num_layers - 4) / (CAPTURED - 1)) for i in range(CAPTURED))
+        evenly = tuple(round(2 + i * (num_layers - 4) / (NUM_CAPTURED - 1)) for i in range(NUM_CAPTURED))
         return default_layers(evenly, num_layers)
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
-        """Training: compute the states [T, M, H] of the mask rows at the draft positions; see `Head.forward`."""
-        # 1. Compute the input of the keys and values of all tokens, draft positions first, then prompt tokens.
+        """Training: compute the states [T, M, H] of the mask tokens at the draft positions; see `Head.forward`."""
+        # 1. Compute the input of the keys and values of all tokens, draft positions first, then all others.
         packing = tokens.packing
         context = torch.cat(packing.split(self._run(self._context, tokens.target_states)))  # [N, H]
         context_positions = torch.cat(packing.split(packing.positions))
-        # 2. Run the blocks of all draft positions through the layers. The last layer has no output for row 0.
-        x = self._blocks(tokens.next_ids[packing.rows], parts, ttt_steps)  # [T + 1, M, H]
-        rows = torch.arange(len(x), device=x.device)
-        positions = packing.positions[packing.rows] + 1 + rows[:, None]  # [T + 1, M]
+        # 2. Run the blocks of all draft positions through the layers. The last layer has no output for
+        # a block's first token.
+        x = self._blocks(tokens.next_ids[packing.draft_positions], parts, ttt_steps)  # [T + 1, M, H]
+        in_block = torch.arange(len(x), device=x.device)
+        positions = packing.positions[packing.draft_positions] + 1 + in_block[:, None]  # [T + 1, M]
         for layer, num_unread in self._layers():
             key, value = self._run(layer.keys_values_of_tokens, context, context_positions)
             query, block_key, block_value = self._run(layer.project, x, positions, num_unread)
@@ -164,18 +165,18 @@ class DflashHead(Head):
         return self._run(self._normed, x)
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Write the keys of the verified rows, then run a block of 1 + K rows after them; see `Head.draft_first`.
+        """Write the keys of the verified tokens, then run a block of 1 + K tokens after them; see `Head.draft_first`.
 
-        The block's keys go to the slots of its positions, which hold rejected rows or are empty. The next round
+        The block's keys go to the slots of its positions, which hold rejected tokens or are empty. The next round
         overwrites these keys.
         """
-        # 1. Write the keys and values of the verified rows, which do not depend on the block.
-        context = self._context(verified.states.read_by(self.capture_layers))  # [B, S, H]
+        # 1. Write the keys and values of the verified tokens, which do not depend on the block.
+        context = self._context(verified.states.read_by(self.read_layers))  # [B, S, H]
         cache.begin(verified.positions)
         for index, (layer, _) in enumerate(self._layers()):
             key, value = layer.keys_values_of_tokens(context, verified.positions)  # [B, S, kv heads, head_dim]
             cache.update(key.transpose(1, 2), value.transpose(1, 2), index)
-        # 2. Run the block. All its rows use the mask of its last row.
+        # 2. Run the block. All its tokens use the mask of its last one.
         newest = verified.num_tokens - 1  # [B]
         x = self._blocks(verified.tokens.gather(1, newest[:, None])[:, 0], parts, num_drafts)  # [K + 1, B, H]
         positions = newest + torch.arange(len(x), device=x.device)[:, None]  # [K + 1, B]
@@ -190,7 +191,7 @@ class DflashHead(Head):
         return FirstStates(states, states[:, -1])
 
     def _layers(self) -> list[tuple[DflashLayer, int]]:
-        """Returns the layers, each with the number of leading rows of a block whose output is unused."""
+        """Returns the layers, each with the number of leading tokens of a block whose output is unused."""
         layers: list[DflashLayer] = list(self.layers)  # type: ignore[arg-type]
         return [(layer, int(layer is layers[-1])) for layer in layers]
 

@@ -1,6 +1,6 @@
 """Head `draft_model`: a small language model that has the target's vocabulary.
 
-It reads tokens, each at its own position, and never the target's states. The row of token t + 1 predicts token t + 2,
+It reads tokens, each at its own position, and never the target's states. Its output after t + 1 predicts token t + 2,
 so it is depth 0 of draft position t. In serving, as in training, the model's keys depend only on the tokens, so depth k
 of draft position t computes the same as depth 0 of position t + k: training one depth trains them all. Source: Fast
 Inference from Transformers via Speculative Decoding (arXiv 2211.17192).
@@ -25,10 +25,10 @@ from mtptrain.target.families import head_rope_parameters, read_target_config, s
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.hub import config_dir
 from mtptrain.target.model import Verified, family_mask
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed
-from mtptrain.utils.settings import between, between_or_none
+from mtptrain.utils.setting_bounds import between, between_or_none
 
 TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Families that can be trained: their layers are dense and scale scores by 1 / sqrt(head_dim)."""
@@ -97,34 +97,34 @@ class DraftModelHead(Head):
         """Training: run the model once over all documents, and return the states of all depths [T, M, H].
 
         H is the model's own hidden size. The model reads the first token of each document, then the token after each of
-        the document's tokens: N rows plus one per document.
+        the document's tokens: N tokens plus one per document.
         """
         self._checkpoint_layers(self.activation_checkpointing)
         packing = tokens.packing
         documents = longer_documents(packing)
-        num_rows, device = documents.segments[0].queries.stop, packing.positions.device  # type: ignore[union-attr]
+        num_read, device = documents.segments[0].queries.stop, packing.positions.device  # type: ignore[union-attr]
         # 1. Put the first token of each document in front of the document's next tokens.
-        firsts, first_rows = packing.document_offsets[:-1], documents.document_offsets[:-1]
-        next_rows = torch.arange(len(packing.positions), device=device) + (packing.positions == 0).cumsum(0)  # [N]
-        ids, positions = torch.zeros(2, num_rows, dtype=torch.long, device=device)
-        ids[first_rows], ids[next_rows] = tokens.input_ids[firsts], tokens.next_ids
-        positions[next_rows] = packing.positions + 1
-        # 2. Run the model, and take the row of token t + 1 + k for depth k of draft position t.
+        firsts, first_read = packing.document_offsets[:-1], documents.document_offsets[:-1]
+        next_read = torch.arange(len(packing.positions), device=device) + (packing.positions == 0).cumsum(0)  # [N]
+        ids, positions = torch.zeros(2, num_read, dtype=torch.long, device=device)
+        ids[first_read], ids[next_read] = tokens.input_ids[firsts], tokens.next_ids
+        positions[next_read] = packing.positions + 1
+        # 2. Run the model, and take the output after token t + 1 + k for depth k of draft position t.
         states = self.model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, documents=documents
         ).last_hidden_state[0]
         depths = torch.arange(ttt_steps, device=device)[:, None]
-        rows = (next_rows[packing.rows] + depths).clamp(max=num_rows - 1)  # [T, M]
-        picked: torch.Tensor = F.embedding(rows, states)
+        indices = (next_read[packing.draft_positions] + depths).clamp(max=num_read - 1)  # [T, M]
+        picked: torch.Tensor = F.embedding(indices, states)
         return picked
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
         """Read the tokens that the model has not read yet, up to the newest one; see `Head.draft_first`."""
-        positions, row = verified.positions + 1, verified.last_row
+        positions, last = verified.positions + 1, verified.last_index
         if cache.get_seq_length() == 0:  # also read the first token, at position 0
-            positions, row = F.pad(positions, (1, 0)), row + 1
+            positions, last = F.pad(positions, (1, 0)), last + 1
         states = self._read(verified.tokens.gather(1, positions), positions, cache)
-        newest = states[torch.arange(len(row), device=row.device), row]
+        newest = states[torch.arange(len(last), device=last.device), last]
         return FirstStates(newest[:, None], newest)
 
     def draft_next(
@@ -134,9 +134,9 @@ class DraftModelHead(Head):
         positions: torch.Tensor,
         parts: FrozenParts,
         cache: PositionCache,
-        tree: TreeRows | None = None,
+        tree: TreeSlots | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the drafted tokens, each one position after its row; see `Head.draft_next`."""
+        """Read the drafted tokens, each one position later than the states; see `Head.draft_next`."""
         assert tree is None, "a draft model drafts chains only"
         states = self._read(tokens, positions + 1, cache)
         return states, states

@@ -17,7 +17,7 @@ from mtptrain.heads.config import MAX_SIZE, LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.settings import between_or_none
+from mtptrain.utils.setting_bounds import between_or_none
 
 
 class Eagle3Head(LayerHead):
@@ -65,7 +65,7 @@ class Eagle3Head(LayerHead):
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     @classmethod
-    def layers_to_capture(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
+    def resolve_capture_layers(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the configured layers, or the default.
 
         Raises:

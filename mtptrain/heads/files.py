@@ -61,6 +61,13 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
     sync(directory)
 
 
+def best_or_last(stage_dir: Path) -> Path:
+    """Returns the directory of a run's best head in `run_dir/train`, or of its last one if none has been measured."""
+    best, last = stage_dir / "best", stage_dir / "last"
+    is_unmeasured = (last / "head.json").is_file() and not (best / "head.json").is_file()
+    return last if is_unmeasured else best
+
+
 def kept_head(stage_dir: Path, step: int) -> Path:
     """Returns the directory in `run_dir/train` of the head that is kept at this step, to be measured later."""
     return stage_dir / "heads" / f"step_{step:08d}"
@@ -76,8 +83,12 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
     }
 
 
-def remove_later_heads(stage_dir: Path, step: int) -> None:
-    """Remove heads kept after `step`, which a resumed run trains again, and `choice.json` if it lists one of them."""
+def remove_stale_heads(stage_dir: Path, step: int, is_measured: bool) -> None:
+    """Remove the heads that a run which resumes from `step` has not trained yet, and measurements of them.
+
+    These are the heads kept after `step`, `choice.json` if it lists one of them, and the best head if neither the run
+    so far (`is_measured`) nor `choice.json` says that it was measured.
+    """
     choice = stage_dir / CHOICE
     if choice.is_file() and any(
         head["step"] > step
@@ -87,6 +98,8 @@ def remove_later_heads(stage_dir: Path, step: int) -> None:
     for kept_step, directory in kept_heads(stage_dir).items():
         if kept_step > step:
             remove_files(directory, ("head.json", WEIGHTS))
+    if not is_measured and not choice.is_file():
+        remove_files(stage_dir / "best", ("head.json", WEIGHTS))
 
 
 def checked_weights(directory: Path) -> Path:

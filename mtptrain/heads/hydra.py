@@ -18,7 +18,7 @@ from mtptrain.heads.medusa import MlpConfig, ResidualMlp, add_silu, check_num_dr
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 
 
 class HydraMlp(nn.Module):
@@ -59,17 +59,17 @@ class HydraHead(Head):
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`."""
-        rows = tokens.packing.rows
-        inputs = [tokens.target_states[rows]]  # [M, H]
-        embeddings = F.pad(parts.embed(tokens.next_ids[rows]), (0, 0, 0, ttt_steps - 1))  # [M + T - 1, H]
+        draft_positions = tokens.packing.draft_positions
+        inputs = [tokens.target_states[draft_positions]]  # [M, H]
+        embeddings = F.pad(parts.embed(tokens.next_ids[draft_positions]), (0, 0, 0, ttt_steps - 1))  # [M + T - 1, H]
         states = []
         for depth, mlp in enumerate(self.mlps[:ttt_steps]):
-            inputs.append(embeddings[depth : depth + len(rows)])
+            inputs.append(embeddings[depth : depth + len(draft_positions)])
             states.append(self._run(mlp, *inputs))
         return torch.stack(states)
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Run depth 0 on the row whose next token is the newest one; see `Head.draft_first`.
+        """Run depth 0 on the token before the newest one; see `Head.draft_first`.
 
         The head feeds back its inputs [B, 2 H], to which each later depth appends an embedding.
 
@@ -88,7 +88,7 @@ class HydraHead(Head):
         positions: torch.Tensor,
         parts: FrozenParts,
         cache: PositionCache,
-        tree: TreeRows | None = None,
+        tree: TreeSlots | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run depth k on the inputs of the previous depth [B, W, (k + 1) H] and the token drafted there."""
         inputs = torch.cat([fed_back, parts.embed(tokens)], dim=-1)  # [B, W, (k + 2) H]

@@ -15,7 +15,7 @@ from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 from mtptrain.utils.compile import fused
 
 
@@ -23,8 +23,8 @@ class LayerHead(Head):
     """One decoder layer that is applied once per depth.
 
     A subclass builds its layers in `__init__` and implements `combine` (before attention) and `finish` (after it);
-    `fuse` and `layers_to_capture` are optional. Training (`forward`) and inference (`draft_first`, `draft_next`) run
-    the same methods.
+    `fuse` and `resolve_capture_layers` are optional. Training (`forward`) and inference (`draft_first`, `draft_next`)
+    run the same methods.
     """
 
     drafts_trees = True
@@ -84,9 +84,9 @@ class LayerHead(Head):
         """
         # 1. Split the tokens into draft positions and all others, which only provide keys and values at depth 0.
         packing = tokens.packing
-        hidden_states, prompt_states = packing.split(self._run(self._fuse, tokens.target_states))  # [M, H], [N - M, H]
-        embeddings, prompt_embeddings = packing.split(parts.embed(tokens.next_ids))
-        positions, prompt_positions = packing.split(packing.positions)
+        hidden_states, other_states = packing.split(self._run(self._fuse, tokens.target_states))  # [M, H], [N - M, H]
+        embeddings, other_embeddings = packing.split(parts.embed(tokens.next_ids))
+        positions, other_positions = packing.split(packing.positions)
         num_drafts = len(positions)
         embeddings = F.pad(embeddings, (0, 0, 0, ttt_steps - 1))  # [M + T - 1, H]
         mask = None if self.mask_hidden is None else self._mask_inputs(parts)
@@ -95,13 +95,13 @@ class LayerHead(Head):
             # 2. Combine the states with the embeddings, shifted by one token per depth, and project them.
             shifted = embeddings[depth : depth + num_drafts]
             if depth > 0 and mask is not None:
-                hidden_states, shifted = mask  # one row [1, H] for all positions
+                hidden_states, shifted = mask  # one state [1, H] for all positions
             residual, query, own_key, own_value = self._run(self._project, hidden_states, shifted, positions + depth)
             # 3. Depth 0 provides the keys of all tokens. Each later depth adds one key per draft position.
             if depth == 0:
-                prompts = self._run(self._keys_values, prompt_states, prompt_embeddings, prompt_positions)
+                others = self._run(self._keys_values, other_states, other_embeddings, other_positions)
                 key, value = (  # [N, kv heads, head_dim]
-                    torch.cat(pair) for pair in zip((own_key, own_value), prompts, strict=True)
+                    torch.cat(pair) for pair in zip((own_key, own_value), others, strict=True)
                 )
             else:
                 own_keys.append(own_key)
@@ -113,29 +113,28 @@ class LayerHead(Head):
         return torch.stack(states)
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Run depth 0 over the verified rows; see `Head.draft_first`.
+        """Run depth 0 over the verified tokens; see `Head.draft_first`.
 
-        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask rows follow
-        `verified.last_row`, the row before the newest token. They replace rejected rows, whose slots later rounds
-        overwrite anyway.
+        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask tokens follow
+        the one at `verified.last_index`. They replace rejected tokens, whose slots later rounds overwrite anyway.
         """
         fused, next_tokens = self.fuse(verified.states.read_by(self.read_layers)), verified.next_tokens  # [B, S, H]
-        embeddings, positions, last_row = parts.embed(next_tokens), verified.positions, verified.last_row
+        embeddings, positions, last_index = parts.embed(next_tokens), verified.positions, verified.last_index
         num_masks = 0
         if self.mask_hidden is not None:
             num_masks = num_drafts - 1
             fused, embeddings = (F.pad(x, (0, 0, 0, num_masks)) for x in (fused, embeddings))  # [B, S + K - 1, H]
             indices = torch.arange(fused.shape[1], device=fused.device)
             positions = positions[:, :1] + indices
-            is_mask = (indices > last_row[:, None])[..., None]
+            is_mask = (indices > last_index[:, None])[..., None]
             fused, embeddings = (
                 torch.where(is_mask, mask, x)
                 for mask, x in zip(self._mask_inputs(parts), (fused, embeddings), strict=True)
             )
         states, fed_back = self.decode(fused, embeddings, positions, cache)  # [B, S, H]
-        rows = torch.arange(len(states), device=states.device)
-        drafting = last_row[:, None] + torch.arange(1 + num_masks, device=states.device)  # [B, P]
-        return FirstStates(states[rows[:, None], drafting], fed_back[rows, last_row])
+        sequences = torch.arange(len(states), device=states.device)
+        drafting = last_index[:, None] + torch.arange(1 + num_masks, device=states.device)  # [B, P]
+        return FirstStates(states[sequences[:, None], drafting], fed_back[sequences, last_index])
 
     def draft_next(
         self,
@@ -144,7 +143,7 @@ class LayerHead(Head):
         positions: torch.Tensor,
         parts: FrozenParts,
         cache: PositionCache,
-        tree: TreeRows | None = None,
+        tree: TreeSlots | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a later depth; see `Head.draft_next`."""
         return self.decode(fed_back, parts.embed(tokens), positions, cache, tree)
@@ -155,7 +154,7 @@ class LayerHead(Head):
         embeddings: torch.Tensor,
         positions: torch.Tensor,
         cache: PositionCache,
-        tree: TreeRows | None = None,
+        tree: TreeSlots | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inference: run one depth for S tokens of each sequence, and write their keys to the slots of their positions.
 

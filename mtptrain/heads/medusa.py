@@ -20,7 +20,7 @@ from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.settings import between
+from mtptrain.utils.setting_bounds import between
 
 
 @dataclass
@@ -72,11 +72,11 @@ class MedusaHead(Head):
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`."""
-        hidden_states = tokens.target_states[tokens.packing.rows]  # [M, H]
+        hidden_states = tokens.target_states[tokens.packing.draft_positions]  # [M, H]
         return torch.stack([self._run(block, hidden_states) for block in self.blocks[:ttt_steps]])
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Compute all depths from the row whose next token is the newest one; see `Head.draft_first`.
+        """Compute all depths from the token before the newest one; see `Head.draft_first`.
 
         Raises:
             UserError: the head has fewer than `num_drafts` depths.
@@ -88,9 +88,9 @@ class MedusaHead(Head):
 
 
 def last_states(verified: Verified) -> torch.Tensor:
-    """Returns the target's post-norm state [B, H] of the row whose next token is the newest one."""
-    rows = torch.arange(len(verified.num_tokens), device=verified.num_tokens.device)
-    return verified.states.post_norm_states[rows, verified.last_row]
+    """Returns the target's post-norm state [B, H] of the token before the newest one."""
+    sequences = torch.arange(len(verified.num_tokens), device=verified.num_tokens.device)
+    return verified.states.post_norm_states[sequences, verified.last_index]
 
 
 def check_num_drafts(num_drafts: int, num_depths: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 Indices = slice | torch.Tensor
-"""Indices of rows or keys: a slice if they are consecutive, which avoids a copy, else i64."""
+"""Indices of queries or keys: a slice if they are consecutive, which avoids a copy, else i64."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Segments:
     queries: Indices
     """The draft positions in this kernel, as indices into all M."""
     keys: Indices
-    """The keys in this kernel, as indices into all N: draft positions first, then prompt tokens."""
+    """The keys in this kernel, as indices into all N: draft positions first, then all other tokens."""
     lengths: tuple[tuple[int, int], ...]  # number of queries and of keys in each segment
     query_offsets: torch.Tensor  # i32[segments + 1]
     key_offsets: torch.Tensor  # i32[segments + 1]
@@ -33,13 +33,13 @@ class Segments:
         """Build the segments of a kernel.
 
         Args:
-            spans: draft positions and visible tokens of each segment.
+            spans: draft positions, as indices into all M, and visible tokens of each segment.
             key_indices: index of each token in the order of the keys i64[N].
             is_causal: see `Segments.is_causal`.
         """
-        lengths = tuple((len(rows), len(tokens)) for rows, tokens in spans)
+        lengths = tuple((len(drafts), len(tokens)) for drafts, tokens in spans)
         return Segments(
-            queries=_as_indices(_concatenated([rows for rows, _ in spans])),
+            queries=_as_indices(_concatenated([drafts for drafts, _ in spans])),
             keys=_as_indices(key_indices[_concatenated([tokens for _, tokens in spans])]),
             lengths=lengths,
             query_offsets=torch.tensor([0, *accumulate(queries for queries, _ in lengths)], dtype=torch.int32),
@@ -52,25 +52,25 @@ class Segments:
 class Packing:
     """N packed tokens, of which M are draft positions, in token order.
 
-    The draft positions are either spans of consecutive tokens of a document, or single tokens.
+    The draft positions are spans of consecutive tokens of a document (`of_spans`), or single tokens (`of_points`).
     """
 
     positions: torch.Tensor  # i64[N], position of each token in its document
-    rows: torch.Tensor  # i64[M], tokens that are draft positions
-    prompts: torch.Tensor
+    draft_positions: torch.Tensor  # i64[M], tokens that are draft positions
+    other_tokens: torch.Tensor
     """i64[N - M], all other tokens. They only provide keys and values; those that no draft position sees come last."""
     key_indices: torch.Tensor
-    """i64[N], index of each token in the order of the keys: draft positions first, then prompt tokens."""
+    """i64[N], index of each token in the order of the keys: draft positions first, then all other tokens."""
     segments: tuple[Segments, ...]
-    """With spans, the first `Segments` pairs every span with its own tokens, causally. Each of the others pairs spans,
-    at most one per document, with the tokens before them in their document, so no kernel reads more than N keys. For
-    single draft positions, see `of_single`."""
+    """One for each kernel. The first one has all draft positions."""
     document_lengths: tuple[int, ...]
     document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
 
     @property
-    def has_spans(self) -> bool:
-        """Whether the draft positions form spans, so that the next row is the next token."""
+    def depths_share_targets(self) -> bool:
+        """Whether depth k of a draft position has the target token of depth 0 of the k-th draft position after it.
+
+        This holds within a span. The target token is the one whose target state gives the distribution to learn."""
         return self.segments[0].is_causal
 
     @property
@@ -84,8 +84,11 @@ class Packing:
         return sum(length * (length + 1) / 2 for length in self.document_lengths)
 
     @staticmethod
-    def of(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
-        """Pack documents.
+    def of_spans(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
+        """Pack documents whose draft positions are spans of consecutive tokens.
+
+        The first kernel pairs every span with its own tokens, causally. Each of the others pairs spans, at most one per
+        document, with the tokens before them in their document, so no kernel reads more than N keys.
 
         Args:
             lengths: number of tokens in each document.
@@ -94,25 +97,25 @@ class Packing:
         """
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
-        first_rows = [0, *accumulate(count for *_, count in spans)]
+        first_drafts = [0, *accumulate(count for *_, count in spans)]  # indices into all M
         # Pair each span's draft positions with the tokens of the span, and with the earlier tokens of its document.
         inside, before = [], defaultdict[int, list[tuple[range, range]]](list)
         num_before = Counter[int]()  # spans of each document that have tokens before them
-        is_row, is_seen = np.zeros((2, starts[-1]), dtype=bool)
-        for row, (document, first, count) in zip(first_rows, spans, strict=False):
-            rows, token = range(row, row + count), starts[document] + first
-            inside.append((rows, range(token, token + count)))
-            is_row[token : token + count] = True
+        is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
+        for first_draft, (document, first, count) in zip(first_drafts, spans, strict=False):
+            drafts, token = range(first_draft, first_draft + count), starts[document] + first
+            inside.append((drafts, range(token, token + count)))
+            is_draft[token : token + count] = True
             if first:
-                before[num_before[document]].append((rows, range(starts[document], token)))
+                before[num_before[document]].append((drafts, range(starts[document], token)))
                 num_before[document] += 1
                 is_seen[starts[document] : token] = True
         return Packing._ordered(
-            lengths, is_row, is_seen, [(inside, True), *((part, False) for part in before.values())]
+            lengths, is_draft, is_seen, [(inside, True), *((part, False) for part in before.values())]
         )
 
     @staticmethod
-    def of_single(lengths: Sequence[int], rows: Sequence[NDArray[np.int64]]) -> "Packing":
+    def of_points(lengths: Sequence[int], points: Sequence[NDArray[np.int64]]) -> "Packing":
         """Pack documents whose draft positions may lie anywhere.
 
         One kernel per draft position would be too many kernels, and a single kernel would need a mask. The A draft
@@ -123,54 +126,53 @@ class Packing:
 
         Args:
             lengths: number of tokens in each document.
-            rows: the draft positions of each document, at least one, in rising order.
+            points: the draft positions of each document, at least one, in rising order.
         """
-        starts, row = [0, *accumulate(lengths)], 0
+        starts, num_drafts = [0, *accumulate(lengths)], 0
         gaps, before = (
             defaultdict[int, list[tuple[range, range]]](list),
             defaultdict[int, list[tuple[range, range]]](list),
         )
-        is_row, is_seen = np.zeros((2, starts[-1]), dtype=bool)
-        for start, positions in zip(starts, rows, strict=False):
+        is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
+        for start, positions in zip(starts, points, strict=False):
             tokens = (start + positions).tolist()
-            is_row[tokens], is_seen[start : tokens[-1]] = True, True
+            is_draft[tokens], is_seen[start : tokens[-1]] = True, True
             size, first_unseen = math.isqrt(len(tokens) - 1) + 1, start
             for group, first in enumerate(range(0, len(tokens), size)):
                 of_group = tokens[first : first + size]
-                group_rows = range(row, row + len(of_group))
+                group_drafts = range(num_drafts, num_drafts + len(of_group))
                 if group:
-                    before[group].append((group_rows, range(start, first_unseen)))
+                    before[group].append((group_drafts, range(start, first_unseen)))
                 for index, token in enumerate(of_group):
-                    gaps[index].append((group_rows[index:], range(first_unseen, token + 1)))
+                    gaps[index].append((group_drafts[index:], range(first_unseen, token + 1)))
                     first_unseen = token + 1
-                row += len(of_group)
+                num_drafts += len(of_group)
         return Packing._ordered(
-            lengths, is_row, is_seen, [(part, False) for part in (*gaps.values(), *before.values())]
+            lengths, is_draft, is_seen, [(part, False) for part in (*gaps.values(), *before.values())]
         )
 
     @staticmethod
     def _ordered(
         lengths: Sequence[int],
-        is_row: NDArray[np.bool_],
+        is_draft: NDArray[np.bool_],
         is_seen: NDArray[np.bool_],
         kernels: Sequence[tuple[Sequence[tuple[range, range]], bool]],
     ) -> "Packing":
-        """Returns a packing whose keys are in this order: draft positions, prompt tokens that a row sees, other tokens.
-
-        A row is a draft position.
+        """Returns a packing whose keys are in this order: draft positions, other tokens that are seen, the rest.
 
         Args:
             lengths: number of tokens in each document.
-            is_row: whether each token is a draft position [N].
-            is_seen: whether any row sees each token [N].
-            kernels: for each kernel, the rows and the tokens of its segments, and whether it is causal.
+            is_draft: whether each token is a draft position [N].
+            is_seen: whether any draft position sees each token [N].
+            kernels: for each kernel, the draft positions and the tokens of its segments, and whether it is causal.
         """
-        row_tokens, *prompt_tokens = (np.flatnonzero(part) for part in (is_row, is_seen & ~is_row, ~is_seen & ~is_row))
-        key_indices = np.concatenate([row_tokens, *prompt_tokens]).argsort()
+        draft_positions = np.flatnonzero(is_draft)
+        other_tokens = np.concatenate([np.flatnonzero(is_seen & ~is_draft), np.flatnonzero(~is_seen & ~is_draft)])
+        key_indices = np.concatenate([draft_positions, other_tokens]).argsort()
         return Packing(
             positions=torch.from_numpy(_concatenated([range(length) for length in lengths])),
-            rows=torch.from_numpy(row_tokens),
-            prompts=torch.from_numpy(np.concatenate(prompt_tokens)),
+            draft_positions=torch.from_numpy(draft_positions),
+            other_tokens=torch.from_numpy(other_tokens),
             key_indices=torch.from_numpy(key_indices),
             segments=tuple(Segments.of(spans, key_indices, is_causal) for spans, is_causal in kernels),
             document_lengths=tuple(lengths),
@@ -178,13 +180,13 @@ class Packing:
         )
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split values per token [N, ...] into those of draft positions [M, ...] and prompt tokens [N - M, ...]."""
-        if not len(self.prompts):
+        """Split values per token [N, ...] into those of draft positions [M, ...] and all other tokens [N - M, ...]."""
+        if not len(self.other_tokens):
             return x, x[:0]
-        order = torch.cat([self.rows, self.prompts])
+        order = torch.cat([self.draft_positions, self.other_tokens])
         reordered: torch.Tensor = _Reorder.apply(x, order, self.key_indices)  # type: ignore[no-untyped-call]
-        rows, prompts = reordered.split([len(self.rows), len(self.prompts)])
-        return rows, prompts
+        of_drafts, of_others = reordered.split([len(self.draft_positions), len(self.other_tokens)])
+        return of_drafts, of_others
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def _as_indices(indices: NDArray[np.int64]) -> Indices:
 
 
 class _Reorder(torch.autograd.Function):
-    """Computes x[order] for a permutation. Its backward gathers rows; plain indexing's backward would scatter-add."""
+    """Computes x[order] for a permutation. Its backward gathers; plain indexing's backward would scatter-add."""
 
     @staticmethod
     def forward(

@@ -129,8 +129,8 @@ def step_flops(config: HeadConfig, target_config: PreTrainedConfig) -> StepFlops
         sizes.append(StepFlops.sizes(packing))
         matmuls.append(meter.matmul_flops)
         attention.append(meter.attention_flops)
-    tokens_and_rows, pairs = np.split(np.array(sizes), 2, axis=1)
-    return StepFlops(*np.linalg.solve(tokens_and_rows, matmuls), *np.linalg.solve(pairs, attention))
+    tokens_and_drafts, pairs = np.split(np.array(sizes), 2, axis=1)
+    return StepFlops(*np.linalg.solve(tokens_and_drafts, matmuls), *np.linalg.solve(pairs, attention))
 
 
 def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Meter, Packing, int]:
@@ -154,9 +154,9 @@ def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Mete
 def _step(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> Packing:
     """Run forward, loss and backward of a micro-batch whose documents end with their responses; return its packing."""
     lengths, depths = micro_batch.lengths, micro_batch.head.ttt_steps
-    rows = [max(1, round((length - 1) * micro_batch.supervised_share)) for length in lengths]
+    counts = [max(1, round((length - 1) * micro_batch.supervised_share)) for length in lengths]
     with unset_fake_temporarily():  # attention's FLOPs are counted from the real document positions
-        packing = _packing(lengths, rows, head.drafts_per_document)
+        packing = _packing(lengths, counts, head.drafts_per_document)
     batch = _batch(head, depths, micro_batch.target_config.hidden_size, packing)
     scale, clock = torch.empty(depths, dtype=torch.float32), PhaseClock(torch.device("cpu"))
     settings = LossSettings(chunk_rows=micro_batch.loss_chunk_rows)
@@ -166,33 +166,33 @@ def _step(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> Packing:
     return packing
 
 
-def _packing(lengths: Sequence[int], rows: Sequence[int], drafts_per_document: int | None) -> Packing:
-    """Returns a packing whose draft positions are the `rows` tokens before the last one of each document.
+def _packing(lengths: Sequence[int], counts: Sequence[int], drafts_per_document: int | None) -> Packing:
+    """Returns a packing whose draft positions are the tokens before the last one of each document, `counts` of them.
 
     With `drafts_per_document`, at most that many of them, at equal distances, are draft positions.
     """
     if drafts_per_document is None:
-        spans = [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, rows, strict=True))]
-        return Packing.of(lengths, spans)
-    counts = [min(count, drafts_per_document) for count in rows]
-    return Packing.of_single(
+        spans = [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, counts, strict=True))]
+        return Packing.of_spans(lengths, spans)
+    drawn = [min(count, drafts_per_document) for count in counts]
+    return Packing.of_points(
         lengths,
         [
             length - 1 - count + np.arange(used) * count // used
-            for length, count, used in zip(lengths, rows, counts, strict=True)
+            for length, count, used in zip(lengths, counts, drawn, strict=True)
         ],
     )
 
 
 def _batch(head: Head, depths: int, hidden_size: int, packing: Packing) -> Batch:
     """Returns a batch whose tensors have shapes but no data."""
-    num_tokens, num_rows, num_captured = len(packing.positions), len(packing.rows), len(head.capture_layers)
+    num_tokens, num_captured = len(packing.positions), len(head.capture_layers)
     return Batch(
         hidden_states=torch.empty(num_tokens, hidden_size),
         aux_hidden_states=torch.empty(num_tokens, num_captured, hidden_size) if num_captured else None,
         input_ids=torch.empty(num_tokens, dtype=torch.long),
         next_ids=torch.empty(num_tokens, dtype=torch.long),
-        is_draft=torch.empty(depths, num_rows, dtype=torch.bool),
+        is_draft=torch.empty(depths, len(packing.draft_positions), dtype=torch.bool),
         num_drafts=torch.empty(depths, dtype=torch.float32),
         packing=packing,
         document_ids=(),

@@ -25,7 +25,7 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
     # `speculate` allocates these slots in addition to those of prompt and answer.
     drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)
-    num_captured = len(HEADS[config.head.name].layers_to_capture(config.head, target_config))
+    num_captured = len(HEADS[config.head.name].resolve_capture_layers(config.head, target_config))
     # The head reads a prompt with a layer like the target's. Alive beside it are rows of the hidden size: the target's
     # states, the captured ones, the embeddings, the concatenated input, and the head's own keys and values.
     read_values = forward_values(target_config) + (5 + num_captured) * target_config.hidden_size

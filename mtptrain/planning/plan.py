@@ -119,7 +119,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         check_vllm_can_extract(target_config)
     HEADS[config.head.name].check_trainable(config.head, target_config)
     warn_of_limits(config.export.engine, config.head, target_config)
-    captured = HEADS[config.head.name].layers_to_capture(config.head, target_config)
+    captured = HEADS[config.head.name].resolve_capture_layers(config.head, target_config)
     check_store_dtype(settings.store_dtype, captured)
     # 2. Extraction: disk, memory and time.
     workload, target = read_workload(config), target_costs(target_config)
@@ -282,12 +282,14 @@ def micro_batch_costs(
     """Returns the costs of one full micro-batch of documents of this length."""
     size = config.train.batch_tokens
     length = min(max(2, document_tokens), size)
-    remainder = size % length
+    lengths, remainder = [length] * (size // length), size % length
+    if remainder > 1:  # one token has no draft position
+        lengths.append(remainder)
     micro_batch = MicroBatch(
         head=config.head,
         target_config=target_config,
         dtype=compute_dtype(config.deepspeed),
-        lengths=[length] * (size // length) + [remainder] * (remainder > 1),  # one token has no draft position
+        lengths=lengths,
         supervised_share=workload.supervised_tokens / max(1, workload.tokens),
         loss_chunk_rows=config.train.loss_chunk_rows,
         activation_checkpointing=config.train.activation_checkpointing,

@@ -77,14 +77,16 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
         ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
         *(
             [("streamed", f"{_gb(streamed_bytes(plan, config, config.hidden_states.store_dtype))} at a time")]
-            * config.train.stream
+            if config.train.stream
+            else []
         ),
         *(
             [("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token in vLLM's files, deleted after each shard")]
-            * is_vllm
+            if is_vllm
+            else []
         ),
         ("target", f"{target}, {config.hidden_states.backend}"),
-        *([extraction] * is_vllm),
+        *([extraction] if is_vllm else []),
         ("head", f"{config.head.name}, {plan.head_parameters / 1e6:,.1f} M parameters"),
         ("training, each GPU", f"{_gb(memory.state + memory.activations)}: {_describe_memory(memory)}"),
         *([("validation, each GPU", _describe_validation(memory))] if memory.validation else []),
@@ -240,8 +242,11 @@ def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"or lower head.ttt_steps from {config.head.ttt_steps}"
         )
     elif without_target + memory.validation_target > available:
-        ways = ["acceptance.dtype=bfloat16"] * (config.acceptance.dtype != Dtype.bfloat16)
-        ways += ["a lower train.batch_tokens"] * (memory.state < available)
+        ways = []
+        if config.acceptance.dtype != Dtype.bfloat16:
+            ways.append("acceptance.dtype=bfloat16")
+        if memory.state < available:
+            ways.append("a lower train.batch_tokens")
         smaller = f"set {' or '.join(ways)}; or " if ways else ""
         left, needed = _gb(available - without_target), _gb(memory.validation_target)
         warnings.append(

@@ -80,7 +80,9 @@ def run(job: dict[str, Any], answers: TextIO) -> None:
     arguments = ["--base-url", job["url"], "--model", job["model"], "--skip-tokenizer-init"]
     arguments += ["--dataset-name", "custom", "--num-prompts", str(job["num_requests"])]
     arguments += ["--max-concurrency", str(job["concurrency"]), "--seed", str(job["seed"])]
-    arguments += ["--extra-body", json.dumps(job["sampling"]), *["--ignore-eos"] * job["ignore_eos"]]
+    arguments += ["--extra-body", json.dumps(job["sampling"])]
+    if job["ignore_eos"]:
+        arguments.append("--ignore-eos")
     arguments += ["--save-result", "--save-detailed", "--result-dir", str(path.parent), "--result-filename", path.name]
     bench.main(parser.parse_args(arguments))
 

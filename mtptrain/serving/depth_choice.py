@@ -59,5 +59,5 @@ def adaptive_steps(best: Mapping[int, int]) -> dict[str, dict[str, list[int]]]:
 def why_fixed(method: str, speculative_settings: Mapping[str, Any]) -> str | None:
     """Returns why vLLM must draft the same number of tokens in every batch; None if the number can vary."""
     if speculative_settings.get("parallel_drafting"):
-        return "vLLM fixes the number of mask rows of a parallel drafter when it starts"
+        return "vLLM fixes the number of mask tokens of a parallel drafter when it starts"
     return None if method in DYNAMIC_METHODS else f"vLLM's method {method} drafts a fixed number of tokens"

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from omegaconf import MISSING
 
-from mtptrain.utils.settings import at_least, each_named, proper_share, share
+from mtptrain.utils.setting_bounds import at_least, each_named, proper_share, share
 
 
 class Dtype(StrEnum):

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from mtptrain.settings.data import Dtype
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.settings import at_least, directory_path, each_at_least, random_seed, share
+from mtptrain.utils.setting_bounds import at_least, directory_path, each_at_least, random_seed, share
 
 
 class Baseline(StrEnum):

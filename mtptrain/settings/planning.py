@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mtptrain.utils.settings import at_least, share
+from mtptrain.utils.setting_bounds import at_least, share
 
 
 @dataclass

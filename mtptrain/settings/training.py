@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mtptrain.utils.settings import at_least
+from mtptrain.utils.setting_bounds import at_least
 
 
 class Resume(StrEnum):
@@ -85,8 +85,8 @@ class TrainConfig:
     validation_prompts: int = at_least(0, default=32)
     """Maximum number of prompts to measure acceptance on. They come from about a quarter of the held-out files or
     questions; `mtptrain acceptance` measures on the others. 0 measures nothing during training, for a target that does
-    not fit in memory together with the head. `best` is then the newest head until `mtptrain choose-head` has measured
-    the heads that `validate_every` keeps."""
+    not fit in memory together with the head. Acceptance and export then take the last head, or the best of those
+    that `validate_every` keeps once `mtptrain choose-head` has measured them."""
     validation_new_tokens: int = at_least(1, default=64)
     save_every: int = at_least(0, default=0)
     """Number of steps between checkpoints; 0 saves only at the end and when a signal stops the run. With `stream`, a

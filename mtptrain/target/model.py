@@ -21,7 +21,7 @@ from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, read_target_config, s
 from mtptrain.target.few_rows import FrozenLinear, use_few_rows
 from mtptrain.target.frozen_parts import FrozenParts, _refuse_missing
 from mtptrain.target.hub import weight_files
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 from mtptrain.utils.errors import UserError, error_summary
 
 
@@ -64,7 +64,7 @@ class Target:
         positions: torch.Tensor,
         cache: PositionCache,
         capture_layers: tuple[int, ...] = (),
-        tree: TreeRows | None = None,
+        tree: TreeSlots | None = None,
     ) -> "TargetStates":
         """Returns the states of tokens [B, S] at positions [B, S], and updates the cache.
 
@@ -122,7 +122,7 @@ def family_mask(
     window: int | None,
     mask: torch.Tensor | None,
     positions: torch.Tensor,
-    tree: TreeRows | None = None,
+    tree: TreeSlots | None = None,
 ) -> torch.Tensor | dict[str, torch.Tensor] | None:
     """Returns the mask of `PositionCache.begin` as the family expects it, with the sliding window applied."""
     if mask is None or window is None:
@@ -145,41 +145,43 @@ class TargetStates:
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [B, S, L, H]; None if none were requested."""
 
-    def read_by(self, capture_layers: tuple[int, ...]) -> torch.Tensor:
-        """Returns the states that a head reads: the captured streams [B, S, L, H] if it captures any, otherwise the
-        post-norm states [B, S, H]."""
-        if not capture_layers:
+    def read_by(self, read_layers: tuple[int, ...]) -> torch.Tensor:
+        """Returns the states that a head reads: the streams [B, S, L, H] of its `read_layers` if it has any, otherwise
+        the post-norm states [B, S, H]."""
+        if not read_layers:
             return self.post_norm_states
         assert self.aux_hidden_states is not None
         return self.aux_hidden_states
 
-    def of_rows(self, index: torch.Tensor) -> "TargetStates":
-        """Returns the states of the rows `index` [B, R] of each sequence."""
-        rows, captured = torch.arange(len(index), device=index.device)[:, None], self.aux_hidden_states
-        return TargetStates(self.post_norm_states[rows, index], None if captured is None else captured[rows, index])
+    def at_indices(self, index: torch.Tensor) -> "TargetStates":
+        """Returns the states at indices into S [B, R], separate ones for each sequence."""
+        sequences, captured = torch.arange(len(index), device=index.device)[:, None], self.aux_hidden_states
+        return TargetStates(
+            self.post_norm_states[sequences, index], None if captured is None else captured[sequences, index]
+        )
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The rows that the target has just read: the prompts, or the tokens of a round."""
+    """The S tokens that the target has just read: those of the prompts, or those of a round."""
 
     tokens: torch.Tensor
     """All tokens so far of each sequence [B, slots]; only those before `num_tokens` are valid."""
     num_tokens: torch.Tensor
     """Length of each sequence [B], including the newest token, which the target has not read yet."""
     positions: torch.Tensor
-    """Positions of the rows [B, S]. Rows at position `num_tokens` - 1 and later were rejected or are padding."""
+    """Positions of the tokens just read [B, S]. Those at `num_tokens` - 1 and later were rejected or are padding."""
     states: TargetStates
-    """The target's states at the rows [B, S, H], and the streams that the drafter captures [B, S, L, H]."""
+    """The target's states of these tokens [B, S, H], and the streams that the drafter captures [B, S, L, H]."""
 
     @property
-    def last_row(self) -> torch.Tensor:
-        """Index [B] of the row whose next token is the newest one."""
+    def last_index(self) -> torch.Tensor:
+        """Index [B] into S of the token before the newest one, from which the next draft starts."""
         return self.num_tokens - 2 - self.positions[:, 0]
 
     @property
     def next_tokens(self) -> torch.Tensor:
-        """The token after each row [B, S]; arbitrary after `last_row`."""
+        """The token after each of these tokens [B, S]; arbitrary after `last_index`."""
         return self.tokens.gather(1, self.positions + 1)
 
 

@@ -7,18 +7,18 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 @dataclass(frozen=True)
-class TreeRows:
-    """The slots in which a forward over a tree of drafts stores its rows, and the slots that each row sees.
+class TreeSlots:
+    """The slots in which a forward over a tree of drafts stores its keys, and the slots that each token sees.
 
-    The tree continues a sequence. Several rows may have the same position, but each has its own slot.
+    The tree continues a sequence. Several tokens may have the same position, but each has its own slot.
     """
 
     root: torch.Tensor
-    """The first slot of the tree, i64[B]. Every row sees all slots before it."""
+    """The first slot of the tree, i64[B]. Every token of the tree sees all slots before it."""
     first: int
-    """The rows use the slots root + first, root + first + 1, ..."""
+    """The tokens use the slots root + first, root + first + 1, ..."""
     sees: torch.Tensor
-    """Which slots of the tree each row sees, bool[B, S, first + S]."""
+    """Which slots of the tree each token sees, bool[B, S, first + S]."""
 
 
 class PositionCache(Cache):
@@ -40,15 +40,15 @@ class PositionCache(Cache):
         self._written: dict[torch.device, torch.Tensor] = {}  # slots [B, S], by device
         self._used_slots = 0
 
-    def begin(self, positions: torch.Tensor, tree: TreeRows | None = None) -> torch.Tensor | None:
+    def begin(self, positions: torch.Tensor, tree: TreeSlots | None = None) -> torch.Tensor | None:
         """Set the positions that the next forward writes.
 
         Args:
-            positions: [B, S]. The first forward reads the prompts and must have positions 0 .. S - 1 in every row.
-            tree: the slots and mask of the rows, if they form a tree.
+            positions: [B, S]. The first forward reads the prompts and must have positions 0 .. S - 1 in every sequence.
+            tree: the slots and mask of the tokens, if they form a tree.
 
         Returns:
-            The mask [B, 1, S, slots in use], True for slots that a row sees. None for prompts, which need only
+            The mask [B, 1, S, slots in use], True for slots that a token sees. None for prompts, which need only
             causal attention: a prompt token never sees the padding after the prompt.
         """
         is_prompt = self._used_slots == 0
@@ -75,10 +75,10 @@ class PositionCache(Cache):
         indices: dict[torch.device, tuple[torch.Tensor, ...]] = {}
         for tensor in (*self._keys.values(), *self._values.values()):
             if tensor.device not in indices:
-                rows = torch.arange(len(slots), device=tensor.device)[:, None]
-                indices[tensor.device] = rows, slots.to(tensor.device), positions.to(tensor.device)
-            rows, sources, destinations = indices[tensor.device]
-            tensor[rows, :, destinations] = tensor[rows, :, sources]
+                sequences = torch.arange(len(slots), device=tensor.device)[:, None]
+                indices[tensor.device] = sequences, slots.to(tensor.device), positions.to(tensor.device)
+            sequences, sources, destinations = indices[tensor.device]
+            tensor[sequences, :, destinations] = tensor[sequences, :, sources]
 
     def select(self, is_kept: torch.Tensor) -> None:
         """Keep only the sequences at which `is_kept` [B] is True, for forwards of a smaller batch."""
@@ -96,9 +96,9 @@ class PositionCache(Cache):
             self._values[layer_idx] = value_states.new_zeros(batch, heads, self.num_slots, value_states.shape[-1])
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         written = self._written_on(keys.device)
-        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]  # [B, 1]
-        keys[rows, :, written] = key_states.transpose(1, 2)
-        values[rows, :, written] = value_states.transpose(1, 2)
+        sequences = torch.arange(keys.shape[0], device=keys.device)[:, None]  # [B, 1]
+        keys[sequences, :, written] = key_states.transpose(1, 2)
+        values[sequences, :, written] = value_states.transpose(1, 2)
         return keys[:, :, : self._used_slots], values[:, :, : self._used_slots]
 
     @property

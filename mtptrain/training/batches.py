@@ -34,9 +34,9 @@ class Batch:
     """Captured residual streams [N, L, H], for heads that read them; in the store's dtype until `to` decodes it."""
     input_ids: torch.Tensor  # i64[N]
     next_ids: torch.Tensor
-    """i64[N]: the token that follows each token. Depth k of row i reads the one that follows token i + k."""
+    """i64[N]: the token that follows each token. Depth k at draft position t reads the one that follows token t + k."""
     is_draft: torch.Tensor
-    """bool[T, M]: whether the draft at depth k of a row counts in the loss."""
+    """bool[T, M]: whether the draft at depth k of a draft position counts in the loss."""
     num_drafts: torch.Tensor
     """f32[T]: number of drafts that count in the loss, by depth."""
     packing: Packing
@@ -53,7 +53,7 @@ class Batch:
         return self.hidden_states.shape[0]
 
     @property
-    def num_rows(self) -> int:
+    def num_draft_positions(self) -> int:
         return self.is_draft.shape[1]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
@@ -107,29 +107,29 @@ def make_batch(
         anchors: which draft positions to use; None uses all of them.
     """
     kept: list[StoredDocument] = []
-    spans: list[tuple[int, int, int]] = []  # (document, first row, number of rows)
-    used, rows, rows_left = [], [], []
+    spans: list[tuple[int, int, int]] = []  # (document, first draft position, number of draft positions)
+    used, draft_positions, left_in_span = [], [], []
     for document in sorted(documents, key=lambda document: len(document.input_ids), reverse=True):
-        first_rows, counts = (x.tolist() for x in draft_spans(document.loss_mask.numpy()))
+        firsts, counts = (x.tolist() for x in draft_spans(document.loss_mask.numpy()))
         if counts:
-            spans += [(len(kept), first, count) for first, count in zip(first_rows, counts, strict=True)]
+            spans += [(len(kept), first, count) for first, count in zip(firsts, counts, strict=True)]
             of_document = np.concatenate([np.arange(first, first + count) for _, first, count in spans[-len(counts) :]])
-            # Number of rows from each row to the end of its span, itself included.
+            # Number of draft positions from each one to the end of its span, itself included.
             left = np.concatenate([np.arange(count, 0, -1) for count in counts])
             if anchors is not None:
                 chosen = anchors.draw(document.document_id, len(of_document))
                 of_document, left = of_document[chosen], left[chosen]
             kept.append(document)
-            rows.append(of_document)
-            rows_left.append(left)
-            # The last token needed is the one whose state gives the label of a row's last depth.
+            draft_positions.append(of_document)
+            left_in_span.append(left)
+            # The last token needed is the one whose state gives the label of a draft position's last depth.
             used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
-    packing = Packing.of(used, spans) if anchors is None else Packing.of_single(used, rows)
+    packing = Packing.of_spans(used, spans) if anchors is None else Packing.of_points(used, draft_positions)
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, pins)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, pins)
     assert hidden_states is not None
-    is_draft = torch.from_numpy(np.concatenate(rows_left)) > torch.arange(ttt_steps)[:, None]  # [T, M]
+    is_draft = torch.from_numpy(np.concatenate(left_in_span)) > torch.arange(ttt_steps)[:, None]  # [T, M]
     return Batch(
         hidden_states=hidden_states,
         aux_hidden_states=aux_hidden_states,
@@ -152,11 +152,14 @@ def _token_ids(documents: Sequence[StoredDocument], used: Sequence[int], first: 
 
 
 def draft_spans(loss_mask: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first row and length of each span of drafts: row t drafts if tokens t + 1 and t + 2 are generated."""
+    """Returns the first draft position and the length of each span of draft positions.
+
+    t is a draft position if tokens t + 1 and t + 2 are generated.
+    """
     drafts = (loss_mask[1:-1] & loss_mask[2:]).astype(np.int8)
     edges = np.diff(drafts, prepend=0, append=0)
-    first_rows = np.flatnonzero(edges == 1)
-    return first_rows, np.flatnonzero(edges == -1) - first_rows
+    firsts = np.flatnonzero(edges == 1)
+    return firsts, np.flatnonzero(edges == -1) - firsts
 
 
 def pack_states(
@@ -177,10 +180,10 @@ def pack_states(
     )
     if not states:
         return None, None
-    lengths, row_shape = [len(part) for part in states], states[0].shape[1:]
+    lengths, token_shape = [len(part) for part in states], states[0].shape[1:]
     is_decoded = bool(scales) and decode_states
     dtype = torch.bfloat16 if is_decoded else states[0].dtype
-    packed = torch.empty(sum(lengths), *row_shape, dtype=dtype, pin_memory=pins)
+    packed = torch.empty(sum(lengths), *token_shape, dtype=dtype, pin_memory=pins)
     if is_decoded:
         for out, values, document_scales in zip(packed.split(lengths), states, scales, strict=True):
             decode_into(out, values, document_scales)

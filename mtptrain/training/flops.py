@@ -15,7 +15,7 @@ class StepFlops:
 
     per_token: float
     """FLOPs per packed token."""
-    per_row: float
+    per_draft_position: float
     """FLOPs per draft position, at all depths."""
     per_pair: float
     """FLOPs per pair of a draft position and a token that it attends to, at all depths."""
@@ -24,8 +24,8 @@ class StepFlops:
 
     @staticmethod
     def sizes(packing: Packing) -> tuple[float, float, float, float]:
-        """Returns the numbers in a packed batch of what the fields count: tokens, rows, pairs and document pairs."""
-        return len(packing.positions), len(packing.rows), packing.num_pairs, packing.num_document_pairs
+        """Returns how many tokens, draft positions, pairs and document pairs a packed batch has."""
+        return len(packing.positions), len(packing.draft_positions), packing.num_pairs, packing.num_document_pairs
 
     def of(self, packing: Packing) -> float:
         """Returns the FLOPs of a step over a packed batch."""

@@ -46,6 +46,13 @@ class LossSums:
     overlap: torch.Tensor
     """f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
 
+    @classmethod
+    def joined(cls, parts: "Sequence[LossSums]") -> "LossSums":
+        """Returns the sums of all depths from those of consecutive groups of depths."""
+        names = ("losses", "kl", "top1_accuracy", "overlap")
+        loss = torch.stack([part.loss for part in parts]).sum()
+        return cls(loss, *(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
 
 def draft_losses(
     states: torch.Tensor,
@@ -60,8 +67,9 @@ def draft_losses(
 ) -> LossSums:
     """Compare every draft with the target's distribution.
 
-    If row i is at token t, the target token of its depth k is token t + 1 + k: the target's state there gives the
-    distribution to learn. Depth 0 of row i + k has the same target token, because the rows of a span are consecutive.
+    The target token of depth k at draft position t is token t + 1 + k: the target's state there gives the distribution
+    to learn. Depth 0 at draft position t + k has the same target token, so all depths share the teacher. With only one
+    depth in `states`, the draft positions need not be consecutive.
 
     If the head has its own vocabulary, the target's probabilities are not renormalised over it. The probability mass
     outside it is added to the KL. If the target's most likely token is outside it, the top-1 prediction is wrong.
@@ -71,12 +79,13 @@ def draft_losses(
         lm_head: the head's own lm_head [D, H], or the target's frozen one [V, H].
         target_states: the target's post-norm states at the target tokens of the first depth in `states` [M, H].
         target_logits: returns the target's logits [C, V] for its states [C, H].
-        is_draft: whether depth k of row i counts, bool [T, M]. If a row counts at a depth, it counts at all smaller
-            depths.
+        is_draft: whether each depth of each draft position counts, bool [T, M]. A draft position that counts at a depth
+            counts at all smaller depths.
         scale: weight of each depth's sum in the loss [T].
         settings: which loss to compute, and how.
         draft_token_ids: increasing target token ids i64[D] that form the head's own vocabulary; None if it has none.
-        data_tokens: the data's token that depth 0 of each row should predict i64[M]; only for `LossKind.data_ce`.
+        data_tokens: the data's token that the first depth should predict at each draft position i64[M]; only for
+            `LossKind.data_ce`.
     """
     if data_tokens is not None and draft_token_ids is not None:
         data_tokens = draft_ids_of(data_tokens, draft_token_ids)
@@ -106,28 +115,28 @@ class _ChunkedLoss(torch.autograd.Function):
         draft_token_ids: torch.Tensor | None,
         data_tokens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_depths, num_rows, _ = states.shape
+        num_depths, num_drafts, _ = states.shape
         num_positions = max(1, settings.chunk_rows // num_depths)
         if num_positions > 4:
             num_positions -= num_positions % 4  # matmuls with other numbers of rows take 5 to 8 % longer on a CPU
-        grad_states = torch.zeros_like(states)  # stays zero for rows that have no teacher at a depth
+        grad_states = torch.zeros_like(states)  # stays zero for drafts that have no teacher
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
         sums = states.new_zeros(4, num_depths, dtype=torch.float32)
-        for first in range(0, num_rows, num_positions):
+        for first in range(0, num_drafts, num_positions):
             target_block = target_states[first : first + num_positions]
             teacher = teach(target_logits(target_block), draft_token_ids)
-            slots = rows_of_block(first, len(target_block), num_depths)
+            slots = drafts_of_block(first, len(target_block), num_depths)
             block = at_targets(states, slots, len(target_block))  # [T, C, H]
             is_counted = at_targets(is_draft, slots, len(target_block))  # [T, C]
-            row_states = block.flatten(0, 1)
+            block_states = block.flatten(0, 1)
             data_block = None if data_tokens is None else data_tokens[first : first + num_positions]
-            logits = F.linear(row_states, lm_head)
+            logits = F.linear(block_states, lm_head)
             block_sums, grad_logits = compare(
                 logits, is_counted.flatten(), teacher, scale, settings.kind, settings.lk_eta, data_block
             )
             grad = (grad_logits @ lm_head).view_as(block)
             if grad_lm_head is not None:
-                grad_lm_head += grad_logits.T @ row_states
+                grad_lm_head += grad_logits.T @ block_states
             if settings.feature_weight:
                 feature_sums, feature_grad = compare_features(
                     block, is_counted, target_block, scale, settings.feature_weight
@@ -135,8 +144,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 block_sums[0] += feature_sums
                 grad += feature_grad
             sums += block_sums
-            for depth, (rows, in_block) in enumerate(slots):
-                grad_states[depth, rows] = grad[depth, in_block]
+            for depth, (drafts, in_block) in enumerate(slots):
+                grad_states[depth, drafts] = grad[depth, in_block]
             del teacher, grad_logits  # [rows, V] each: free them before the next block
         ctx.save_for_backward(grad_states, *([] if grad_lm_head is None else [grad_lm_head]))
         ctx.mark_non_differentiable(sums)
@@ -152,20 +161,20 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 7
 
 
-def rows_of_block(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
-    """Returns, for each depth, the rows whose target tokens are in the block at `first`, and their slots in the block.
+def drafts_of_block(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
+    """Returns, for each depth, the drafts whose target tokens are in the block at `first`, and their slots in it.
 
-    If a depth has fewer rows than the block has slots, its rows take the last slots.
+    If a depth has fewer drafts than the block has slots, its drafts take the last slots.
     """
-    rows = [(max(0, first - depth), max(0, first + num_positions - depth)) for depth in range(num_depths)]
-    return [(slice(start, stop), slice(num_positions - (stop - start), num_positions)) for start, stop in rows]
+    drafts = [(max(0, first - depth), max(0, first + num_positions - depth)) for depth in range(num_depths)]
+    return [(slice(start, stop), slice(num_positions - (stop - start), num_positions)) for start, stop in drafts]
 
 
 def at_targets(x: torch.Tensor, slots: Sequence[tuple[slice, slice]], num_positions: int) -> torch.Tensor:
-    """Moves the rows [T, M, ...] of a block to the slots of their target tokens [T, C, ...]; empty slots are 0."""
+    """Moves the drafts [T, M, ...] of a block to the slots of their target tokens [T, C, ...]; empty slots are 0."""
     block = x.new_zeros(len(x), num_positions, *x.shape[2:])
-    for depth, (rows, in_block) in enumerate(slots):
-        block[depth, in_block] = x[depth, rows]
+    for depth, (drafts, in_block) in enumerate(slots):
+        block[depth, in_block] = x[depth, drafts]
     return block
 
 

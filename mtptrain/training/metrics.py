@@ -140,7 +140,7 @@ class StepMeter:
 
     def step_done(self, batches: Sequence[Batch]) -> None:
         self._tokens += sum(batch.document_tokens for batch in batches)
-        self._drafts += sum(batch.num_rows for batch in batches)
+        self._drafts += sum(batch.num_draft_positions for batch in batches)
         self._flops += sum(self.flops.of(batch.packing) for batch in batches)
         self._step_ended = time.perf_counter()
 

@@ -31,9 +31,9 @@ EVENED_STEPS = 8
 
 
 TOKEN_COST = 1 / 16
-"""Cost of computing a token's keys and values, relative to the other work of a row that drafts."""
+"""Cost of computing a token's keys and values, relative to the other work of a draft position."""
 PAIR_COST = 1 / 32_768
-"""Cost of a row's attention to one token, relative to a row that drafts."""
+"""Cost of a draft position's attention to one token, relative to its other work."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,20 @@ class Anchors:
     seed: tuple[int, ...]
     """Seed of the draw, for example the seed of the run and the epoch. The document id is appended to it."""
 
-    def draw(self, document_id: int, num_rows: int) -> NDArray[np.int64]:
-        """Returns the indices, in increasing order, of the draft positions chosen from a document's `num_rows`."""
+    def draw(self, document_id: int, num_draft_positions: int) -> NDArray[np.int64]:
+        """Returns the indices, in increasing order, of the draft positions chosen from all those of a document."""
         generator = np.random.default_rng([*self.seed, document_id])
-        return np.sort(generator.choice(num_rows, min(self.per_document, num_rows), replace=False))
+        return np.sort(
+            generator.choice(num_draft_positions, min(self.per_document, num_draft_positions), replace=False)
+        )
 
 
 def document_costs(store: HiddenStates, most_drafts: float = math.inf) -> NDArray[np.float64]:
-    """Returns the training cost of each document: 1 per row that drafts, plus attention and keys; 0 if no row drafts.
+    """Returns the training cost of each document: 1 per draft position, plus attention and keys; 0 if it has none.
 
     Args:
         store: the documents.
-        most_drafts: maximum number of drafting rows that a step uses per document.
+        most_drafts: maximum number of draft positions that a step uses per document.
     """
     return np.concatenate([shard_costs(mask, offsets, most_drafts) for mask, offsets in store.loss_masks()])
 
@@ -68,20 +70,20 @@ def shard_costs(
     The computation is vectorised over documents, because a store may have millions.
     """
     drafts = np.zeros(len(loss_mask) + 2, np.uint8)  # padded at both ends with a token that does not draft
-    drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # rows that draft, as in `draft_spans`
+    drafts[1:-3] = loss_mask[1:-1] & loss_mask[2:]  # draft positions, as in `draft_spans`
     for distance in (1, 2):  # the last two tokens of a document have no draft
         drafts[1 + np.maximum(offsets[1:] - distance, 0)] = 0
     changes = np.flatnonzero(drafts[1:] != drafts[:-1])
-    first_rows, ends = changes[::2], changes[1::2]
-    document = np.searchsorted(offsets, first_rows, side="right") - 1  # document of each span
-    counts, first_rows, ends = ends - first_rows, first_rows - offsets[document], ends - offsets[document]
+    firsts, ends = changes[::2], changes[1::2]
+    document = np.searchsorted(offsets, firsts, side="right") - 1  # document of each span
+    counts, firsts, ends = ends - firsts, firsts - offsets[document], ends - offsets[document]
     num_documents = len(offsets) - 1
     last_ends = np.zeros(num_documents)
     last_ends[document] = ends  # later spans overwrite earlier ones
-    rows_and_pairs = counts + PAIR_COST * (counts * (first_rows + counts / 2))
-    num_rows = np.bincount(document, counts, num_documents)
-    share = np.minimum(1, most_drafts / np.maximum(num_rows, 1))  # share of the rows that a step uses
-    return TOKEN_COST * last_ends + np.bincount(document, rows_and_pairs, num_documents) * share
+    drafts_and_pairs = counts + PAIR_COST * (counts * (firsts + counts / 2))
+    num_drafts = np.bincount(document, counts, num_documents)
+    share = np.minimum(1, most_drafts / np.maximum(num_drafts, 1))  # share of the draft positions that a step uses
+    return TOKEN_COST * last_ends + np.bincount(document, drafts_and_pairs, num_documents) * share
 
 
 def shuffled(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.heads.files import kept_heads
+from mtptrain.heads.files import best_or_last, kept_heads
 from mtptrain.training.checkpoint import Progress
 from mtptrain.training.metrics import METRICS, PHASES, read_metrics
 
@@ -31,7 +31,8 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
     table.add_row("best acceptance length", f"{best:.3f}" if best else f"not measured: run {program}")
     for name, value in speed_rows(stage_dir / METRICS):
         table.add_row(name, value)
-    table.add_row("best head", str(stage_dir / "best"))
+    head_dir = best_or_last(stage_dir)
+    table.add_row(f"{head_dir.name} head", str(head_dir))
     table.add_row("metrics", str(stage_dir / METRICS))
     Console().print(table)
 

@@ -112,9 +112,7 @@ class Trainer:
 
     def _losses(self, batch: Batch, scale: torch.Tensor) -> LossSums:
         on_device = batch.to(self.ranks.device, self.dtype)
-        return training_losses(
-            self.engine.module, self.parts, on_device, scale, self.loss_settings, self.clock, self.engine
-        )
+        return training_losses(self.engine, self.parts, on_device, scale, self.loss_settings, self.clock)
 
     def check_finite(self, step: int) -> None:
         """Check the losses and gradient norms of all steps since the last check, up to `step`. Waits for the device.

@@ -217,8 +217,8 @@ def step(head: Head, kind: LossKind) -> None:
     def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    packing = map_tensors(Packing.of(LENGTHS, SPANS), lambda x: fake(*x.shape, dtype=x.dtype))
-    num_tokens, num_rows, hidden_size = sum(LENGTHS), sum(rows for _, _, rows in SPANS), TARGET.hidden_size
+    packing = map_tensors(Packing.of_spans(LENGTHS, SPANS), lambda x: fake(*x.shape, dtype=x.dtype))
+    num_tokens, num_drafts, hidden_size = sum(LENGTHS), sum(count for _, _, count in SPANS), TARGET.hidden_size
     table = fake(TARGET.vocab_size, hidden_size)
     parts = FrozenParts.of(TARGET, {EMBED_TOKENS: table, FINAL_NORM: fake(hidden_size), LM_HEAD: table})
     ids = fake(num_tokens, dtype=torch.long)
@@ -226,9 +226,9 @@ def step(head: Head, kind: LossKind) -> None:
     sums = draft_losses(
         head(PackedTokens(fake(num_tokens, *streams), ids, ids, packing), parts, NUM_DEPTHS),
         head.output_weight(parts),
-        fake(num_rows, hidden_size),
+        fake(num_drafts, hidden_size),
         parts.logits,
-        fake(NUM_DEPTHS, num_rows, dtype=torch.bool),
+        fake(NUM_DEPTHS, num_drafts, dtype=torch.bool),
         fake(NUM_DEPTHS, dtype=torch.float32),
         LossSettings(kind),
         head.draft_token_ids,

@@ -74,25 +74,25 @@ def answers(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 
 def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarray], depths: int) -> Batch:
     """Returns the batch that `make_batch` would pack from documents with these masks. Its states have no data."""
-    spans, used, rows = [], [], []
+    spans, used, draft_positions = [], [], []
     for document, mask in enumerate(loss_masks):
-        first_rows, counts = draft_spans(mask)
-        of_document = np.concatenate(
-            [first + np.arange(count) for first, count in zip(first_rows, counts, strict=True)]
-        )
-        used_rows = min(len(of_document), head.drafts_per_document or len(of_document))
-        rows.append(of_document[np.arange(used_rows) * len(of_document) // used_rows])
-        spans += [(document, int(first), int(count)) for first, count in zip(first_rows, counts, strict=True)]
-        used.append(int(first_rows[-1] + counts[-1]) + 1)
-    packing = Packing.of(used, spans) if head.drafts_per_document is None else Packing.of_single(used, rows)
-    num_tokens, num_rows, num_captured = sum(used), len(packing.rows), len(head.capture_layers)
+        firsts, counts = draft_spans(mask)
+        of_document = np.concatenate([first + np.arange(count) for first, count in zip(firsts, counts, strict=True)])
+        num_used = min(len(of_document), head.drafts_per_document or len(of_document))
+        draft_positions.append(of_document[np.arange(num_used) * len(of_document) // num_used])
+        spans += [(document, int(first), int(count)) for first, count in zip(firsts, counts, strict=True)]
+        used.append(int(firsts[-1] + counts[-1]) + 1)
+    packing = (
+        Packing.of_spans(used, spans) if head.drafts_per_document is None else Packing.of_points(used, draft_positions)
+    )
+    num_tokens, num_captured = sum(used), len(head.capture_layers)
     aux = torch.empty(num_tokens, num_captured, hidden_size, dtype=torch.bfloat16) if num_captured else None
     return Batch(
         hidden_states=torch.empty(num_tokens, hidden_size, dtype=torch.bfloat16),
         aux_hidden_states=aux,
         input_ids=torch.empty(num_tokens, dtype=torch.long),
         next_ids=torch.empty(num_tokens, dtype=torch.long),
-        is_draft=torch.empty(depths, num_rows, dtype=torch.bool),
+        is_draft=torch.empty(depths, len(packing.draft_positions), dtype=torch.bool),
         num_drafts=torch.empty(depths),
         packing=packing,
         document_ids=tuple(range(len(used))),

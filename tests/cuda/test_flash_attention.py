@@ -60,10 +60,10 @@ def reference_forward(
     check_layout(query, key, value, cum_q, cum_k, max_q, max_k)
     assert dropout == 0.0 and debug is False
     out, lse = torch.empty_like(query), torch.empty(HEADS, len(query))
-    for rows, tokens in segments(cum_q, cum_k):
-        scores = scores_of(query[rows], key[tokens], causal)
-        lse[:, rows] = scores.logsumexp(-1)
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), of_each_head(value[tokens]))
+    for queries, tokens in segments(cum_q, cum_k):
+        scores = scores_of(query[queries], key[tokens], causal)
+        lse[:, queries] = scores.logsumexp(-1)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), of_each_head(value[tokens]))
     state = torch.empty(2, dtype=torch.uint64)
     return out, lse, state, state[:0], torch.empty(0)
 
@@ -78,14 +78,14 @@ def reference_backward(
     assert dropout == 0.0 and grad.is_contiguous() and lse.is_contiguous() and state.dtype == torch.uint64
     assert lse.shape == (HEADS, len(query)) and lse.dtype == torch.float32
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for rows, tokens in segments(cum_q, cum_k):
-        probs = (scores_of(query[rows], key[tokens], causal) - lse[:, rows, None]).exp()
-        delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
-        of_probs = torch.einsum("qhd,khd->hqk", grad[rows], of_each_head(value[tokens]))
+    for queries, tokens in segments(cum_q, cum_k):
+        probs = (scores_of(query[queries], key[tokens], causal) - lse[:, queries, None]).exp()
+        delta = (grad[queries] * out[queries]).sum(-1).T[..., None]
+        of_probs = torch.einsum("qhd,khd->hqk", grad[queries], of_each_head(value[tokens]))
         of_scores = probs * (of_probs - delta) * HEAD_DIM**-0.5
-        grads[0][rows] = torch.einsum("hqk,khd->qhd", of_scores, of_each_head(key[tokens]))
-        grads[1][tokens] += torch.einsum("hqk,qhd->khd", of_scores, query[rows]).unflatten(1, (KV_HEADS, -1)).sum(2)
-        grads[2][tokens] += torch.einsum("hqk,qhd->khd", probs, grad[rows]).unflatten(1, (KV_HEADS, -1)).sum(2)
+        grads[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, of_each_head(key[tokens]))
+        grads[1][tokens] += torch.einsum("hqk,qhd->khd", of_scores, query[queries]).unflatten(1, (KV_HEADS, -1)).sum(2)
+        grads[2][tokens] += torch.einsum("hqk,qhd->khd", probs, grad[queries]).unflatten(1, (KV_HEADS, -1)).sum(2)
     return grads
 
 
@@ -100,14 +100,14 @@ CASES: dict[str, tuple[list[int], list[tuple[int, int, int]] | None]] = {
     "whole documents": ([7, 5, 4], None),
     "answers": ([40, 33, 20], [(0, 10, 9), (0, 25, 15), (1, 3, 30), (2, 0, 20)]),
     "three turns": ([60], [(0, 5, 10), (0, 20, 10), (0, 40, 20)]),
-    "single rows": ([12, 9], [(0, 4, 1), (0, 7, 1), (1, 8, 1)]),
+    "single draft positions": ([12, 9], [(0, 4, 1), (0, 7, 1), (1, 8, 1)]),
 }
 
 
 @pytest.mark.parametrize("num_own", [0, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int) -> None:
-    packing = Packing.of(*CASES[case])
+    packing = Packing.of_spans(*CASES[case])
     expected = results(packing, num_own)
     with patch.object(attention, "aten", ReferenceOps), patch.object(attention, "uses_gpu_kernels", lambda _: True):
         found = results(packing, num_own)
@@ -119,12 +119,12 @@ def results(packing: Packing, num_own: int) -> list[torch.Tensor]:
     """Returns the output, and the gradients of all inputs."""
     generator = torch.Generator().manual_seed(1)
 
-    def random(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(rows, heads, HEAD_DIM, generator=generator, requires_grad=True)
+    def random(count: int, heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, HEAD_DIM, generator=generator, requires_grad=True)
 
-    num_rows, num_tokens = len(packing.rows), len(packing.positions)
-    inputs = [random(num_rows, HEADS), random(num_tokens, KV_HEADS), random(num_tokens, KV_HEADS)]
-    own = [random(num_rows, KV_HEADS) for _ in range(2 * num_own)]
+    num_drafts, num_tokens = len(packing.draft_positions), len(packing.positions)
+    inputs = [random(num_drafts, HEADS), random(num_tokens, KV_HEADS), random(num_tokens, KV_HEADS)]
+    own = [random(num_drafts, KV_HEADS) for _ in range(2 * num_own)]
     out = attention.depth_attention(inputs[0], inputs[1], inputs[2], own[:num_own], own[num_own:], packing)
     (out * torch.randn(out.shape, generator=generator)).sum().backward()
     return [out.detach(), *(x.grad for x in inputs + own if x.grad is not None)]

@@ -44,7 +44,7 @@ def drafts_of_training(documents: Documents) -> Counter[int]:
         mask = torch.from_numpy(documents.mask(index).copy())
         if len(draft_spans(mask.numpy())[1]):
             batch = make_batch([StoredDocument(index, ids, mask, torch.zeros(len(ids), 4), None)], ttt_steps=1)
-            counts.update(ids[batch.packing.rows[batch.is_draft[0]] + 2].tolist())
+            counts.update(ids[batch.packing.draft_positions[batch.is_draft[0]] + 2].tolist())
     return counts
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from eval.checks import numerics
-from eval.checks.rows import Finding, Outcome, Row, at_most, run_check, skipped
-from eval.checks.stages import Stages, run_in_process
+from eval.checks.findings import Finding, Outcome, Row, at_most, run_check, skipped
+from eval.checks.pipeline import Stages, run_in_process
 from eval.gpu_check import COMMON, SIZES, checks_of, forwarded, report, run_all
 from mtptrain.config import CheckSize
 from mtptrain.heads.attention.training import depth_attention

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eval.serving_bench import is_same_model
-from eval.serving_speed.measure import check_device
+from eval.serving_speed.engine_runs import check_device
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
@@ -70,7 +70,7 @@ def test_one_k_for_all_sizes_has_the_largest_geometric_mean() -> None:
 def test_only_methods_that_can_change_k_get_a_k_for_each_size() -> None:
     assert why_fixed("eagle", {}) is None and why_fixed("draft_model", {}) is None
     assert why_fixed("medusa", {}) == "vLLM's method medusa drafts a fixed number of tokens"
-    assert "mask rows" in str(why_fixed("eagle3", {"parallel_drafting": True}))
+    assert "mask tokens" in str(why_fixed("eagle3", {"parallel_drafting": True}))
 
 
 def write(
@@ -130,7 +130,7 @@ def test_a_parallel_drafter_gets_one_k_and_the_reason(
     )
     assert vllm is not None and "num_speculative_tokens_per_batch_size" not in vllm
     assert vllm["num_speculative_tokens"] == 3 and vllm["parallel_drafting"]
-    assert "One K for all batch sizes, because vLLM fixes the number of mask rows" in readme
+    assert "One K for all batch sizes, because vLLM fixes the number of mask tokens" in readme
     assert not (tmp_path / "sglang.json").exists()
     assert "No settings: export.engine: must be vllm for head peagle, but is sglang" in readme
 

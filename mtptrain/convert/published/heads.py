@@ -29,15 +29,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mtptrain.convert.base import Format, Tensors, rename, renamed
 from mtptrain.convert.mimo import MIMO_LAYER, mimo_settings
-from mtptrain.convert.published.config import Config, read_config
-from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, medusa_tensors
-from mtptrain.convert.published.settings import (
+from mtptrain.convert.published.config_json import Config, read_config
+from mtptrain.convert.published.inferred_settings import (
     Settings,
     dflash_settings,
     eagle3_settings,
     layer_sizes,
     mask_token_id,
 )
+from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, medusa_tensors
 from mtptrain.convert.sglang import SglangEagle, SglangMtp
 from mtptrain.convert.target_files import INDEX
 from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
@@ -279,7 +279,7 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     sizes = {}
     if isinstance(config, LayerConfig):
         sizes = vars(head_dims(config, target_config, settings.get("head_dim")))
-    layers = HEADS[config.name].layers_to_capture(config, target_config)
+    layers = HEADS[config.name].resolve_capture_layers(config, target_config)
     captured = {"capture_layers": list(layers)} if "capture_layers" in settings else {}
     return settings | {name: size for name, size in sizes.items() if name in settings} | captured
 

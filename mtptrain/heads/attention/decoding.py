@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.target.causal_attention import causal_attention
-from mtptrain.target.position_cache import PositionCache, TreeRows
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 
 
 def cached_attention(
@@ -13,7 +13,7 @@ def cached_attention(
     value: torch.Tensor,
     positions: torch.Tensor,
     cache: PositionCache,
-    tree: TreeRows | None = None,
+    tree: TreeSlots | None = None,
 ) -> torch.Tensor:
     """Write keys and values to the cache, then attend to all cached positions up to each query's own.
 

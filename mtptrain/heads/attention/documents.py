@@ -19,8 +19,9 @@ DOCUMENTS_OR_CACHE = "mtptrain_documents_or_cache"
 def longer_documents(packing: Packing) -> Packing:
     """Returns a packing in which every document has one more token, and attention is causal over whole documents.
 
-    A draft model reads the first token of a document and the token after each of its tokens: one row more than the
-    document has in the packing. Use the result for attention only: its `positions` and `rows` are those of `packing`.
+    A draft model reads the first token of a document and the token after each of its tokens: one token more
+    than the document has in the packing. Use the result for attention only: its `positions` and `draft_positions` are
+    those of `packing`.
     """
     lengths = tuple(length + 1 for length in packing.document_lengths)
     offsets = packing.document_offsets + torch.arange(len(lengths) + 1, device=packing.document_offsets.device)

@@ -1,6 +1,6 @@
-"""Computes the attention of head `dflash` in training, where each draft position has a block of T + 1 rows.
+"""Computes the attention of head `dflash` in training, where each draft position has a block of T + 1 tokens.
 
-The rows of a block see each other, and the tokens up to the draft position.
+The tokens of a block see each other, and the tokens up to the draft position.
 """
 
 import torch
@@ -18,38 +18,38 @@ def block_attention(
     block_value: torch.Tensor,
     packing: Packing,
 ) -> torch.Tensor:
-    """Attend from the rows of each block to the tokens that its draft position sees, and to all rows of the block.
+    """Attend from the tokens of each block to those that its draft position sees, and to the whole block.
 
-    All rows of a block see the same tokens. They are therefore folded into the query heads of one row, so that one
-    kernel call computes all rows and no tensor [rows, N] is needed.
+    All tokens of a block see the same tokens. They are therefore folded into the query heads of one token, so that one
+    kernel call computes the whole block and no tensor [R, N] is needed.
 
     Args:
-        query: rotated queries of the last R rows of each block [R, M, heads, head_dim].
-        key: rotated keys of all tokens, draft positions first, then prompt tokens [N, kv heads, head_dim].
+        query: rotated queries of the last R tokens of each block [R, M, heads, head_dim].
+        key: rotated keys of all tokens, draft positions first, then all others [N, kv heads, head_dim].
         value: values of all tokens, in the same order [N, kv heads, head_dim].
-        block_key: rotated keys of all rows of each block [T + 1, M, kv heads, head_dim].
-        block_value: values of the same rows [T + 1, M, kv heads, head_dim].
+        block_key: rotated keys of all tokens of each block [T + 1, M, kv heads, head_dim].
+        block_value: values of the same tokens [T + 1, M, kv heads, head_dim].
         packing: documents and draft positions.
 
     Returns:
         The attention output [R, M, heads, head_dim].
     """
-    num_rows, kv_heads = len(query), key.shape[1]
+    num_queries, kv_heads = len(query), key.shape[1]
     folded = query.unflatten(2, (kv_heads, -1)).permute(1, 2, 0, 3, 4).flatten(1, 3)  # [M, kv heads * R * groups, ...]
     out: torch.Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
         folded, key, value, block_key, block_value, packing, _merge_block, _block_backward
     )
-    return out.unflatten(1, (kv_heads, num_rows, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    return out.unflatten(1, (kv_heads, num_queries, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
 
 
 @fused
 def _merge_block(
     out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, block_key: torch.Tensor, block_value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `out` and `lse`, merged with the attention to the block's rows. Products are in fp32.
+    """Returns `out` and `lse`, merged with the attention to the block's tokens. Products are in fp32.
 
-    Matmuls are faster than `training._merge_own` for the rows of a block, which share their keys, but slower for the
-    few queries per key of the other heads at depth 1.
+    Matmuls are faster than `training._merge_own` for the tokens of a block, which share their keys, but slower for
+    the few queries per key of the other heads at depth 1.
     """
     scores = _block_scores(query, block_key)  # [M, kv heads, groups, T + 1]
     grouped_lse = lse.unflatten(1, scores.shape[1:3])
@@ -84,7 +84,7 @@ def _block_backward(
 
 
 def _block_scores(query: torch.Tensor, block_key: torch.Tensor) -> torch.Tensor:
-    """Returns the scaled scores between each query and the rows of its block f32[M, kv heads, groups, T + 1]."""
+    """Returns the scaled scores between each query and the tokens of its block f32[M, kv heads, groups, T + 1]."""
     grouped = query.unflatten(1, (block_key.shape[2], -1)).float()
     return grouped @ _by_block(block_key).mT * query.shape[-1] ** -0.5
 

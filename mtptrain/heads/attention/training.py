@@ -30,7 +30,7 @@ def depth_attention(
 
     Args:
         query: rotated queries of depth k [M, heads, head_dim].
-        key: rotated depth-0 keys of all tokens, draft positions first, then prompt tokens [N, kv heads, head_dim].
+        key: rotated depth-0 keys of all tokens, draft positions first, then all others [N, kv heads, head_dim].
         value: depth-0 values, in the same order [N, kv heads, head_dim].
         own_keys: rotated keys of depths 1 .. k, each [M, kv heads, head_dim].
         own_values: values of depths 1 .. k, each [M, kv heads, head_dim].

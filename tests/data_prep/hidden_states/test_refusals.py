@@ -62,7 +62,7 @@ def test_states_of_other_prompts_layers_or_dtype_are_refused(
     with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 61, but is 60"):
         extract_hidden_states(Run(prepared("hidden_states.shard_tokens=61")), ONE_RANK)
     with monkeypatch.context() as patch:
-        patch.setattr(HEADS["mtp"], "layers_to_capture", lambda *_: (1,))
+        patch.setattr(HEADS["mtp"], "resolve_capture_layers", lambda *_: (1,))
         with pytest.raises(ValueError, match=r"the list of captured layers must be \(1,\), but is \(\)"):
             extract_hidden_states(Run(config), ONE_RANK)
     write_prompts(Path(config.run_dir), tiny_target, make_documents(LENGTHS, seed=1))

@@ -22,7 +22,7 @@ from tests.data_prep.hidden_states.stage import CPU, LENGTHS, ONE_RANK, ConfigFo
 def test_stored_states_of_each_document_are_those_of_its_own_forward(
     prepared: ConfigFor, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, capture_layers: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(HEADS["mtp"], "layers_to_capture", lambda *_: capture_layers)
+    monkeypatch.setattr(HEADS["mtp"], "resolve_capture_layers", lambda *_: capture_layers)
     config = prepared(f"hidden_states.dtype={dtype}")
     extract_hidden_states(Run(config), ONE_RANK)
 

@@ -52,7 +52,7 @@ def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
     read = target_states if batch.aux_hidden_states is None else batch.aux_hidden_states
     states = head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), parts, depths)
     scale = torch.full((depths,), 1 / depths) / batch.num_drafts
-    teachers = target_states[batch.packing.rows + 1]
+    teachers = target_states[batch.packing.draft_positions + 1]
     ours = draft_losses(states, parts.lm_head, teachers, parts.logits, batch.is_draft, scale, LossSettings())
     assert plain_losses(head, parts, batch).item() == pytest.approx(ours.loss.item(), rel=5e-3)
 

@@ -55,13 +55,13 @@ def plain_speculation(
 def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """Returns the logits [D] after a text, from the head's training forward.
 
-    The row of the target's last state drafts, and its depths read the tokens after the newest verified one. The target
-    has no states of those tokens yet, so they are filled with zeros, which the row does not see.
+    The draft starts from the target's last state, and its depths read the tokens after the newest verified one. The
+    target has no states of those tokens yet, so they are filled with zeros, which the draft does not see.
     """
     depth = len(tokens) - 1 - len(states)
     packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
     ids = torch.tensor(tokens)
-    found = head(PackedTokens(packed, ids[:-1], ids[1:], Packing.of([len(packed)])), target.parts, depth + 1)
+    found = head(PackedTokens(packed, ids[:-1], ids[1:], Packing.of_spans([len(packed)])), target.parts, depth + 1)
     return head.logits(found[depth, len(states) - 1], target.parts)
 
 

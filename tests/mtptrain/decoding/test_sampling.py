@@ -34,7 +34,7 @@ class CertainDrafts:
     """Drafts greedily, whatever the temperature at which the target samples."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.start, self.capture_layers = drafter, drafter.start, drafter.capture_layers
+        self.drafter, self.start, self.read_layers = drafter, drafter.start, drafter.read_layers
         self.draft_slots = drafter.draft_slots
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:

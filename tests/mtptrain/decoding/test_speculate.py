@@ -44,7 +44,7 @@ def plain_greedy(target: Target, prompt: list[int], max_new_tokens: int, eos_tok
 class TargetCopy:
     """Drafts with the target itself, without a cache."""
 
-    capture_layers = ()
+    read_layers = ()
 
     def __init__(self, target: Target, num_speculative_tokens: int) -> None:
         self.target, self.draft_slots = target, num_speculative_tokens
@@ -69,7 +69,7 @@ class TargetCopy:
 class BranchingCopy:
     """Drafts a tree with two branches at each depth: two wrong tokens in a row, and the target's own choice."""
 
-    capture_layers = ()
+    read_layers = ()
 
     def __init__(self, target: Target, num_speculative_tokens: int) -> None:
         self.copy = TargetCopy(target, num_speculative_tokens)

@@ -97,7 +97,7 @@ def packed_inputs(head: Head) -> PackedTokens:
     streams = (len(head.read_layers),) if head.read_layers else ()
     target_states = torch.randn(sum(LENGTHS), *streams, HIDDEN_SIZE, generator=generator)
     ids = torch.randint(0, VOCAB_SIZE, (sum(LENGTHS),), generator=generator)
-    return PackedTokens(target_states, ids, torch.roll(ids, -1), Packing.of(LENGTHS))
+    return PackedTokens(target_states, ids, torch.roll(ids, -1), Packing.of_spans(LENGTHS))
 
 
 def run(head: Head, tokens: PackedTokens) -> torch.Tensor:
@@ -112,11 +112,11 @@ def largest_difference(head: Head, states: torch.Tensor) -> float:
     for start, length in zip(starts.tolist(), LENGTHS, strict=False):
         document = slice(start, start + length)
         ids = F.pad(tokens.input_ids[document], (0, DEPTHS))
-        for row in range(length - 1):
-            served = drafted_states(head, PARTS, tokens.target_states[document], ids, row, DEPTHS)
+        for position in range(length - 1):
+            served = drafted_states(head, PARTS, tokens.target_states[document], ids, position, DEPTHS)
             # Later depths would read tokens beyond the end of the document.
-            for depth, state in enumerate(served[: length - 1 - row]):
-                differences.append((states[depth, start + row] - state).abs().max().item())
+            for depth, state in enumerate(served[: length - 1 - position]):
+                differences.append((states[depth, start + position] - state).abs().max().item())
     assert len(differences) > 50
     return max(differences)
 
@@ -161,7 +161,7 @@ def test_a_document_that_sees_the_previous_one_is_caught(name: str) -> None:
     head = random_head(name)
     assert isinstance(head, LayerHead)
     tokens = packed_inputs(head)
-    one_document = replace(tokens.packing, segments=Packing.of([sum(LENGTHS)]).segments)
+    one_document = replace(tokens.packing, segments=Packing.of_spans([sum(LENGTHS)]).segments)
     assert largest_difference(head, run(head, replace(tokens, packing=one_document))) > 1e-2
 
 
@@ -183,8 +183,8 @@ def test_the_states_of_a_document_do_not_depend_on_other_documents(name: str) ->
     assert torch.equal(before[:, 9:], after[:, 9:])
 
 
-SOME_ROWS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
-"""Spans as (document, first token, rows): two of one document, one at the start of a document, one of a single row."""
+SOME_SPANS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
+"""Spans as (document, first token, length): two of one document, one at a document's start, one of a single token."""
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
@@ -196,13 +196,13 @@ def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_posi
     head = random_head(name)
     head.activation_checkpointing = activation_checkpointing
     tokens = packed_inputs(head)
-    few = Packing.of(LENGTHS, SOME_ROWS)
+    few = Packing.of_spans(LENGTHS, SOME_SPANS)
     counts = torch.tensor(
-        [[left > depth for *_, rows in SOME_ROWS for left in range(rows, 0, -1)] for depth in range(DEPTHS)]
+        [[left > depth for *_, length in SOME_SPANS for left in range(length, 0, -1)] for depth in range(DEPTHS)]
     )
     states = run(head, replace(tokens, packing=few))[counts]
     head.activation_checkpointing = False
-    among_all = run(head, tokens)[:, few.rows][counts]
+    among_all = run(head, tokens)[:, few.draft_positions][counts]
     torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
     parameters = [parameter for name, parameter in head.named_parameters() if name != "lm_head.weight"]

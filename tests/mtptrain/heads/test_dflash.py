@@ -23,16 +23,16 @@ from tests.mtptrain.heads.test_contract import (
     tiny_config,
 )
 
-ROWS = [np.array([0, 1, 5, 7, 8, 20]), np.array([3]), np.array([2, 3, 4, 9])]
-SINGLE = Packing.of_single([30, 9, 12], ROWS)
-SPANS = Packing.of([30, 9, 12], [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)])
-PROMPTS_ONLY_BEFORE = Packing.of_single([40], [np.array([39])])
+POINTS = [np.array([0, 1, 5, 7, 8, 20]), np.array([3]), np.array([2, 3, 4, 9])]
+SINGLE = Packing.of_points([30, 9, 12], POINTS)
+SPANS = Packing.of_spans([30, 9, 12], [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)])
+PROMPTS_ONLY_BEFORE = Packing.of_points([40], [np.array([39])])
 
 
 def seen_tokens(packing: Packing) -> torch.Tensor:
-    """Returns which tokens each row sees by definition, bool[M, N]."""
+    """Returns which tokens each draft position sees by definition, bool[M, N]."""
     document, tokens = (packing.positions == 0).cumsum(0), torch.arange(len(packing.positions))
-    return (document[packing.rows, None] == document) & (tokens <= packing.rows[:, None])
+    return (document[packing.draft_positions, None] == document) & (tokens <= packing.draft_positions[:, None])
 
 
 def dense_block_attention(
@@ -43,7 +43,7 @@ def dense_block_attention(
     block_value: torch.Tensor,
     packing: Packing,
 ) -> torch.Tensor:
-    """Computes `block_attention` with one mask over all pairs of rows and tokens."""
+    """Computes `block_attention` with one mask over all pairs of draft positions and tokens."""
     groups = query.shape[2] // key.shape[1]
     key, value = (x[packing.key_indices].repeat_interleave(groups, 1) for x in (key, value))
     block_key, block_value = (x.repeat_interleave(groups, 2) for x in (block_key, block_value))
@@ -54,12 +54,16 @@ def dense_block_attention(
     return out + torch.einsum("hrmb,bmhd->rmhd", weights[..., len(key) :], block_value)
 
 
-@pytest.mark.parametrize("packing", [SINGLE, SPANS, PROMPTS_ONLY_BEFORE], ids=["single", "spans", "one row"])
+@pytest.mark.parametrize("packing", [SINGLE, SPANS, PROMPTS_ONLY_BEFORE], ids=["single", "spans", "one draft position"])
 @pytest.mark.parametrize("unread", [0, 1])
 def test_attention_of_blocks_equals_one_softmax_over_a_mask(packing: Packing, unread: int) -> None:
-    generator, block_rows = torch.Generator().manual_seed(0), 4
-    num_tokens, num_rows = len(packing.positions), len(packing.rows)
-    shapes = [(block_rows - unread, num_rows, 4, 16), *[(num_tokens, 2, 16)] * 2, *[(block_rows, num_rows, 2, 16)] * 2]
+    generator, block_size = torch.Generator().manual_seed(0), 4
+    num_tokens, num_drafts = len(packing.positions), len(packing.draft_positions)
+    shapes = [
+        (block_size - unread, num_drafts, 4, 16),
+        *[(num_tokens, 2, 16)] * 2,
+        *[(block_size, num_drafts, 2, 16)] * 2,
+    ]
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
     weights = torch.randn(shapes[0], generator=generator)
     ours, dense = (attend(*inputs, packing) for attend in (block_attention, dense_block_attention))
@@ -73,28 +77,34 @@ def test_attention_of_blocks_equals_one_softmax_over_a_mask(packing: Packing, un
 def test_the_kernels_of_single_draft_positions_pair_each_with_every_token_that_it_sees_once(seed: int) -> None:
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, 60, 4).tolist()
-    rows = [np.sort(generator.choice(length, generator.integers(1, length + 1), replace=False)) for length in lengths]
-    packing = Packing.of_single(lengths, rows)
-    times_seen = torch.zeros(len(packing.rows), sum(lengths), dtype=torch.long)
+    points = [np.sort(generator.choice(length, generator.integers(1, length + 1), replace=False)) for length in lengths]
+    packing = Packing.of_points(lengths, points)
+    times_seen = torch.zeros(len(packing.draft_positions), sum(lengths), dtype=torch.long)
     in_key_order = packing.key_indices.argsort()
     for part in packing.segments:
-        queries, tokens = torch.arange(len(packing.rows))[part.queries], in_key_order[part.keys]
+        queries, tokens = torch.arange(len(packing.draft_positions))[part.queries], in_key_order[part.keys]
         for index, (num_queries, num_keys) in enumerate(part.lengths):
             first_query, first_key = part.query_offsets[index], part.key_offsets[index]
             times_seen[
                 queries[first_query : first_query + num_queries, None], tokens[first_key : first_key + num_keys]
             ] += 1
     assert torch.equal(times_seen, seen_tokens(packing).long())
-    assert torch.equal(torch.arange(len(packing.rows))[packing.segments[0].queries], torch.arange(len(packing.rows)))
-    assert len(packing.segments) <= 2 * math.sqrt(max(map(len, rows))) + 1
+    assert torch.equal(
+        torch.arange(len(packing.draft_positions))[packing.segments[0].queries],
+        torch.arange(len(packing.draft_positions)),
+    )
+    assert len(packing.segments) <= 2 * math.sqrt(max(map(len, points))) + 1
     assert packing.num_pairs == seen_tokens(packing).sum()
 
 
 @pytest.mark.parametrize("case", ["dflash", "dflash, three layers"])
 def test_states_and_gradients_of_single_draft_positions_are_those_among_all(case: str) -> None:
-    head, rows = random_head(case), [np.array([0, 3, 7]), np.array([2]), np.array([0, 5]), np.array([1]), np.array([0])]
-    tokens, single = packed_inputs(head), Packing.of_single(LENGTHS, rows)
-    among_all = run(head, tokens)[:, single.rows]
+    head, points = (
+        random_head(case),
+        [np.array([0, 3, 7]), np.array([2]), np.array([0, 5]), np.array([1]), np.array([0])],
+    )
+    tokens, single = packed_inputs(head), Packing.of_points(LENGTHS, points)
+    among_all = run(head, tokens)[:, single.draft_positions]
     states = run(head, replace(tokens, packing=single))
     torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
@@ -119,7 +129,7 @@ def test_the_first_draft_reads_all_masks_behind_it_and_no_token_behind_the_newes
     ("layers", "expected"), [(36, (2, 10, 18, 26, 34)), (32, (2, 9, 16, 23, 30)), (80, (2, 21, 40, 59, 78))]
 )
 def test_the_default_layers_are_those_of_published_heads(layers: int, expected: tuple[int, ...]) -> None:
-    found = DflashHead.layers_to_capture(DflashHead.Config(), tiny_config(num_hidden_layers=layers))
+    found = DflashHead.resolve_capture_layers(DflashHead.Config(), tiny_config(num_hidden_layers=layers))
     assert found == expected
 
 

@@ -41,11 +41,11 @@ def spans_of(draw: st.DrawFn, document: int, length: int) -> list[tuple[int, int
 def packings(draw: st.DrawFn) -> Packing:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     spans = [span for document, length in enumerate(lengths) for span in spans_of(draw, document, length)]
-    return Packing.of(lengths, spans or [(0, 0, 1)])
+    return Packing.of_spans(lengths, spans or [(0, 0, 1)])
 
 
-def leaf(generator: torch.Generator, rows: int, heads: int) -> torch.Tensor:
-    return torch.randn(rows, heads, 64, generator=generator).requires_grad_()
+def leaf(generator: torch.Generator, length: int, heads: int) -> torch.Tensor:
+    return torch.randn(length, heads, 64, generator=generator).requires_grad_()
 
 
 def in_bf16_and_fp32(inputs: list[torch.Tensor], weights: torch.Tensor, packing: Packing) -> list[list[torch.Tensor]]:
@@ -73,13 +73,13 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
-    num_tokens, num_rows = len(packing.positions), len(packing.rows)
+    num_tokens, num_drafts = len(packing.positions), len(packing.draft_positions)
     query, key, value = (
-        leaf(generator, num_rows, 4),
+        leaf(generator, num_drafts, 4),
         leaf(generator, num_tokens, kv_heads),
         leaf(generator, num_tokens, kv_heads),
     )
-    own_keys, own_values = ([leaf(generator, num_rows, kv_heads) for _ in range(depths)] for _ in range(2))
+    own_keys, own_values = ([leaf(generator, num_drafts, kv_heads) for _ in range(depths)] for _ in range(2))
     inputs = [query, key, value, *own_keys, *own_values]
     weights = torch.randn(query.shape, generator=generator)
     dense = dense_depth_attention(query, key, value, own_keys, own_values, packing)
@@ -107,7 +107,7 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
         ([2600], [(0, 2550, 50)]),
         ([4000], [(0, 3950, 50)]),
     ],
-    ids=["all rows", "answers after prompts", "an answer after a long prompt", "an answer after a longer prompt"],
+    ids=["all tokens", "answers after prompts", "an answer after a long prompt", "an answer after a longer prompt"],
 )
 @pytest.mark.parametrize("has_tiles", [False, True])
 def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
@@ -124,13 +124,13 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
     subtracted instead of the largest score."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
     monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
-    generator, packing, num_tokens = torch.Generator().manual_seed(0), Packing.of(lengths, spans), sum(lengths)
+    generator, packing, num_tokens = torch.Generator().manual_seed(0), Packing.of_spans(lengths, spans), sum(lengths)
 
-    def make(rows: int, heads: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(rows, heads, head_dim, generator=generator) * scale).bfloat16()
+    def make(length: int, heads: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(length, heads, head_dim, generator=generator) * scale).bfloat16()
 
-    num_rows = len(packing.rows)
-    inputs, weights = [make(num_rows, 4, size), make(num_tokens, 2, size), make(num_tokens, 2)], make(num_rows, 4)
+    num_drafts = len(packing.draft_positions)
+    inputs, weights = [make(num_drafts, 4, size), make(num_tokens, 2, size), make(num_tokens, 2)], make(num_drafts, 4)
     found = in_bf16_and_fp32(inputs, weights, packing)
     attended_off, *grads_off = [(ours - exact).norm() / exact.norm() for ours, exact in zip(*found, strict=True)]
     assert attended_off < 5e-3
@@ -147,7 +147,7 @@ def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16
     were not rounded to bf16.
     """
     monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
-    generator, packing = torch.Generator().manual_seed(0), Packing.of([300])
+    generator, packing = torch.Generator().manual_seed(0), Packing.of_spans([300])
     query, key = torch.full((300, 4, 64), 2.0), torch.randn(300, 2, 64, generator=generator) / 10
     key[0] = 2.0  # the scaled score is 32, and those of other keys are near 0
     value, weights = torch.randn(300, 2, 64, generator=generator), torch.randn(300, 4, 64, generator=generator)
@@ -160,21 +160,21 @@ def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16
 def test_attention_of_documents_of_several_blocks_equals_dense_attention(
     is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packs a document of several blocks, one of a block and a row, and three equal ones that need several batches."""
+    """Packs a document of several blocks, one of a block and a token, and three equal ones in several batches."""
     monkeypatch.setattr(fusing, "_is_on", is_fused)
     monkeypatch.setattr(cpu_blocks, "BATCH_TOKENS", 300)
     generator = torch.Generator().manual_seed(0)
-    packing = Packing.of(
+    packing = Packing.of_spans(
         [300, 129, 130, 130, 130, 5], [(i, 0, n) for i, n in enumerate([300, 129])] + [(i, 2, 128) for i in (2, 3, 4)]
     )
 
-    rows, tokens = len(packing.rows), len(packing.positions)
+    num_drafts, num_tokens = len(packing.draft_positions), len(packing.positions)
     query, key, value, own_key, own_value = (
-        leaf(generator, rows, 4),
-        leaf(generator, tokens, 2),
-        leaf(generator, tokens, 2),
-        leaf(generator, rows, 2),
-        leaf(generator, rows, 2),
+        leaf(generator, num_drafts, 4),
+        leaf(generator, num_tokens, 2),
+        leaf(generator, num_tokens, 2),
+        leaf(generator, num_drafts, 2),
+        leaf(generator, num_drafts, 2),
     )
     weights = torch.randn(query.shape, generator=generator)
     found = []
@@ -201,12 +201,12 @@ def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(
         for lengths in ([510, 510], [512], [129, 64, 37], [256, 256, 256], [300, 1000], [128, 128], [513]):
             for divisor in (None, 2):  # draft in all of each document, or in its second half
                 firsts = [length // divisor if divisor else 0 for length in lengths]
-                packing = Packing.of(lengths, [(i, first, lengths[i] - first) for i, first in enumerate(firsts)])
+                packing = Packing.of_spans(lengths, [(i, first, lengths[i] - first) for i, first in enumerate(firsts)])
                 for heads, kv_heads in ((4, 1), (8, 2)):
                     query, key, value = (
-                        torch.randn(rows, of_each, 64, generator=generator).bfloat16().requires_grad_()
-                        for rows, of_each in (
-                            (len(packing.rows), heads),
+                        torch.randn(length, of_each, 64, generator=generator).bfloat16().requires_grad_()
+                        for length, of_each in (
+                            (len(packing.draft_positions), heads),
                             (sum(lengths), kv_heads),
                             (sum(lengths), kv_heads),
                         )
@@ -215,10 +215,10 @@ def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(
 
 
 def test_a_packing_says_where_documents_and_rows_lie() -> None:
-    packing = Packing.of([4, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
+    packing = Packing.of_spans([4, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
     assert packing.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert packing.rows.tolist() == [1, 2, 4, 6, 7] and packing.prompts.tolist() == [0, 5, 3], (
-        "no row sees token 3, so it must come last"
+    assert packing.draft_positions.tolist() == [1, 2, 4, 6, 7] and packing.other_tokens.tolist() == [0, 5, 3], (
+        "no draft position sees token 3, so it must come last"
     )
     inside, before = packing.segments
     assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries == inside.keys == slice(0, 5)
@@ -231,18 +231,18 @@ def _listed(indices: Indices) -> list[int]:
     return torch.arange(1000)[indices].tolist()
 
 
-def test_keys_of_prompts_that_are_each_read_by_one_answer_are_read_without_a_copy() -> None:
-    inside, before = Packing.of([9, 7, 5], [(0, 4, 3), (1, 3, 3), (2, 1, 2)]).segments
+def test_keys_of_others_that_are_each_read_by_one_answer_are_read_without_a_copy() -> None:
+    inside, before = Packing.of_spans([9, 7, 5], [(0, 4, 3), (1, 3, 3), (2, 1, 2)]).segments
     assert inside.queries == inside.keys == before.queries == slice(0, 8) and before.keys == slice(8, 8 + 4 + 3 + 1)
 
 
-@pytest.mark.parametrize("spans", [[(0, 1, 2), (1, 0, 1), (1, 2, 2)], None], ids=["some rows", "all rows"])
+@pytest.mark.parametrize("spans", [[(0, 1, 2), (1, 0, 1), (1, 2, 2)], None], ids=["some tokens", "all tokens"])
 def test_what_belongs_to_tokens_is_split_into_rows_and_prompts(spans: list[tuple[int, int, int]] | None) -> None:
-    packing, x = Packing.of([3, 4], spans), torch.randn(7, 2, requires_grad=True)
-    of_rows, of_prompts = packing.split(x)
-    assert torch.equal(of_rows, x[packing.rows]) and torch.equal(of_prompts, x[packing.prompts])
-    joined = torch.cat([2 * of_rows, 3 * of_prompts])
-    scale = torch.full((7, 1), 2.0).index_fill_(0, packing.prompts, 3.0)
+    packing, x = Packing.of_spans([3, 4], spans), torch.randn(7, 2, requires_grad=True)
+    of_drafts, of_others = packing.split(x)
+    assert torch.equal(of_drafts, x[packing.draft_positions]) and torch.equal(of_others, x[packing.other_tokens])
+    joined = torch.cat([2 * of_drafts, 3 * of_others])
+    scale = torch.full((7, 1), 2.0).index_fill_(0, packing.other_tokens, 3.0)
     assert torch.equal(joined[packing.key_indices], scale * x)
     weights = torch.randn(7, 2)
     assert torch.equal(torch.autograd.grad(joined[packing.key_indices], x, weights)[0], scale * weights)
@@ -250,7 +250,10 @@ def test_what_belongs_to_tokens_is_split_into_rows_and_prompts(spans: list[tuple
 
 def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
     """One document has sixty answers, so sums in bf16 would be off by more than a hundredth."""
-    generator, packing = torch.Generator().manual_seed(0), Packing.of([600], [(0, 10 * i + 5, 5) for i in range(60)])
+    generator, packing = (
+        torch.Generator().manual_seed(0),
+        Packing.of_spans([600], [(0, 10 * i + 5, 5) for i in range(60)]),
+    )
 
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
@@ -266,16 +269,16 @@ def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_th
     """Packs twenty answers in one document and two in another. For the tokens before answers, each kernel takes at most
     one answer of a document."""
     lengths, spans = [200, 30], [(0, 10 * i + 5, 5) for i in range(20)] + [(1, 10, 5), (1, 20, 5)]
-    inside, *before = Packing.of(lengths, spans).segments
+    inside, *before = Packing.of_spans(lengths, spans).segments
     assert len(_listed(inside.keys)) == 110 and len(before) == 20
-    keys, rows = (
+    keys, drafts = (
         [_listed(places) for places in of] for of in zip(*((part.keys, part.queries) for part in before), strict=True)
     )
     assert max(map(len, keys)) <= sum(lengths)
     assert all(len(set(places)) == len(places) for places in keys), (
         "a kernel must not repeat a key, because its gradients are not summed"
     )
-    assert sorted(chain(*rows)) == list(range(110)), "each row must see the tokens before its span once"
+    assert sorted(chain(*drafts)) == list(range(110)), "each draft position must see the tokens before its span once"
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())

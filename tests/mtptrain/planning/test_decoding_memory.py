@@ -27,7 +27,7 @@ def read_prompts(target: Target, drafter: HeadDrafter, prompts: int, prompt_toke
     tokens, cache = torch.zeros(prompts, num_slots, dtype=torch.long), PositionCache(num_slots)
     positions = torch.arange(prompt_tokens).expand(prompts, -1)
     drafter.start(prompts, num_slots)
-    states = target.forward(tokens[:, :prompt_tokens], positions, cache, drafter.capture_layers)
+    states = target.forward(tokens[:, :prompt_tokens], positions, cache, drafter.read_layers)
     drafter.first_depth(Verified(tokens, torch.full((prompts,), prompt_tokens + 1), positions, states))
 
 

@@ -38,13 +38,13 @@ def test_the_flops_of_a_step_are_those_of_its_operators(
     config = HEADS[name].Config(ttt_steps=1 if name == "draft_model" else 3, **settings)
     lengths, share = [500, 500], 0.6
     counted = step_costs(MicroBatch(config, target_config, torch.bfloat16, lengths, share, loss_chunk_rows=64)).flops
-    rows = [round((length - 1) * share) for length in lengths]
-    packing = _packing(lengths, rows, build_head(config, target_config).drafts_per_document)
+    counts = [round((length - 1) * share) for length in lengths]
+    packing = _packing(lengths, counts, build_head(config, target_config).drafts_per_document)
     assert step_flops(config, target_config).of(packing) == pytest.approx(counted, rel=0.01)
 
 
 def test_the_flops_of_an_mtp_head_are_those_of_its_weights(tiny_target: Path) -> None:
-    """A weight costs 6 FLOPs per row: 2 in the forward pass, and 4 for the gradients of input and weight.
+    """A weight costs 6 FLOPs per draft position: 2 in the forward pass, and 4 for the gradients of input and weight.
 
     lm_head is frozen, so it costs 4 at each depth, and 2 for the teacher. A pair of a query and a key costs two dot
     products in the forward and five in the backward pass.
@@ -53,8 +53,8 @@ def test_the_flops_of_an_mtp_head_are_those_of_its_weights(tiny_target: Path) ->
     flops = step_flops(HEADS["mtp"].Config(ttt_steps=3), target_config)
     combine, queries, keys, rest = 2 * 64 * 64, 64 * 64, 2 * 64 * 64, 64 * 64 + 3 * 64 * 96
     assert flops.per_token == pytest.approx(6 * (combine + keys))
-    per_row = 6 * (3 * rest + queries + 2 * (combine + keys + queries)) + 260 * 64 * (3 * 4 + 2)
-    assert flops.per_row == pytest.approx(per_row)
+    per_draft_position = 6 * (3 * rest + queries + 2 * (combine + keys + queries)) + 260 * 64 * (3 * 4 + 2)
+    assert flops.per_draft_position == pytest.approx(per_draft_position)
     assert flops.per_pair == pytest.approx(3 * 7 * 2 * 64, rel=0.01)
 
 

@@ -37,7 +37,7 @@ def test_a_family_with_sinks_or_a_soft_cap_is_refused(model_type: str, settings:
         (causal_or_masked_attention, {}),
         (packed_attention, {"packed_documents": PackedDocuments.of([3], torch.device("cpu"))}),
         (documents_or_cache_attention, {}),
-        (documents_or_cache_attention, {"documents": Packing.of([3], [(0, 0, 3)])}),
+        (documents_or_cache_attention, {"documents": Packing.of_spans([3], [(0, 0, 3)])}),
     ],
 )
 def test_every_attention_function_refuses_a_keyword_that_it_does_not_know(

@@ -42,7 +42,7 @@ def batch() -> Batch:
 
 
 def plain_drafts() -> set[tuple[int, int, int, int]]:
-    """Returns (document, row t, depth k, token read) of every draft that serving makes, from the definition."""
+    """Returns (document, draft position t, depth k, token read) of every draft that serving makes, by definition."""
     drafts = set()
     for i, mask in DOCUMENTS.items():
         for t in range(len(mask)):
@@ -61,28 +61,28 @@ def owners(made: Batch) -> list[int]:
 
 def test_exactly_the_drafts_that_serving_makes_count_and_each_reads_its_token() -> None:
     made, of_token = batch(), owners(batch())
-    tokens = made.packing.rows.tolist()
+    tokens = made.packing.draft_positions.tolist()
     found = {
-        (of_token[tokens[row]], int(made.packing.positions[tokens[row]]), k, int(made.next_ids[tokens[row + k]]))
-        for k, row in made.is_draft.nonzero().tolist()
+        (of_token[tokens[index]], int(made.packing.positions[tokens[index]]), k, int(made.next_ids[tokens[index + k]]))
+        for k, index in made.is_draft.nonzero().tolist()
     }
     assert found == plain_drafts()
     assert made.num_drafts.tolist() == [sum(draft[2] == k for draft in found) for k in range(T)]
 
 
 def test_the_first_draft_of_an_answer_counts_and_the_one_before_does_not() -> None:
-    """An answer of tokens 3 to 6 is drafted from row 2 on, because token 3 itself comes from the target's prefill."""
-    rows = sorted({t for i, t, k, _ in plain_drafts() if i == 2 and k == 0})
-    assert rows == [2, 3, 4, 8]
+    """An answer of tokens 3 to 6 is drafted from token 2 on, because token 3 itself comes from the target's prefill."""
+    positions = sorted({t for i, t, k, _ in plain_drafts() if i == 2 and k == 0})
+    assert positions == [2, 3, 4, 8]
 
 
 def test_depth_k_of_a_row_has_the_teacher_of_depth_0_of_the_row_k_later() -> None:
-    """The loss relies on this: depth k of row t learns from the target's state at token t + 1 + k, and the rows of a
-    span are consecutive."""
+    """The loss relies on this: depth k of draft position t learns from the target's state at token t + 1 + k, and the
+    draft positions of a span are consecutive."""
     made = batch()
-    teachers = made.packing.rows + 1
-    for k, row in made.is_draft.nonzero().tolist():
-        assert teachers[row + k] == made.packing.rows[row] + 1 + k
+    teachers = made.packing.draft_positions + 1
+    for k, index in made.is_draft.nonzero().tolist():
+        assert teachers[index + k] == made.packing.draft_positions[index] + 1 + k
 
 
 def test_only_tokens_that_a_draft_needs_are_packed() -> None:
@@ -112,8 +112,11 @@ def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:
         masks = [(rng.random(length) < rng.choice([0.1, 0.7, 1.0])).astype(np.uint8) for length in lengths]
         expected = []
         for mask in masks:
-            rows = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]  # the next two tokens are generated
-            expected.append(sum(1 + PAIR_COST * (t + 0.5) for t in rows) + TOKEN_COST * (max(rows) + 1) if rows else 0)
+            # A token drafts if the next two tokens are generated.
+            found = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]
+            expected.append(
+                sum(1 + PAIR_COST * (t + 0.5) for t in found) + TOKEN_COST * (max(found) + 1) if found else 0
+            )
         found = shard_costs(np.concatenate(masks), np.cumsum([0, *lengths]))
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 

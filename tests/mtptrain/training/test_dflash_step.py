@@ -30,7 +30,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float = 10_000.0) -
 
 
 def plain_layer(layer: DflashLayer, x: torch.Tensor, context: torch.Tensor, first_position: int) -> torch.Tensor:
-    """One layer over a block [R, H], whose row 0 is at `first_position`, and all tokens before it [S, H]."""
+    """One layer over a block [R, H], whose first token is at `first_position`, and all tokens before it [S, H]."""
     attention, heads = layer.self_attn, (-1, layer.self_attn.head_dim)
     positions = torch.arange(first_position, first_position + len(x))
     normed = layer.input_layernorm(x)
@@ -46,13 +46,13 @@ def plain_layer(layer: DflashLayer, x: torch.Tensor, context: torch.Tensor, firs
 
 
 def plain_states(
-    head: DflashHead, depths: int, ids: list[int], captured: torch.Tensor, row: int, frozen: FrozenParts
+    head: DflashHead, depths: int, ids: list[int], captured: torch.Tensor, start: int, frozen: FrozenParts
 ) -> torch.Tensor:
     """The states of all depths [T, H] at one draft position."""
-    context = head.hidden_norm(head.fc(captured[: row + 1].flatten(1)))
-    x = frozen.embed(torch.tensor([ids[row + 1], *[head.mask_token_id] * depths]))
+    context = head.hidden_norm(head.fc(captured[: start + 1].flatten(1)))
+    x = frozen.embed(torch.tensor([ids[start + 1], *[head.mask_token_id] * depths]))
     for layer in head.layers:
-        x = plain_layer(layer, x, context, row + 1)
+        x = plain_layer(layer, x, context, start + 1)
     return head.norm(x)[1:]
 
 
@@ -70,10 +70,10 @@ def plain_step(
         ids, mask, n = document.input_ids.tolist(), document.loss_mask.tolist(), len(document.input_ids)
         hidden = frozen.final_norm(document.hidden_states)
         teacher = (hidden @ frozen.lm_head.T).softmax(-1)
-        rows = [t for t in range(n - 2) if mask[t + 1] and mask[t + 2]]
-        if anchors is not None and rows:
-            rows = [rows[i] for i in anchors.draw(document.document_id, len(rows))]
-        for t in rows:
+        drafting = [t for t in range(n - 2) if mask[t + 1] and mask[t + 2]]
+        if anchors is not None and drafting:
+            drafting = [drafting[i] for i in anchors.draw(document.document_id, len(drafting))]
+        for t in drafting:
             out = plain_states(head, depths, ids, document.aux_hidden_states, t, frozen)
             for depth in range(depths):
                 j = t + 2 + depth

@@ -1,4 +1,4 @@
-"""Tests that the fast step equals a plain formula with every row at every depth, dense masks and all logits."""
+"""Tests that the fast step equals a plain formula with every token at every depth, dense masks and all logits."""
 
 import math
 from collections.abc import Iterator
@@ -90,16 +90,16 @@ def plain_step(
 
 
 def plain_model_states(head: DraftModelHead, depths: int, ids: list[int], *_: object) -> Iterator[torch.Tensor]:
-    """Yields the states [n, H] of each depth by transformers. Depth k of row t is the output at token t + 1 + k."""
+    """Yields the states [n, H] of each depth by transformers. Depth k of token t is the output at token t + 1 + k."""
     stock = AutoModel.from_config(deepcopy(head.config), attn_implementation="eager")
     weights = {name.removeprefix("model."): x for name, x in head.named_parameters() if name.startswith("model.")}
-    rows = functional_call(stock, weights, kwargs={"input_ids": torch.tensor([ids]), "use_cache": False})[0][0]
+    outputs = functional_call(stock, weights, kwargs={"input_ids": torch.tensor([ids]), "use_cache": False})[0][0]
     for depth in range(depths):
-        yield F.pad(rows[1 + depth :], (0, 0, 0, min(1 + depth, len(ids))))
+        yield F.pad(outputs[1 + depth :], (0, 0, 0, min(1 + depth, len(ids))))
 
 
 def tokens_read(ids: list[int], depth: int) -> torch.Tensor:
-    """Returns the token that each row reads at a depth, or 0 beyond the end of the document."""
+    """Returns the token that each draft position reads at a depth, or 0 beyond the end of the document."""
     return torch.tensor([ids[t + 1 + depth] if t + 1 + depth < len(ids) else 0 for t in range(len(ids))])
 
 
@@ -176,13 +176,13 @@ def fast_step(
     sums = draft_losses(
         head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), frozen, depths),
         head.output_weight(frozen),
-        batch.hidden_states[batch.packing.rows + 1],
+        batch.hidden_states[batch.packing.draft_positions + 1],
         lambda x: x @ frozen.lm_head.T,
         batch.is_draft,
         weights / weights.sum() / batch.num_drafts.clamp(min=1),
         loss,
         head.draft_token_ids,
-        batch.next_ids[batch.packing.rows + 1] if loss.kind == LossKind.data_ce else None,
+        batch.next_ids[batch.packing.draft_positions + 1] if loss.kind == LossKind.data_ce else None,
     )
     return sums.loss, sums.losses.tolist()
 

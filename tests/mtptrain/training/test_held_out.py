@@ -1,4 +1,4 @@
-"""Held-out losses equal those of drafting row by row, with the target's own tokens at every depth."""
+"""Held-out losses equal those of drafting token by token, with the target's own tokens at every depth."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ def measured(target: Target, head: Head, generations: list[Generation]) -> HeldO
 
 
 @torch.no_grad()
-def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]) -> list[tuple[float, float, int]]:
+def drafted_token_by_token(target: Target, head: Head, generations: list[Generation]) -> list[tuple[float, float, int]]:
     """Returns the mean KL, the mean top-1 accuracy and the number of drafts at each depth.
 
     The first token of an answer is never drafted, so it does not count.
@@ -67,20 +67,20 @@ def drafted_row_by_row(target: Target, head: Head, generations: list[Generation]
         states = target.forward(ids[None], positions, cache, head.read_layers)
         read = states.read_by(head.read_layers)[0]
         teacher = target.parts.logits(states.post_norm_states[0]).log_softmax(-1)
-        for row in range(len(prompt) - 1, len(ids) - 2):
-            drafts = drafted_states(head, target.parts, read, torch.cat([ids, ids[:DEPTHS]]), row, DEPTHS)
-            for depth, state in enumerate(drafts[: len(ids) - 2 - row]):
-                logprobs, wanted = head.logits(state, target.parts).log_softmax(-1), teacher[row + 1 + depth]
+        for start in range(len(prompt) - 1, len(ids) - 2):
+            drafts = drafted_states(head, target.parts, read, torch.cat([ids, ids[:DEPTHS]]), start, DEPTHS)
+            for depth, state in enumerate(drafts[: len(ids) - 2 - start]):
+                logprobs, wanted = head.logits(state, target.parts).log_softmax(-1), teacher[start + 1 + depth]
                 kl = (wanted.exp() * (wanted - logprobs)).sum()
                 sums[depth] += torch.tensor([kl, logprobs.argmax() == wanted.argmax(), 1.0])
     return [(kl / count, hits / count, int(count)) for kl, hits, count in sums.tolist()]
 
 
 @pytest.mark.parametrize("name", ["mtp", "mimo", "eagle3", "peagle", "medusa", "hydra", "dflash", "draft_model"])
-def test_held_out_losses_are_those_of_drafting_row_by_row(target: Target, name: str) -> None:
+def test_held_out_losses_are_those_of_drafting_token_by_token(target: Target, name: str) -> None:
     head = random_head(target, name)
     generations = answers(target, head)
-    found, wanted = measured(target, head, generations), drafted_row_by_row(target, head, generations)
+    found, wanted = measured(target, head, generations), drafted_token_by_token(target, head, generations)
     assert found.num_drafts_at == [count for *_, count in wanted] == [30, 27, 24]
     assert found.kl_at == pytest.approx([kl for kl, *_ in wanted], rel=1e-4)
     assert found.top1_accuracy_at == pytest.approx([accuracy for _, accuracy, _ in wanted], abs=1e-6)

@@ -17,13 +17,13 @@ from mtptrain.utils import compile as fusing
 T, M, H, V = 3, 40, 16, 50
 
 
-def inputs(last_rows: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Returns inputs whose spans end with these rows. Rows after the last span do not count."""
+def inputs(last_positions: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Returns inputs whose spans end with these draft positions. Those after the last span do not count."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(T, M, H, generator=generator).requires_grad_()
     target_states, lm_head = torch.randn(M, H, generator=generator), torch.randn(V, H, generator=generator)
-    rows_left = torch.tensor([next((last - row + 1 for last in last_rows if last >= row), 0) for row in range(M)])
-    return states, target_states, lm_head, rows_left > torch.arange(T)[:, None]
+    left_in_span = torch.tensor([next((last - i + 1 for last in last_positions if last >= i), 0) for i in range(M)])
+    return states, target_states, lm_head, left_in_span > torch.arange(T)[:, None]
 
 
 def plain_kl(
@@ -32,9 +32,9 @@ def plain_kl(
     teacher = (target_states @ lm_head.T).log_softmax(-1)
     sums = []
     for depth in range(T):
-        rows = is_draft[depth].nonzero()[:, 0]
-        logprobs = (states[depth, rows] @ lm_head.T).log_softmax(-1)
-        sums.append(F.kl_div(logprobs, teacher[rows + depth], reduction="sum", log_target=True))
+        drafts = is_draft[depth].nonzero()[:, 0]
+        logprobs = (states[depth, drafts] @ lm_head.T).log_softmax(-1)
+        sums.append(F.kl_div(logprobs, teacher[drafts + depth], reduction="sum", log_target=True))
     return torch.stack(sums)
 
 
@@ -53,10 +53,10 @@ def run_kl(
     )
 
 
-@pytest.mark.parametrize("last_rows", [(), (0, 1, 5, 20), (39,)])
+@pytest.mark.parametrize("last_positions", [(), (0, 1, 5, 20), (39,)])
 @pytest.mark.parametrize("chunk_rows", [7, 1000])
-def test_chunked_kl_and_its_gradient_equal_the_plain_formula(last_rows: tuple[int, ...], chunk_rows: int) -> None:
-    states, target_states, lm_head, is_draft = inputs(last_rows)
+def test_chunked_kl_and_its_gradient_equal_the_plain_formula(last_positions: tuple[int, ...], chunk_rows: int) -> None:
+    states, target_states, lm_head, is_draft = inputs(last_positions)
     weights = torch.tensor([0.5, 0.3, 0.2])
     ours = run_kl(states, target_states, lm_head, is_draft, chunk_rows, weights)
     reference = plain_kl(states, target_states, lm_head, is_draft)
@@ -96,9 +96,9 @@ def test_a_draft_vocabulary_is_taught_by_the_targets_probabilities_as_they_are(c
     teacher = (target_states @ lm_head.T).softmax(-1)
     reference, top1_accuracy = [], []
     for depth in range(T):
-        rows = is_draft[depth].nonzero()[:, 0]
-        wanted = teacher[rows + depth]
-        logits = states[depth, rows] @ own.T
+        drafts = is_draft[depth].nonzero()[:, 0]
+        wanted = teacher[drafts + depth]
+        logits = states[depth, drafts] @ own.T
         inside = wanted[:, ids]
         kl = (inside * (inside.log() - logits.log_softmax(-1))).sum(-1) + (1 - inside.sum(-1))
         reference.append(kl.sum())
@@ -124,8 +124,8 @@ def test_gradients_hold_where_the_target_is_almost_surely_outside_the_draft_voca
     teacher = (target_states.double() @ lm_head.double().T + bias).softmax(-1)[:, ids]
     loss = torch.zeros((), dtype=torch.float64)
     for depth in range(T):
-        rows = is_draft[depth].nonzero()[:, 0]
-        loss = loss - (teacher[rows + depth] * (wide[depth, rows] @ wide_own.T).log_softmax(-1)).sum()
+        drafts = is_draft[depth].nonzero()[:, 0]
+        loss = loss - (teacher[drafts + depth] * (wide[depth, drafts] @ wide_own.T).log_softmax(-1)).sum()
     (expected,) = torch.autograd.grad(loss, wide)
     assert ((our_grad - expected).norm() / expected.norm()).item() < 1e-5
 
@@ -163,10 +163,7 @@ def test_overlap_is_the_chance_that_a_sampled_draft_is_accepted() -> None:
     states, target_states, lm_head, is_draft = inputs((20, 39))
     p, q = (target_states @ lm_head.T).softmax(-1), (states.detach() @ lm_head.T).softmax(-1)
     expected = [
-        sum(
-            float(torch.minimum(p[row + depth], q[depth, row]).sum())
-            for row in is_draft[depth].nonzero()[:, 0].tolist()
-        )
+        sum(float(torch.minimum(p[i + depth], q[depth, i]).sum()) for i in is_draft[depth].nonzero()[:, 0].tolist())
         for depth in range(T)
     ]
     assert run_kl(states, target_states, lm_head, is_draft).overlap.tolist() == pytest.approx(expected, rel=1e-5)
@@ -178,13 +175,13 @@ OWN_VOCABULARY = torch.arange(1, V, 3)
 def run_kind(
     kind: LossKind, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor
 ) -> LossSums:
-    """Computes a loss over one span of all rows, from the target's logits [M, V]."""
+    """Computes a loss over one span of all draft positions, from the target's logits [M, V]."""
     lm_head = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
     return draft_losses(
         states,
         lm_head if draft_token_ids is None else lm_head[draft_token_ids],
         torch.arange(float(M))[:, None],
-        lambda rows: target_logits[rows[:, 0].long()],
+        lambda states: target_logits[states[:, 0].long()],
         torch.arange(M) < M - torch.arange(T)[:, None],
         torch.tensor([0.5, 0.3, 0.2]),
         LossSettings(kind=kind, chunk_rows=24),

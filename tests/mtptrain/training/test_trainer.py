@@ -23,7 +23,7 @@ DEPTHS = 3
 def served_kl(run: Run, documents: list[StoredDocument]) -> list[float]:
     """Returns the untrained head's mean KL at each depth.
 
-    Like an engine, the head drafts row by row from the target's states.
+    Like an engine, the head drafts token by token from the target's states.
     """
     config = make_config(*run[1])
     target = load_target(Path(config.target.path), torch.float32, torch.device("cpu"))
@@ -34,19 +34,22 @@ def served_kl(run: Run, documents: list[StoredDocument]) -> list[float]:
         ids = document.input_ids.long()
         states = target.model.model(ids[None]).last_hidden_state[0]  # post-norm
         teacher = target.model.lm_head(states).log_softmax(-1)
-        for row in range(len(ids) - 2):
+        for start in range(len(ids) - 2):
             cache = PositionCache(256)
             drafted, recycled = head.decode(
-                states[None, : row + 1], target.parts.embed(ids[None, 1 : row + 2]), torch.arange(row + 1)[None], cache
+                states[None, : start + 1],
+                target.parts.embed(ids[None, 1 : start + 2]),
+                torch.arange(start + 1)[None],
+                cache,
             )
-            for depth in range(min(DEPTHS, len(ids) - 2 - row)):
+            for depth in range(min(DEPTHS, len(ids) - 2 - start)):
                 if depth:
-                    next_embedding = target.parts.embed(ids[None, None, row + 1 + depth])
+                    next_embedding = target.parts.embed(ids[None, None, start + 1 + depth])
                     drafted, recycled = head.decode(
-                        recycled[:, -1:], next_embedding, torch.tensor([[row + depth]]), cache
+                        recycled[:, -1:], next_embedding, torch.tensor([[start + depth]]), cache
                     )
                 logprobs = head.logits(drafted[0, -1], target.parts).log_softmax(-1)
-                wanted = teacher[row + 1 + depth]
+                wanted = teacher[start + 1 + depth]
                 sums[depth] += float((wanted.exp() * (wanted - logprobs)).sum())
                 counts[depth] += 1
     return [total / count for total, count in zip(sums, counts, strict=True)]

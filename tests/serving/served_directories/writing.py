@@ -73,17 +73,17 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     # has few distinct tokens.
     tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))
     depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_all_depths else 3
-    num_rows = tokens.shape[1] - 2
+    num_tokens = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.read_layers)
     target_states = (states.post_norm_states if states.aux_hidden_states is None else states.aux_hidden_states)[
-        :, :num_rows
+        :, :num_tokens
     ]
-    ids = (tokens[:, first : first + num_rows].flatten() for first in (0, 1))
-    packed = PackedTokens(target_states.flatten(0, 1), *ids, Packing.of([num_rows] * len(tokens)))
+    ids = (tokens[:, first : first + num_tokens].flatten() for first in (0, 1))
+    packed = PackedTokens(target_states.flatten(0, 1), *ids, Packing.of_spans([num_tokens] * len(tokens)))
     unread = F.pad(tokens, (0, depths), value=-100)
     labels = torch.stack(
-        [unread[:, 2 + depth :][:, :num_rows].flatten() for depth in range(depths)]
+        [unread[:, 2 + depth :][:, :num_tokens].flatten() for depth in range(depths)]
     )  # [T, N], -100 past the end
     if head.d2t is not None:
         frequent = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size).argsort(
@@ -117,7 +117,7 @@ def share_key_norms(head: DflashHead, take: Callable[[torch.nn.Module], torch.nn
 
 @torch.no_grad()
 def attend_to_masks(head: DflashHead) -> None:
-    """Sets the first layer's key weights to its query weights, so that mask rows attend to each other from the start.
+    """Sets the first layer's key weights to its query weights, so that mask tokens attend to each other from the start.
 
     Otherwise the head learns to read only the newest token, and drafts the same whether or not it sees later masks.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtptrain.convert.published.config import MODEL_OPT_EAGLE3
+from mtptrain.convert.published.config_json import MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
@@ -189,7 +189,7 @@ BLOCK: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": {"swa_window_size": 64}}, r"dflash_config\.swa_window_size must be null or .*, but is 64"),
     ({"dflash_config": {"attention_value_scale": 0.5}}, r"dflash_config\.attention_value_scale must be 1\.0"),
     ({"dflash_config": {"sample_from_anchor": True}}, r"dflash_config\.sample_from_anchor must be false, .* is true"),
-    ({"sample_from_anchor": True}, r"sample_from_anchor must be false, because the first row of a block"),
+    ({"sample_from_anchor": True}, r"sample_from_anchor must be false, because the first token of a block"),
     ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false"),
     ({"dflash_config": {"projector_type": "domino"}}, r"but has dflash_config\.projector_type=domino"),
     ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is 9"),

@@ -18,17 +18,22 @@ from tests.mtptrain.convert.warm_start.written_heads import EAGLE3, MTP, assert_
 
 
 def test_a_run_without_a_trained_head_takes_the_initial_one_and_then_its_own(tmp_path: Path, tiny_target: Path) -> None:
-    state, cpu, best_dir = write(tmp_path / "head", "vllm", EAGLE3, tiny_target), torch.device("cpu"), tmp_path / "best"
+    state, cpu, train_dir = (
+        write(tmp_path / "head", "vllm", EAGLE3, tiny_target),
+        torch.device("cpu"),
+        tmp_path / "train",
+    )
     config = Eagle3Head.Config(capture_layers=[1, 2], draft_vocab_size=48, init_from=str(tmp_path / "head"))
-    found = trained_or_initial_head(best_dir, config, TargetFiles(tiny_target), None, cpu)
+    found = trained_or_initial_head(train_dir, config, TargetFiles(tiny_target), None, cpu)
     assert_equal(found.head.state_dict(), state)
     assert not found.is_trained and found.directory == tmp_path / "head"
 
     trained = {name: tensor if name == "d2t" else tensor * 2 for name, tensor in state.items()}
-    save_head(best_dir, trained, EAGLE3, {TARGET_WEIGHTS: weights_fingerprint(tiny_target)})
-    found = trained_or_initial_head(best_dir, config, TargetFiles(tiny_target), None, cpu)
-    assert_equal(found.head.state_dict(), trained)
-    assert found.is_trained and found.directory == best_dir
+    for name in ("last", "best"):  # the last head counts until one was measured
+        save_head(train_dir / name, trained, EAGLE3, {TARGET_WEIGHTS: weights_fingerprint(tiny_target)})
+        found = trained_or_initial_head(train_dir, config, TargetFiles(tiny_target), None, cpu)
+        assert_equal(found.head.state_dict(), trained)
+        assert found.is_trained and found.directory == train_dir / name
 
     with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain train first"):
         trained_or_initial_head(tmp_path / "none", EAGLE3, TargetFiles(tiny_target), None, cpu)

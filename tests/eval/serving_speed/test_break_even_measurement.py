@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.serving_speed.break_even import costs_of_rows, loop_cost, warn_of_impossible_costs
+from eval.serving_speed.break_even_measurement import costs_of_rows, loop_cost, warn_of_impossible_costs
 from mtptrain.decoding.round_costs import Spent
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import RoundCost

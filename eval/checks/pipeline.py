@@ -28,9 +28,9 @@ from mtptrain.training.checkpoint import complete_checkpoints
 from mtptrain.training.metrics import METRICS
 from mtptrain.utils.errors import UserError
 
+from .findings import Finding, Outcome, at_most, judged, measured, skipped
 from .numerics import relative_error
 from .processes import kill_tree
-from .rows import Finding, Outcome, at_most, judged, measured, skipped
 
 RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
 """Runs `mtptrain STAGE` or the module of a bench, with arguments, on the given number of ranks, until it has ended."""

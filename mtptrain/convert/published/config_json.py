@@ -238,7 +238,7 @@ RULES: dict[str, dict[str, Rule]] = {
         ),
         **dict.fromkeys(
             ("sample_from_anchor", "dflash_config.sample_from_anchor", "dflash_config.shift_label"),
-            only(False, because="because the first row of a block of head dflash drafts nothing"),
+            only(False, because="because the first token of a block of head dflash drafts nothing"),
         ),
         "dflash_config": anything,
         "dflash_config.block_size": alone("block_size"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
-from mtptrain.convert.published.config import Config, captured_ids
+from mtptrain.convert.published.config_json import Config, captured_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.layers import SERVED_HEAD_DIMS

@@ -54,7 +54,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed
 
 from ..plots import drawing, plot_break_even
-from .measure import Bench, check_device, measure
+from .engine_runs import Bench, check_device, measure
 
 NEW_TOKENS = 33
 """Tokens of an answer. The first one comes from the prompt; the others take at most 32 rounds, which are timed."""
@@ -216,15 +216,15 @@ def export_random_head(config: PipelineConfig, target: TargetFiles, head: Head, 
     Raises:
         UserError: the export failed.
     """
-    best, head_dir = run_dir / "train/best", run_dir / "export"
-    save_head(best, head.state_dict(), config.head, {TARGET_WEIGHTS: target.weights_sha256})
+    trained, head_dir = run_dir / "train/last", run_dir / "export"
+    save_head(trained, head.state_dict(), config.head, {TARGET_WEIGHTS: target.weights_sha256})
     settings = [f"run_dir={quoted(run_dir)}", f"export.engine={config.serving.engine}"]
     settings.append(f"export.output_dir={quoted(head_dir)}")
     arguments = stage_command("export", [*sys.argv[1:], *settings])
     result = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
         raise UserError(f"mtptrain export: must export a head with random weights, but failed:\n{result.stderr}")
-    return head_dir, file_sha256(best / "head.safetensors")
+    return head_dir, file_sha256(trained / "head.safetensors")
 
 
 def costs_of_rows(engine: str, rows: Sequence[Row]) -> list[RoundCost]:
