@@ -92,7 +92,6 @@ OUT_OF_RANGE = {
     "bench.max_tokens": {"0": "at least 1, but is 0"},
     "bench.repeats": {"0": "at least 1, but is 0"},
     "bench.read_tokens": {"8191": "at least 8192, but is 8191"},
-    "bench.open_tokens": {"8191": "at least 8192, but is 8191"},
     "planner.num_gpus": {"0": "at least 1, but is 0"},
     "planner.gpu_memory_gb": {"0": "at least 1, but is 0.0"},
     "planner.gpu_tflops": {"-1": "at least 0.0, but is -1.0"},

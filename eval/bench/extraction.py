@@ -1,7 +1,7 @@
 """Compares the speed of extraction with that of a bare forward pass, and measures how fast hidden states are read.
 
 - *bare forward*: the target over packed documents, without keeping states;
-- *ours*: the transformers backend writing a store to disk, in bf16 and fp8, and with the writer stubbed out;
+- *ours*: the transformers backend writing a store to disk, in bf16 and fp8;
 - *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
   scripts do;
 - *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM and the target is not random;
@@ -20,8 +20,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -37,7 +36,6 @@ from mtptrain.data.identity import StoreIdentity, TargetIdentity
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
-from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
 from mtptrain.hidden_states.extraction.transformers_streams import (
     PACKED,
     TransformersStreams,
@@ -53,7 +51,6 @@ from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.flops import matmul_peak
-from mtptrain.training.step_packing import document_costs
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
 
@@ -82,7 +79,7 @@ def main(cfg: DictConfig) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as directory:
         figures = bench_writing(config, device, Path(directory)) | bench_reading(config.bench, Path(directory))
-    print_table(config, device, figures)
+    print_tables(config, device, figures)
     if config.bench.out:
         Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -102,7 +99,6 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
         "bare_forward": lambda: bare_forward(target, documents, config.hidden_states.batch_tokens),
         "ours": lambda: fill_store(streams, config, target.config, documents, directory, StoreDtype.bfloat16),
         "ours_fp8": lambda: fill_store(streams, config, target.config, documents, directory, StoreDtype.fp8),
-        "ours_without_writer": lambda: without_writer(streams, config, target.config, documents, directory),
         "plain_loop": lambda: plain_loop(target, documents, layers, directory),
     }
     counter = FlopCounterMode(display=False)
@@ -184,24 +180,6 @@ def fill_store(
         assert finish_store(Path(store), identity, 1, target.hidden_size, len(shards))
 
 
-def without_writer(
-    streams: Streams, config: PipelineConfig, target: PreTrainedConfig, documents: Documents, directory: Path
-) -> None:
-    with stubbed_writer():
-        fill_store(streams, config, target, documents, directory, StoreDtype.bfloat16)
-
-
-@contextmanager
-def stubbed_writer() -> Iterator[None]:
-    """Discards states instead of writing them."""
-    write = OverlappedWriter.write
-    OverlappedWriter.write = lambda self, document, states: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        OverlappedWriter.write = write  # type: ignore[method-assign]
-
-
 @torch.inference_mode()
 def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], directory: Path) -> None:
     """Extracts states in padded batches of eight, in the order of the documents, and saves a file per document."""
@@ -250,7 +228,7 @@ def bench_vllm(
 
 
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
-    """Returns GB/s of reading states as training does, GB/s of copying mapped shards, and `bench_opening`'s figures.
+    """Returns GB/s of reading states as training does and of copying mapped shards.
 
     All GB/s count states as bf16, even for fp8 stores.
     """
@@ -266,41 +244,7 @@ def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
     candidates["batches_fp8_undecoded"] = lambda: read_batches(undecoded)
     seconds = fastest(candidates, 5, torch.device("cpu"))
     num_bytes = bench.read_tokens // 2048 * 2048 * READ_HIDDEN_SIZE * 2
-    return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()} | bench_opening(
-        bench.open_tokens, directory / "opened"
-    )
-
-
-def bench_opening(num_tokens: int, directory: Path) -> ExtractionFigures:
-    """Returns the time and anonymous memory needed to open a store and read what training reads at startup.
-
-    Also returns the number of bytes per token that the store takes on disk in addition to the states.
-    """
-    random_store(directory, StoreDtype.bfloat16, num_tokens, 500, 64)
-
-    def open_whole() -> HiddenStore:
-        store = HiddenStore.open(directory)
-        assert (
-            store.document_lengths.sum() == store.manifest.num_tokens
-            and len(store.document_ids)
-            and len(document_costs(store))
-        )
-        return store
-
-    seconds, before = fastest({"open": open_whole}, 5, torch.device("cpu"))["open"], anonymous_bytes()
-    store = open_whole()
-    growth = anonymous_bytes() - before
-    excess = (
-        sum(record.num_bytes for record in store.manifest.shards) / store.manifest.num_tokens
-        - 2 * store.manifest.hidden_size
-    )
-    return {"open_seconds": seconds, "open_anonymous_mb": growth / 1e6, "bytes_per_token_beyond_states": excess}
-
-
-def anonymous_bytes() -> int:
-    """Returns the anonymous memory of this process, which excludes the page cache."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
+    return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()}
 
 
 def copy_mapped(store: HiddenStore) -> None:
@@ -315,36 +259,20 @@ def read_batches(schedule: BatchSchedule) -> None:
     assert num_tokens == schedule.store.manifest.num_tokens, "an epoch must read the whole store"
 
 
-def print_table(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:
+def print_tables(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one torch thread"
-    title = (
-        f"Extraction, {config.bench.target or config.target.path}, head {config.head.name}, "
-        f"{config.hidden_states.dtype}, {name}"
-    )
-    bare, plain, copy = (
-        figures[key] for key in ("bare_forward_tokens_per_s", "plain_loop_tokens_per_s", "mapped_copy_gb_per_s")
-    )
-    writing = Table("", "tokens/s", "vs. bare forward", "vs. plain loop", title=title)
-    for key, value in figures.items():
-        if key.endswith("_tokens_per_s"):
-            label = key.removesuffix("_tokens_per_s").replace("_", " ")
-            writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
-    writing.caption = f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak"
-    reading = Table(
-        "",
-        "GB/s of bf16",
-        "vs. mapped copy",
-        title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one torch thread",
-    )
-    for key, value in figures.items():
-        if key.endswith("_gb_per_s"):
-            reading.add_row(key.removesuffix("_gb_per_s").replace("_", " "), f"{value:.2f}", f"{value / copy:.2f}")
-    reading.caption = (
-        f"a store of {config.bench.open_tokens:,} tokens opens in {figures['open_seconds']:.3f} s and takes "
-        f"{figures['open_anonymous_mb']:.1f} MB of memory; each token takes "
-        f"{figures['bytes_per_token_beyond_states']:.2f} bytes on disk beyond its states"
-    )
-    Console().print(writing, reading)
+    target, dtype = config.bench.target or config.target.path, config.hidden_states.dtype
+    titles = {
+        ("tokens_per_s", "bare_forward"): f"Extraction, {target}, head {config.head.name}, {dtype}, {name}",
+        ("gb_per_s", "mapped_copy"): f"Reading, {READ_HIDDEN_SIZE} dimensions, GB/s of bf16",
+    }
+    for (unit, reference), title in titles.items():
+        table = Table("", unit, f"vs. {reference.replace('_', ' ')}", title=title)
+        for key in (key for key in figures if key.endswith(unit)):
+            ratio = figures[key] / figures[f"{reference}_{unit}"]
+            table.add_row(key.removesuffix(f"_{unit}").replace("_", " "), f"{figures[key]:,.2f}", f"{ratio:.3f}")
+        Console().print(table)
+    print(f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak")
 
 
 if __name__ == "__main__":

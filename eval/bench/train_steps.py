@@ -190,7 +190,7 @@ class PeerProcess:
                 "trains_lm_head": False,
             }
         )
-        self.peak_bytes, self.resident_bytes = int(answer["peak_bytes"]), int(answer["resident_bytes"])
+        self.peak_bytes = int(answer["peak_bytes"])
 
     def step(self) -> float:
         """Runs a step and returns its duration in seconds by the peer's clock."""

@@ -29,7 +29,6 @@ EXTRACTION_TINY = (
     "bench.median_tokens=20",
     "bench.max_tokens=40",
     "bench.repeats=1",
-    "bench.open_tokens=8192",
 )
 STEP_TINY = (
     "bench.hidden_sizes=[64]",

@@ -60,15 +60,13 @@ def test_what_does_not_wait_is_not_counted() -> None:
     assert not meter.syncs
 
 
-def test_bytes_and_flops_are_those_of_the_formulas() -> None:
+def test_flops_are_those_of_the_formula() -> None:
     with fake_cuda(), Meter() as meter:
         x = torch.empty(16, 32, device="cuda", dtype=torch.bfloat16)
         weight = torch.empty(64, 32, device="cuda", dtype=torch.bfloat16)
         with torch.inference_mode():
-            y = torch.nn.functional.linear(x, weight)
-        y.float()
+            torch.nn.functional.linear(x, weight)
     assert meter.matmul_flops == 2 * 16 * 32 * 64
-    assert meter.elementwise_bytes == 16 * 64 * (2 + 4)
 
 
 def test_memory_is_counted_by_device_while_it_is_alive() -> None:

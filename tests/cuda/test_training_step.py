@@ -118,7 +118,7 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossKind, draft_v
 def test_the_planned_step_is_the_step_that_runs(
     head: str, target: str, settings: dict[str, int], activation_checkpointing: bool
 ) -> None:
-    """Activation memory, FLOPs and elementwise bytes agree within 5 percent, with and without checkpointing."""
+    """Activation memory and FLOPs agree within 5 percent, with and without checkpointing."""
     config = HEADS[head].Config(ttt_steps=3, **settings)
     target_config, train = (
         PUBLISHED_TARGETS[target].config(),
@@ -134,7 +134,6 @@ def test_the_planned_step_is_the_step_that_runs(
     frozen = 2 * target_config.hidden_size * (2 * target_config.vocab_size + 1)
     assert planned.peak_bytes == pytest.approx(meter.peak_bytes[DEVICE] - weights - frozen, rel=0.05)
     assert planned.flops == pytest.approx(meter.matmul_flops + meter.attention_flops, rel=0.05)
-    assert planned.elementwise_bytes == pytest.approx(meter.elementwise_bytes, rel=0.05)
 
 
 RECIPES_WITH_ZERO = [(LLAMA_8B, "mtp", 1), (LLAMA_70B, "eagle3", 2)]
