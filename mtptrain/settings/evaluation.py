@@ -254,7 +254,7 @@ class BenchConfig:
     draft_depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=each_at_least(1))
     """Values of K in eval.bench.decode."""
     decode_prompts: int = at_least(1, default=32)
-    """Number of prompts that eval.bench.decode measures; its prediction uses as many other prompts."""
+    """Number of prompts that eval.bench.decode measures."""
     out: str | None = None
     """JSON file for the figures."""
 
