@@ -13,10 +13,12 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO
 
+import psutil
 import torch
 
 from mtptrain.utils.distributed import free_port
@@ -106,15 +108,14 @@ def read_whole(file: IO[str]) -> str:
     return file.read()
 
 
-def is_running(pid: int | str) -> bool:
+def is_running(pid: int) -> bool:
     """Returns whether a process exists and has not ended. A zombie counts as ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "XZ"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
-def wait_until_ended(pid: int | str, timeout_s: float = 30) -> None:
+def wait_until_ended(pid: int, timeout_s: float = 30) -> None:
     """Wait until a process has ended, because a killed process may take a while to end."""
     deadline = time.monotonic() + timeout_s
     while is_running(pid):

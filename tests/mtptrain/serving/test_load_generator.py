@@ -5,18 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator, Spread, quantile
+from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator, Spread
 from mtptrain.utils.errors import UserError
-
-
-@pytest.mark.parametrize("number", [1, 2, 5, 100])
-def test_quantiles_are_numpys(number: int) -> None:
-    values = sorted(np.random.default_rng(number).exponential(size=number).tolist())
-    for share in (0.0, 0.5, 0.99, 1.0):
-        assert quantile(values, share) == pytest.approx(np.percentile(values, 100 * share))
 
 
 def test_latencies_are_those_of_requests_and_of_messages(tmp_path: Path) -> None:
