@@ -4,6 +4,7 @@ import json
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,17 +69,8 @@ def test_an_engine_that_fails_is_reported_with_the_export_that_it_served(
     tmp_path: Path, holds_target: bool, message: str
 ) -> None:
     facts = {"method": "mtp", "holds_target": holds_target}
-    engine = VllmProcess(
-        python=engine_that_fails(tmp_path),
-        target_dir=Path(served_model(facts, tmp_path, "/target")),
-        speculative_config=speculative_config(facts, tmp_path, 3),
-        hf_overrides=None,
-        dtype="float32",
-        max_model_len=8,
-        kv_cache_memory_bytes=None,
-        tensor_parallel_size=1,
-        device_type="cpu",
-    )
+    draft, served = speculative_config(facts, tmp_path, 3), str(served_model(facts, tmp_path, "/target"))
+    engine = VllmProcess(engine_that_fails(tmp_path), replace(JOB, target_dir=served, speculative_config=draft))
     with pytest.raises(UserError) as failed:
         engine.generate([[1]], 1, [])
     assert str(failed.value) == message.format(head=tmp_path.resolve())
