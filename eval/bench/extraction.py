@@ -17,10 +17,10 @@ tokens.
 """
 
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.command_line.program import program
 from mtptrain.config import BenchConfig, PipelineConfig, StoreDtype, load_config
@@ -55,17 +55,8 @@ from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
 
 from .random_data import random_documents, random_store
+from .train_steps import GPU_TARGETS, GPU_VOCAB, fastest, target_of
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
 PLAIN_BATCH = 8
 READ_HIDDEN_SIZE = 4096
 ExtractionFigures = dict[str, float]
@@ -104,7 +95,7 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
     counter = FlopCounterMode(display=False)
     with counter:
         bare_forward(target, documents, config.hidden_states.batch_tokens)
-    seconds = fastest(candidates, config.bench.repeats, device)
+    seconds = seconds_of(candidates, config.bench.repeats, device)
     figures = {f"{name}_tokens_per_s": len(documents.input_ids) / value for name, value in seconds.items()}
     figures["mfu"] = (
         counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
@@ -122,24 +113,20 @@ def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
             "it or leave it out"
         )
     with torch.device(device):
-        return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA_8B), dtype=dtype))
+        return Target(AutoModelForCausalLM.from_config(target_of(GPU_TARGETS["8b"], GPU_VOCAB, 32), dtype=dtype))
 
 
-def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Returns the seconds of each candidate's fastest run.
+def seconds_of(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Returns the seconds of each candidate's fastest run."""
 
-    Candidates take turns, so that other load on the machine affects all of them.
-    """
-    seconds = dict.fromkeys(candidates, math.inf)
-    for turn in range(repeats + 1):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn:  # the first turn warms up
-                seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
+    def timed(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    return fastest({name: partial(timed, run) for name, run in candidates.items()}, repeats)
 
 
 def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:
@@ -223,7 +210,7 @@ def bench_vllm(
         python=config.serving.python,
     ) as vllm:
         run = {"vllm": lambda: fill_store(vllm, config, target_config, documents, directory, StoreDtype.bfloat16)}
-        seconds = fastest(run, config.bench.repeats, torch.device("cpu"))
+        seconds = seconds_of(run, config.bench.repeats, torch.device("cpu"))
     return {"vllm_tokens_per_s": num_tokens(documents, [range(len(documents))]) / seconds["vllm"]}
 
 
@@ -242,7 +229,7 @@ def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
         candidates[f"batches_{dtype.value}"] = lambda schedule=schedule: read_batches(schedule)  # type: ignore[misc]
     undecoded = BatchSchedule(stores[StoreDtype.fp8], 3, 8192, 1, seed=0)
     candidates["batches_fp8_undecoded"] = lambda: read_batches(undecoded)
-    seconds = fastest(candidates, 5, torch.device("cpu"))
+    seconds = seconds_of(candidates, 5, torch.device("cpu"))
     num_bytes = bench.read_tokens // 2048 * 2048 * READ_HIDDEN_SIZE * 2
     return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()}
 

@@ -20,7 +20,6 @@ Memory is the peak size of the tensors that a step creates: activations, gradien
 """
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,13 +39,19 @@ from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
 
 from .step_memory import tensor_bytes
-from .train_steps import Case, Ours, PeerProcess, Plain, Shape, case_of, target_of
+from .train_steps import (
+    GPU_TARGETS,
+    GPU_VOCAB,
+    Case,
+    Ours,
+    PeerProcess,
+    Plain,
+    Shape,
+    case_of,
+    fastest,
+    target_of,
+)
 
-GPU_TARGETS = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8},
-}
-GPU_VOCAB = 128_256
 GPU_DOCUMENTS = ([8192] * 2, [0] * 2)
 DOCUMENT_TOKENS = 512
 TrainFigures = dict[str, Any]
@@ -163,17 +168,6 @@ def uncompiled(run: Callable[[], float]) -> float:
     seconds = run()
     set_compilation(True)
     return seconds
-
-
-def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Returns the seconds of each candidate's fastest step. Candidates take turns."""
-    best = dict.fromkeys(candidates, math.inf)
-    for turn in range(repeats + 1):
-        for name, run in candidates.items():
-            seconds = run()
-            if turn:  # the first turn warms up
-                best[name] = min(best[name], seconds)
-    return best
 
 
 def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
