@@ -59,7 +59,6 @@ SLOW = {
     r"tests/eval/test_gpu_check\.py::test_every_check_runs",
     r"tests/eval/bench/test_train\.py::test_(every_candidate|what_runs)",
     r"tests/test_packaging\.py::test_(a_bare_checkout|an_installed_)",
-    r"tests/tools/test_demo_target\.py::test_greedy_speculation",
     # Plans. Kept: Llama 3.1 8B with both heads.
     r"tests/test_recipe_plans\.py::test_every_plan\w*\[(?!llama3_1_8b_)",
 }

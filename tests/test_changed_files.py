@@ -111,14 +111,6 @@ def test_a_changed_export_is_named_before_it_is_served(finished: Run, tmp_path: 
         read_serving_facts(tmp_path / "export", "vllm", sha256)
 
 
-@pytest.mark.parametrize("files", [None, 3, ["model.safetensors"]])
-def test_an_export_with_a_broken_list_of_files_is_named(finished: Run, tmp_path: Path, files: object) -> None:
-    shutil.copytree(finished[0] / "export/vllm", tmp_path / "export")
-    edit("files", value=files)(tmp_path / "export" / SERVING)
-    with pytest.raises(UserError, match=rf"{SERVING}: must be as mtptrain wrote it, but was changed or damaged"):
-        read_serving_facts(tmp_path / "export", "vllm", "of this run")
-
-
 @pytest.mark.parametrize("place", ["train/best", "train/last", "export/vllm"])
 def test_a_changed_head_is_named_before_another_training_starts_from_it(
     finished: Run, tiny_target: Path, tmp_path: Path, place: str

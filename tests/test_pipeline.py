@@ -301,14 +301,6 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
             "acceptance.tree_top_k: must be at most 260, the number of tokens that the head can draft, but is 300",
         ),
         (
-            ("acceptance.num_speculative_tokens=5000",),
-            "acceptance.num_speculative_tokens: must be at most ",
-        ),
-        (
-            ("acceptance.output_dir=pyproject.toml",),
-            "acceptance.output_dir: must name a directory, but is 'pyproject.toml'",
-        ),
-        (
             ("head.ttt_steps=2",),
             "the head's settings must match the config, but differ in head.ttt_steps (3 stored, 2 in the config)",
         ),
@@ -330,12 +322,3 @@ def test_a_head_for_other_weights_is_refused(finished: Run, tmp_path: Path) -> N
             r"head\.json: target_weights_sha256 must be \w+, that of .* the head belongs to another target",
             result.stderr,
         )
-
-
-def test_an_export_does_not_replace_a_directory_that_is_not_one(finished: Run, tmp_path: Path) -> None:
-    (tmp_path / "papers").mkdir()
-    (tmp_path / "papers/thesis.txt").write_text("mine")
-    result = run_program("mtptrain.export", *finished[1], f"export.output_dir={tmp_path}/papers")
-    assert result.returncode != 0
-    assert "papers must be new, empty or written by mtptrain" in result.stderr
-    assert (tmp_path / "papers/thesis.txt").read_text() == "mine"

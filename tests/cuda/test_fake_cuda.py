@@ -15,16 +15,6 @@ def test_a_backward_pass_runs_over_two_devices() -> None:
     assert far.grad is not None and str(far.grad.device) == "cuda:1"
 
 
-def test_outside_there_is_no_accelerator_and_tensors_have_data() -> None:
-    with fake_cuda():
-        assert torch.accelerator.current_accelerator() == torch.device("cuda")
-    assert torch.accelerator.current_accelerator() is None
-    assert not torch.cuda.is_available()
-    x = torch.ones(3, requires_grad=True)
-    (2 * x).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [2, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("call", "operator"),
     [

@@ -94,22 +94,6 @@ def test_a_json_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
         read_conversations([f"{tmp_path}/chats.json"])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[" * 100_000 + b"]" * 100_000, "must be JSON, but is nested too deep to be read; correct or remove it"),
-        (b'[{"id": ' + b"1" * 5000 + b"}]", r"must be JSON, but is not \(Exceeds the limit"),
-    ],
-)
-@pytest.mark.parametrize(("name", "where"), [("chats.jsonl", r"chats\.jsonl:1"), ("chats.json", r"chats\.json")])
-def test_json_that_python_cannot_read_is_named(
-    tmp_path: Path, name: str, where: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{where}: {message}"):
-        read_conversations([f"{tmp_path}/{name}"])
-
-
 def test_a_parquet_file_without_rows_is_named(tmp_path: Path) -> None:
     path = tmp_path / "chats.parquet"
     Dataset.from_list([MESSAGES]).select([]).to_parquet(path)
@@ -130,12 +114,6 @@ def test_a_flipped_byte_in_a_parquet_file_is_read_or_refused_by_name(tmp_path: P
             refused += 1
             assert str(error).startswith(str(path))
     assert refused > 10
-
-
-def test_an_invalid_parquet_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "chats.parquet").write_text("hello")
-    with pytest.raises(ValueError, match=r"chats\.parquet: must be a parquet file with rows, but cannot be read"):
-        read_conversations([f"{tmp_path}/chats.parquet"])
 
 
 @pytest.mark.parametrize(

@@ -235,29 +235,6 @@ def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> Non
     )
 
 
-def test_answers_after_the_last_question_share_a_document() -> None:
-    tool: Message = {"role": "tool", "content": "42"}
-    messages = [
-        *chat("sum?", "call|sum()"),
-        tool,
-        *chat("", "done|42")[1:],
-        *chat("and?", "call|add()"),
-        tool,
-        *chat("", "x|43")[1:],
-    ]
-    renderings = render_conversation(TOKENIZERS["qwen3"], messages)
-    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 2), (4, 2)]
-
-
-def test_only_the_answers_that_change_leave_the_document_of_the_conversation() -> None:
-    tokenizer = TOKENIZERS["last answer"]
-    renderings = render_conversation(tokenizer, chat("1?", "one", "2?", "two", "3?", "odd|three", "4?", "four"))
-    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 4)]
-    renderings = render_conversation(tokenizer, chat("1?", "one", "2?", "odd|two", "3?", "three", "4?", "four"))
-    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 2), (6, 2)]
-    assert generated_parts(renderings[1])[-1] == "three<|im_end|>\n"
-
-
 def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_answers() -> None:
     messages = chat("1?", "odd|one", "2?", "even|two", "bye")
     renderings = render_conversation(TOKENIZERS["qwen3"], messages)

@@ -9,7 +9,6 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.data import chat_template
-from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output
 
@@ -29,11 +28,6 @@ def test_no_paths_are_refused(config_for: ConfigFor) -> None:
         ValueError, match=r"prompts\.paths: must name at least one path with prompts\.source=text_files, but is empty; "
     ):
         prepare_prompts(config_for("prompts.paths=[]"))
-
-
-def test_a_missing_directory_is_refused(config_for: ConfigFor) -> None:
-    with pytest.raises(UserError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
-        prepare_prompts(config_for("prompts.paths=[/no/such/place]"))
 
 
 def test_a_pattern_that_no_file_fits_is_refused(text_config: ConfigFor) -> None:
@@ -57,16 +51,6 @@ def test_files_that_are_all_empty_are_refused_by_their_number(
         f"prompts.paths: must hold at least one file with text that matches '*.py', but {tmp_path} holds none, "
         f"{num_files} refused (empty), 1 refused (not UTF-8); correct the paths, prompts.pattern or the data"
     )
-
-
-def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(
-    chat_config: Callable[..., PipelineConfig],
-) -> None:
-    rows = [{"messages": [{"role": "narrator", "content": "once"}]}] * 2
-    with pytest.raises(
-        ValueError, match=r"at least one usable conversation, but .* holds none: 2 refused \(unknown role 'narrator'\)"
-    ):
-        prepare_prompts(chat_config(rows))
 
 
 def test_an_empty_file_of_conversations_is_refused(chat_config: Callable[..., PipelineConfig]) -> None:
@@ -106,25 +90,6 @@ def test_a_training_limit_below_the_first_document_is_refused(text_config: Confi
         match=r"the train split must hold .* prompts\.max_train_tokens=3.*; add data or change these settings",
     ):
         prepare_prompts(text_config("prompts.max_train_tokens=3"))
-
-
-def test_conversations_need_a_chat_template(tmp_path: Path, chat_config: Callable[..., PipelineConfig]) -> None:
-    target_dir = make_target(tmp_path / "target", chat_template=None)
-    with pytest.raises(
-        ValueError, match=rf"must have a chat template to render messages, but that of {target_dir} has none"
-    ):
-        prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
-
-
-def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
-    tmp_path: Path, chat_config: Callable[..., PipelineConfig]
-) -> None:
-    template = GENERATION_TEMPLATE.replace("== 'assistant'", "== 'model'")
-    target_dir = make_target(tmp_path / "target", chat_template=template)
-    with pytest.raises(
-        ValueError, match=rf"the chat template of {target_dir} must show which tokens .* the loss mask is empty"
-    ):
-        prepare_prompts(chat_config(CHATS, f"target.path={target_dir}"))
 
 
 def test_conversations_without_an_answer_are_not_blamed_on_the_template(

@@ -264,8 +264,3 @@ def test_the_stages_run_on_a_gguf_file(tmp_path: Path, file: Path) -> None:
         assert result.returncode == 0, result.stderr[-3000:]
     manifest = json.loads((tmp_path / "run/hidden_states/manifest.json").read_text())
     assert str(file) in json.dumps(manifest)
-
-
-def test_an_array_of_numbers_in_the_metadata_is_read(tmp_path: Path, target: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", target, settings={"tokenizer.ggml.scores": [0.5] * 260})
-    assert resolve_target(str(file)).is_dir()
