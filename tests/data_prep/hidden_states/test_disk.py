@@ -3,11 +3,11 @@
 import errno
 import shutil
 import subprocess
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,9 +84,8 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = prepared()
-    usage = namedtuple("usage", "total used free")
     needed = 267 * (2 * 64 + 5) + 10 * DOCUMENT_BYTES
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed + 1, needed - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(
         ValueError,
         match=r"hidden_states: 0.000 GB must be free for the hidden states, but only 0.000 GB are; free more, "
@@ -96,7 +95,7 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     assert "267 tokens x 133 bytes" in capsys.readouterr().out
     written = sorted(path.name for path in config.stage_dir("hidden_states").iterdir())
     assert written == ["config.yaml", "plan.json", "provenance.json"]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed, needed))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     extract_hidden_states(config, ONE_RANK)
 
 
@@ -116,9 +115,8 @@ def test_finished_shards_need_no_free_disk(prepared: ConfigFor, monkeypatch: pyt
     config = prepared()
     extract_hidden_states(config, ONE_RANK)
     (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
-    usage = namedtuple("usage", "total used free")
     one_shard = (5 + 40 + 17) * 133 + 3 * DOCUMENT_BYTES
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - one_shard, one_shard))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=one_shard))
     extract_hidden_states(config, ONE_RANK)
 
 
@@ -137,8 +135,7 @@ def test_streamed_shards_on_the_disk_make_room_for_later_ones(
     monkeypatch.setattr("data_prep.hidden_states.follow_training", write_open_windows)
     extract_hidden_states(config, ONE_RANK)
     assert len(list(store_dir.glob("shard_*.safetensors"))) == 3
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     extract_hidden_states(config, ONE_RANK)
     next(store_dir.glob("shard_*.safetensors")).unlink()
     with pytest.raises(ValueError, match="must be free for the hidden states"):
