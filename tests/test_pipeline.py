@@ -5,10 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from mtptrain.heads.files import load_head
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import make_config, make_target, run_program
 
@@ -61,20 +58,6 @@ def test_the_table_names_the_head_and_prompt_lookup(finished: Run) -> None:
     report = json.loads((finished[0] / "acceptance/report.json").read_text())
     assert re.search(rf"head mtp .* {report['acceptance_length']:.3f} ", output)
     assert re.search(rf"prompt lookup .* {report['baselines']['prompt_lookup']['acceptance_length']:.3f} ", output)
-
-
-def test_the_export_holds_the_trained_weights_and_its_launch_command(finished: Run) -> None:
-    config = make_config(*finished[1])
-    from mtptrain.target.families import read_target_config
-
-    target_config = read_target_config(Path(config.target.path))
-    head = load_head(finished[0] / "train/best", config.head, target_config, None, torch.device("cpu"))
-    exported = load_file(finished[0] / "export/vllm/model.safetensors")
-    assert torch.equal(exported["fc.weight"], head.state_dict()["eh_proj.weight"])
-    assert exported["fc.weight"].dtype is torch.bfloat16
-    readme = (finished[0] / "export/vllm/README.md").read_text()
-    report = json.loads((finished[0] / "acceptance/report.json").read_text())
-    assert '"method": "eagle"' in readme and f"Acceptance length {report['acceptance_length']:.3f}" in readme
 
 
 def without_times(path: Path) -> dict[str, object]:
@@ -246,18 +229,6 @@ def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: R
     )
     assert served["head"] == f"{finished[0]}/export/vllm" and learned["head"] == f"{tmp_path}/run/train/best"
     assert served["prompts_sha256"] == learned["prompts_sha256"] and served["head_sha256"] != learned["head_sha256"]
-
-
-def test_exporting_again_replaces_the_directory_whole_unless_somebody_added_a_file(finished: Run) -> None:
-    stray = finished[0] / "export/vllm/stray"
-    stray.write_text("mine")
-    refused = run_program("mtptrain.export", *finished[1], "export.dtype=float32")
-    assert refused.returncode == 1 and "but stray is none of them" in refused.stderr
-    stray.unlink()
-    result = run_program("mtptrain.export", *finished[1], "export.dtype=float32")
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert sorted(path.name for path in (finished[0] / "export").iterdir()) == ["vllm"]
-    assert load_file(finished[0] / "export/vllm/model.safetensors")["fc.weight"].dtype is torch.float32
 
 
 @pytest.mark.parametrize(

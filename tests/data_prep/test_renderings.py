@@ -214,20 +214,6 @@ def chat(*turns: str) -> list[Message]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3 with blocks"])
-def test_rewritten_answers_get_additional_documents_with_the_history_of_their_time(family: str) -> None:
-    renderings = render_conversation(TOKENIZERS[family], chat("1?", "odd|one", "2?", "even|two", "3?", "odd|three"))
-    assert [rendering.turn for rendering in renderings] == [0, 4, 2]
-    assert [[part.strip() for part in generated_parts(rendering)] for rendering in renderings] == [
-        ["<think>\nodd\n</think>\n\nthree<|im_end|>"],
-        ["<think>\neven\n</think>\n\ntwo<|im_end|>"],
-        ["<think>\nodd\n</think>\n\none<|im_end|>"],
-    ]
-    assert renderings[1].text.startswith(
-        "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\n2?<|im_end|>\n"
-    )
-
-
 def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> None:
     inside = chat("1?", "<think>\nodd\n</think>\n\none", "2?", "<think>\neven\n</think>\n\ntwo")
     assert render_conversation(TOKENIZERS["qwen3"], inside) == render_conversation(

@@ -22,11 +22,9 @@ from mtptrain.hidden_states.extraction.vllm_streams import (
     ENVIRONMENT,
     VllmStreams,
     _Window,
-    cpu_cache_bytes,
     engine_environment,
     visible_devices,
 )
-from mtptrain.target.families import read_target_config
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.programs import wait_until_ended
@@ -287,13 +285,3 @@ def test_an_engine_has_one_thread_and_no_part_in_the_group_of_ranks() -> None:
     assert (
         found == {"HOME": "/home", "CUDA_VISIBLE_DEVICES": "1", **ENVIRONMENT} and ENVIRONMENT["OMP_NUM_THREADS"] == "1"
     )
-
-
-def test_the_cache_on_a_cpu_has_room_for_two_batches_in_blocks_shared_with_hidden_states(target_dir: Path) -> None:
-    # The target has 2 layers with 2 key/value heads of 64. A page holds 128 tokens of 2 * 2 * 64 numbers each.
-    config = read_target_config(target_dir)
-    page_bytes, blocks_of_ends = 128 * 2 * 2 * 64 * 2, 4 * 65
-    kv_blocks, state_blocks = 2 * (256 + 256) // 128, 2 * (256 + 256) // 128
-    found = cpu_cache_bytes(config, num_streams=2, itemsize=2, max_model_len=256, batch_tokens=256)
-    assert found == (kv_blocks + state_blocks + blocks_of_ends) * page_bytes * 2
-    assert cpu_cache_bytes(config, 8, 2, 256, 256) == (kv_blocks + 2 * state_blocks + blocks_of_ends) * page_bytes * 2

@@ -9,7 +9,6 @@ from data_prep.hidden_states import extract_hidden_states
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.target.hub import load_tokenizer
-from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, make_target
 from tests.data_prep.hidden_states.stage import (
     LENGTHS,
@@ -86,11 +85,6 @@ def test_prompts_of_another_tokenizer_or_template_are_refused(
         ValueError, match=rf"prompts/manifest.json: {name} must be .*, as for target {other}, but is .*; run mtptrain"
     ):
         extract_hidden_states(config, ONE_RANK)
-
-
-def test_without_stage_1_the_program_to_run_is_named(config_for: ConfigFor) -> None:
-    with pytest.raises(UserError, match=r"prompts/manifest.json: must exist, but does not; run mtptrain prompts"):
-        extract_hidden_states(config_for(), ONE_RANK)
 
 
 def test_documents_beyond_the_context_of_the_target_are_refused(prepared: ConfigFor) -> None:
