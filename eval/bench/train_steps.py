@@ -54,8 +54,13 @@ def case_of(hidden_size: int, vocab_size: int, depths: int, head: str = "eagle3"
 
 
 def target_of(sizes: dict[str, Any], vocab_size: int, num_layers: int = 8) -> LlamaConfig:
-    more = {"max_position_embeddings": 131_072, "tie_word_embeddings": False}
-    return LlamaConfig(**sizes, **more, num_hidden_layers=num_layers, vocab_size=vocab_size)
+    return LlamaConfig(
+        **sizes,
+        num_hidden_layers=num_layers,
+        vocab_size=vocab_size,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=False,
+    )
 
 
 def fastest(candidates: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
