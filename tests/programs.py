@@ -7,13 +7,15 @@ A run then takes one second instead of ten. A program gets the same arguments, e
 import atexit
 import multiprocessing
 import os
+import resource
 import runpy
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO
@@ -106,6 +108,25 @@ def end(processes: list[BaseProcess]) -> None:
 def read_whole(file: IO[str]) -> str:
     file.seek(0)
     return file.read()
+
+
+def fake_python(directory: Path, script: str) -> Path:
+    """Writes a script that stands in for a Python with an engine."""
+    path = directory / "python"
+    path.write_text(script)
+    path.chmod(0o755)
+    return path
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Makes writes beyond this size fail, as they do on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def is_running(pid: int) -> bool:
