@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.mtp import MtpHead
@@ -75,13 +74,6 @@ def template(text: str) -> Callable[[Place], list[str]]:
     return damage
 
 
-def parquet_flipped(place: Place) -> list[str]:
-    Dataset.from_list([CHAT] * 9).to_parquet(place.directory / "good.parquet")
-    content = bytearray((place.directory / "good.parquet").read_bytes())
-    content[-6] ^= 0xFF  # a byte of the footer's length
-    return place.chats(bytes(content), "chats.parquet")
-
-
 def weights_truncated(place: Place) -> list[str]:
     path = place.target / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-99])
@@ -99,7 +91,6 @@ CASES: dict[str, tuple[str, Callable[[Place], list[str]], str]] = {
     "template": (PROMPTS, template("{{ 'a' + 1 }}"), r"target\.path: the chat template of \S+ must .* TypeError"),
     "endless template": (PROMPTS, template(ENDLESS), r"the chat template of \S+ must render a conversation within"),
     "data": (PROMPTS, lambda place: place.chats(NESTED), r"\S+/chats\.jsonl:1: must be JSON, but is nested too deep"),
-    "parquet": (PROMPTS, parquet_flipped, r"\S+/chats\.parquet: must be"),
     "weights": (STATES, weights_truncated, r"\S+/model\.safetensors: must be a complete safetensors file"),
     "no draft vocabulary": ("mtptrain.train", lambda place: VOCABULARY, r"\S*draft_vocab\S*: .*mtptrain draft-vocab"),
     "unknown head": (PROMPTS, setting("head.name=foo"), r"head\.name: must be one of mtp, .*, but is 'foo'"),

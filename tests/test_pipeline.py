@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,6 @@ Run = tuple[Path, tuple[str, ...]]
 @pytest.fixture(scope="module")
 def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Returns a run with all five stages finished. The output of stages 3 to 5 is in its parent folder."""
-    import shutil
-
     directory = tmp_path_factory.mktemp("pipeline")
     shutil.copytree(tiny_run[0], directory / "run")
     overrides = (f"run_dir={directory}/run", *tiny_run[1])

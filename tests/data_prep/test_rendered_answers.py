@@ -84,8 +84,6 @@ ALWAYS_OPEN = CHATML.replace("assistant\n'", "assistant\n<think>'").replace(
         ),
         (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
         (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
-        (CHATML.replace("m.content", "m.content.replace(' ', '')"), "def f", CHANGED),
-        (CHATML, "one|so one it is", "reasoning that the chat template does not render"),
         (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
         (FILLED, "odd</think>|one", "reasoning with <think> or </think> in its text"),
     ],

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sealed
 from tests.conftest import make_config, make_target
 from tests.mtptrain.convert.conftest import random_head
+from tests.programs import largest_file
 from tests.sealed import seal_prompts
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,3]", "head.draft_vocab_size=96")
@@ -145,13 +145,8 @@ def test_a_report_without_a_seal_is_refused_before_anything_is_written(
 
 def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, target_of_four_layers: Path) -> None:
     config = trained(tmp_path / "run", target_of_four_layers)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"vllm\.mtptrain_new/\w+\.safetensors"):
-            export(config)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(5000), pytest.raises(OSError, match=r"vllm\.mtptrain_new/\w+\.safetensors"):
+        export(config)
     assert not list((tmp_path / "run/export").iterdir())
 
 

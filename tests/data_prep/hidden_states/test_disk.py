@@ -111,13 +111,17 @@ def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
     assert scratch_bytes(by_transformers, two_ranks) == 0
 
 
-def test_finished_shards_need_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_shard_is_computed_again_and_finished_ones_need_no_free_disk(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = prepared()
     extract_hidden_states(config, ONE_RANK)
+    undisturbed = read_store(config.stage_dir("hidden_states"))
     (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
     one_shard = (5 + 40 + 17) * 133 + 3 * DOCUMENT_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=one_shard))
     extract_hidden_states(config, ONE_RANK)
+    assert read_store(config.stage_dir("hidden_states")) == undisturbed
 
 
 def test_streamed_shards_on_the_disk_make_room_for_later_ones(

@@ -149,10 +149,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"llama.attention.head_count": 3}, "settings must describe a model that transformers can build, but transformers"),
     ({"llama.attention.key_length": 7, "llama.attention.value_length": 7}, "llama.rope.dimension_count must be 7"),
     ({"llama.vocab_size": 300}, r"token_embd.weight must have the shape \(300, 64\) .*, but has \(260, 64\); download"),
-    (
-        {"llama.block_count": 1},
-        "tensors must be those of a llama model with 1 layers, but blk.1.attn_norm",
-    ),
+    ({"llama.block_count": 1}, "tensors must be those of a llama model with 1 layers, but blk.1.attn_norm"),
     ({"llama.block_count": 3}, "must hold the tensor of model.layers.2.input_layernorm.weight, but does not; download"),
     ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model must be gpt2, but is None; choose another file, or the"),
     ({"tokenizer.ggml.merges": None}, "must have the list tokenizer.ggml.merges, but does not; download it again"),

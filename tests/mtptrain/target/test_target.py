@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
