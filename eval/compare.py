@@ -20,7 +20,16 @@ from rich.table import Table
 from mtptrain.utils.errors import UserError, errors_as_lines
 from mtptrain.utils.files import read_sealed, refuse_overwriting
 
-from .report_page import TITLE, UNREADABLE, drafters_of, has_comparable_speeds, length_interval, render_page, write_page
+from .report_page import (
+    TITLE,
+    UNREADABLE,
+    cell_columns,
+    drafters_of,
+    has_comparable_speeds,
+    render_page,
+    table_row,
+    write_page,
+)
 
 MUST_BE_EQUAL = (
     "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k",
@@ -105,34 +114,18 @@ def short_names(paths: list[str]) -> list[str]:
 
 
 def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
-    depths = range(max(len(each["acceptance_rate_at"]) for each in reports.values()))
+    drafters, has_speed = drafters_of(reports), has_comparable_speeds(reports)
+    num_depths = max(len(each["acceptance_rate_at"]) for each in drafters.values())
     table = Table(title="Acceptance")
     table.add_column("", no_wrap=True)
-    for column in (
-        "length",
-        "95 %",
-        "no loops",
-        "per step",
-        *(f"at {depth}" for depth in depths),
-        *TRAINED,
-        "tokens/s",
-    ):
+    for column in ("length", "95 %", *cell_columns(num_depths), *TRAINED):
         table.add_column(column, justify="right", no_wrap=True)
-    for name, each in drafters_of(reports).items():
-        figures = [each["without_loops"]["acceptance_length"], each["tokens_per_step"]]
-        rates = [f"{rate:.3f}" for rate in each["acceptance_rate_at"]]
-        table.add_row(
-            name,
-            f"{each['acceptance_length']:.3f}",
-            length_interval(each),
-            *(f"{figure:.3f}" for figure in figures),
-            *rates,
-            *[""] * (len(depths) - len(rates)),
-            *("" if each.get(key) is None else f"{each[key]:,}" for key in TRAINED.values()),
-            f"{each['tokens_per_s']:,.0f}" if has_comparable_speeds(reports) else "",
-        )
+    for name, each in drafters.items():
+        row = table_row(each, num_depths, has_speed)
+        trained = ("" if each.get(key) is None else f"{each[key]:,}" for key in TRAINED.values())
+        table.add_row(name, row["length"], row["interval"], *row["cells"], *trained)
     console = Console()
-    console.width = max(console.width, 95 + 8 * len(depths) + max(map(len, drafters_of(reports))))
+    console.width = max(console.width, 105 + 8 * num_depths + max(map(len, drafters)))
     console.print(table)
 
 

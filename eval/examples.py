@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.decoding.acceptance import has_loop
@@ -14,7 +13,6 @@ from .measurement import Measured
 
 NUM_EXAMPLES, PROMPT_TOKENS = 3, 48
 """Number of examples in a report, and number of tokens that they show from the end of each prompt."""
-ACCEPTED_STYLE = "black on #a6dfb4"
 
 
 def is_accepted(generation: Generation) -> list[bool]:
@@ -73,11 +71,3 @@ def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[t
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(tokens)))
-
-
-def coloured(example: dict[str, Any]) -> Text:
-    """Returns an example for a terminal, with its accepted drafts highlighted."""
-    text = Text(example["prompt"], style="dim")
-    for piece, accepted in example["pieces"]:
-        text.append(piece, style=ACCEPTED_STYLE if accepted else "not dim bold")
-    return text

@@ -1,13 +1,11 @@
-"""Checks what CPU tests cannot show: that every stage runs on GPUs, that its results are correct within bf16
-rounding, and how fast extraction and training are. It downloads nothing.
+"""Checks what CPU tests cannot show: that every stage runs on GPUs, and that its results are correct within bf16
+rounding. It downloads nothing.
 
 It runs the programs of the pipeline as users do, on a small amount of text, in a new folder in `run_dir/gpu_check/`,
-which it removes if nothing failed. It compares
-attention and loss with their definitions, and decoding with the training forward, and kills and resumes a training
-run. Then it runs the benchmarks with random weights, at the hidden size and vocabulary of an 8B target or, with
-`check.size=tiny`, at tiny sizes. It prints a table and writes `run_dir/gpu_check/report.json`; the exit code is 1 if a
-check failed. A check that needs vLLM, vLLM Speculators, a second GPU or more GPU memory is skipped without it, and its
-row says why.
+which it removes if nothing failed. It compares attention and loss with their definitions, and decoding with the
+training forward, and kills and resumes a training run. It prints a table and writes `run_dir/gpu_check/report.json`;
+the exit code is 1 if a check failed. A check that needs vLLM or a second GPU is skipped without it, and its row says
+why. `eval.bench` measures the speed.
 
     make gpu-check
     mtptrain gpu-check recipe=quickstart run_dir=runs/gpu_check
@@ -36,7 +34,6 @@ from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
-from .checks.benches import bench_extraction, bench_peer, bench_step
 from .checks.findings import Check, Outcome, Row, print_rows, run_check
 from .checks.numerics import check_attention, check_decode, check_loss
 from .checks.pipeline import RunProgram, Stages, run_in_process
@@ -74,7 +71,7 @@ def main(cfg: DictConfig) -> None:
     device = init_ranks().device
     if config.check.size is CheckSize.full and device.type != "cuda":
         raise UserError(
-            "check.size: must be tiny on a machine without a GPU, because the full benchmarks take hours on a CPU, "
+            "check.size: must be tiny on a machine without a GPU, because the full checks take hours on a CPU, "
             "but is full; set check.size=tiny, or use a machine with a GPU"
         )
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
@@ -132,9 +129,6 @@ def checks_of(stages: Stages, size: CheckSize, device: torch.device) -> dict[str
         **({} if is_tiny else {"greedy answers, bfloat16": partial(stages.greedy, torch.bfloat16)}),
         "export": stages.export,
         "served by vLLM": stages.serving,
-        "extraction benchmark": partial(bench_extraction, stages, is_tiny),
-        "training step benchmark": partial(bench_step, stages, is_tiny),
-        "training step, compared with vLLM Speculators": partial(bench_peer, stages, is_tiny),
     }
 
 

@@ -56,7 +56,6 @@ DECODING_COLUMNS = {
     "tokens/s": ("tokens_per_s", ",.0f"),
     "speed-up": ("speed_up", ".2f"),
     "with prompt": ("speed_up_with_prompt", ".2f"),
-    "predicted": ("predicted_speed_up", ".2f"),
     "refilled": ("refilled_speed_up", ".2f"),
     "tokens/round": ("tokens_per_round", ".2f"),
     "draft, ms": ("draft_ms", ".2f"),
@@ -64,9 +63,8 @@ DECODING_COLUMNS = {
 }
 DECODING_LEGEND = (
     "K = 0 is plain decoding. Tokens/s and speed-up leave out the time to read the prompts, which 'with prompt' "
-    "includes. Tokens/round are those of the whole batch. The predicted speed-up is computed from the "
-    "acceptance on prompts of other files or questions and the cost of a round on prompts of random tokens. The "
-    "refilled speed-up is an estimate for an engine that replaces finished prompts with new ones."
+    "includes. Tokens/round are those of the whole batch. The refilled speed-up is an estimate for an engine that "
+    "replaces finished prompts with new ones."
 )
 PLAIN = "no drafts"
 """Name of plain decoding on the page."""
@@ -204,7 +202,6 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
     }
     has_speed = has_comparable_speeds(reports)
     num_depths = max(len(each["acceptance_rate_at"]) for each in drafters.values())
-    at_depth = [f"at {depth}" for depth in range(num_depths)]
     colours = colours_of(drafters)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -221,9 +218,10 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
         examples=first.get("examples", []) if len(reports) == 1 else [],
         commands=[each["command"] for each in reports.values() if "command" in each],
         settings=settings,
-        columns=["", "length", "no loops", "per step", *at_depth, "prompts", "tokens/s"],
+        columns=["", "length", *cell_columns(num_depths)],
         rows=[
-            {"colour": colours[name], **table_row(name, each, num_depths, has_speed)} for name, each in drafters.items()
+            {"name": name, "colour": colours[name], **table_row(each, num_depths, has_speed)}
+            for name, each in drafters.items()
         ],
         sections=sections,
         plots=plots_of(drafters, has_speed),
@@ -269,10 +267,14 @@ def best_draft_depths(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"Fastest here: {', '.join(parts)}."
 
 
-def table_row(name: str, figures: ReportFigures, num_depths: int, has_speed: bool) -> dict[str, Any]:
+def cell_columns(num_depths: int) -> list[str]:
+    """Returns the headings of the cells of `table_row`."""
+    return ["no loops", "per step", *(f"at {depth}" for depth in range(num_depths)), "prompts", "tokens/s"]
+
+
+def table_row(figures: ReportFigures, num_depths: int, has_speed: bool) -> dict[str, Any]:
     rates = [f"{rate:.3f}" for rate in figures["acceptance_rate_at"]]
     return {
-        "name": name,
         "length": f"{figures['acceptance_length']:.3f}",
         "interval": length_interval(figures),
         "cells": [

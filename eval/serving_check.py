@@ -14,7 +14,6 @@ import gc
 import sys
 from dataclasses import asdict, dataclass
 from operator import eq
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from mtptrain.run import Run
 from mtptrain.run_dir import output_dir_of, write_provenance
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
-from mtptrain.serving.vllm_client import EngineCounts, EngineRun, VllmProcess, find_python
+from mtptrain.serving.vllm_client import EngineCounts, EngineRun, GenerateJob, VllmProcess, find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import eos_token_ids
 from mtptrain.target.model import Target, load_target
@@ -117,19 +116,22 @@ def find_engine(run: Run, prompts: InputIds) -> VllmProcess | VllmServer:
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
     has_gpu = torch.cuda.is_available()
-    return VllmProcess(
-        python=str(python),
-        target_dir=Path(served_model(facts, head_dir, run.target.directory)),
+    job = GenerateJob(
+        name="vllm",
+        target_dir=str(served_model(facts, head_dir, run.target.directory)),
+        prompts=(),
+        max_new_tokens=settings.max_new_tokens,
+        max_model_len=needed_tokens,
         speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),
         hf_overrides=facts["hf_overrides"],
         dtype=str(settings.dtype),
-        max_model_len=needed_tokens,
         kv_cache_memory_bytes=None
         if has_gpu
         else cache_bytes(run.target.config, head_dir, needed_tokens, CACHED_SEQUENCES),
         tensor_parallel_size=serving.tensor_parallel_size,
         device_type="cuda" if has_gpu else "cpu",
     )
+    return VllmProcess(str(python), job)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,20 @@ A run then takes one second instead of ten. A program gets the same arguments, e
 import atexit
 import multiprocessing
 import os
+import resource
 import runpy
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO
 
+import psutil
 import torch
 
 from mtptrain.utils.distributed import free_port
@@ -106,15 +110,33 @@ def read_whole(file: IO[str]) -> str:
     return file.read()
 
 
-def is_running(pid: int | str) -> bool:
-    """Returns whether a process exists and has not ended. A zombie counts as ended."""
+def fake_python(directory: Path, script: str) -> Path:
+    """Writes a script that stands in for a Python with an engine."""
+    path = directory / "python"
+    path.write_text(script)
+    path.chmod(0o755)
+    return path
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Makes writes beyond this size fail, as they do on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "XZ"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def wait_until_ended(pid: int | str, timeout_s: float = 30) -> None:
+def is_running(pid: int) -> bool:
+    """Returns whether a process exists and has not ended. A zombie counts as ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def wait_until_ended(pid: int, timeout_s: float = 30) -> None:
     """Wait until a process has ended, because a killed process may take a while to end."""
     deadline = time.monotonic() + timeout_s
     while is_running(pid):

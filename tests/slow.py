@@ -16,7 +16,7 @@ SLOW = {
     r"tests/serving/test_vllm_store\.py::test_runs_killed",
     r"tests/serving/test_vllm_streams\.py::test_(the_engine_ends|an_engine_that_cannot_write|a_vllm_for_cpus)",
     # Responses by a server. Kept: tests/data_prep/responses/, whose server has no engine.
-    r"tests/serving/test_responses\.py::test_(vllm_and|sampled|a_killed)",
+    r"tests/serving/test_responses\.py::test_(vllm_and|sampled)",
     # Checks of an export, and its speed. Kept: a right export counts as mtptrain does, a wrong or missing one is
     # refused, and tests/eval/test_serving_bench.py.
     r"tests/serving/test_serving_check\.py::test_(a_tensor_parallel|in_bfloat16|a_running_server|a_server|the_engine_is)",
@@ -59,7 +59,6 @@ SLOW = {
     r"tests/eval/test_gpu_check\.py::test_every_check_runs",
     r"tests/eval/bench/test_train\.py::test_(every_candidate|what_runs)",
     r"tests/test_packaging\.py::test_(a_bare_checkout|an_installed_)",
-    r"tests/tools/test_demo_target\.py::test_greedy_speculation",
     # Plans. Kept: Llama 3.1 8B with both heads.
     r"tests/test_recipe_plans\.py::test_every_plan\w*\[(?!llama3_1_8b_)",
 }

@@ -45,13 +45,6 @@ def edit(*keys: str | int, value: object) -> Change:
     return change
 
 
-def reverse_shards(path: Path) -> None:
-    content = json.loads(path.read_text())
-    assert len(content["shards"]) > 1
-    content["shards"].reverse()
-    path.write_text(json.dumps(content))
-
-
 def ask_another_question(path: Path) -> None:
     path.write_text(path.read_text().replace('"window": 0', '"window": 1', 1))
 
@@ -76,14 +69,11 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
         ("prompts/documents.jsonl", ask_another_question, "eval.acceptance"),
         ("prompts/manifest.json", edit("vocab_size", value=999), "mtptrain.train"),
         ("hidden_states/manifest.json", edit("num_documents", value=1), "mtptrain.train"),
-        ("hidden_states/manifest.json", reverse_shards, "mtptrain.train"),
-        ("hidden_states/manifest.json", edit("shards", 0, "file", value="../elsewhere.safetensors"), "mtptrain.train"),
         ("train/best/head.safetensors", flip, "eval.acceptance"),
         ("train/best/head.safetensors", flip, "mtptrain.export"),
         ("train/best/head.json", edit("step", value=7000), "eval.acceptance"),
         ("train/best/head.json", edit("acceptance_length", value=3.9), "mtptrain.export"),
         ("acceptance/report.json", edit("acceptance_length", value=9.077), "mtptrain.export"),
-        ("acceptance/report.json", edit("acceptance_rate_at", value=[1.0, 1.0, 1.0]), "mtptrain.export"),
     ],
 )
 def test_a_changed_file_is_named_before_it_is_used(
@@ -109,14 +99,6 @@ def test_a_changed_export_is_named_before_it_is_served(finished: Run, tmp_path: 
         flip(tmp_path / "export" / name)
     with pytest.raises(UserError, match=rf"{name}: must be as mtptrain wrote it, but was changed or damaged"):
         read_serving_facts(tmp_path / "export", "vllm", sha256)
-
-
-@pytest.mark.parametrize("files", [None, 3, ["model.safetensors"]])
-def test_an_export_with_a_broken_list_of_files_is_named(finished: Run, tmp_path: Path, files: object) -> None:
-    shutil.copytree(finished[0] / "export/vllm", tmp_path / "export")
-    edit("files", value=files)(tmp_path / "export" / SERVING)
-    with pytest.raises(UserError, match=rf"{SERVING}: must be as mtptrain wrote it, but was changed or damaged"):
-        read_serving_facts(tmp_path / "export", "vllm", "of this run")
 
 
 @pytest.mark.parametrize("place", ["train/best", "train/last", "export/vllm"])

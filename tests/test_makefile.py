@@ -5,7 +5,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -24,23 +23,6 @@ def commands(target: str, tools: Path, *, has_gpus: bool, **variables: str) -> s
     return subprocess.run(
         [make, "-n", "-B", target], cwd=ROOT, env=environment, text=True, capture_output=True, check=True
     ).stdout
-
-
-@pytest.mark.parametrize(
-    ("target", "programs"),
-    [
-        ("demo", ["-m mtptrain run recipe=quickstart"]),
-        ("gpu-check", ["-m mtptrain gpu-check recipe=quickstart"]),
-        ("docs", ["mkdocs build"]),
-        ("check", ["ruff check", "ruff format --check", "mypy", "tests/test_layout.py"]),
-        ("test", ["ruff check", '-m "not slow" --dist worksteal', '-m "not slow" --dist loadfile tests/serving']),
-        ("test-all", ["ruff check", "--dist worksteal", "--dist loadfile tests/serving tests/slurm"]),
-    ],
-)
-def test_a_target_runs_what_it_is_named_after(tmp_path: Path, target: str, programs: list[str]) -> None:
-    found = commands(target, tmp_path, has_gpus=False)
-    assert [program for program in programs if program not in found] == []
-    assert ("gpu-check recipe" in found, "not slow" in found) == (target == "gpu-check", target == "test")
 
 
 def test_vllm_is_installed_for_gpus_where_they_are_and_for_cpus_elsewhere(tmp_path: Path) -> None:

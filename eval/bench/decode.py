@@ -8,11 +8,9 @@ Reads the head and the prompts of `mtptrain acceptance`. Plain decoding and the 
 batch, and the fastest of `bench.repeats` runs of a batch counts. Tokens/s exclude the prompt and the first new token;
 answers have exactly `acceptance.max_new_tokens` tokens.
 
-The predicted speed-up does not use these measurements. The cost of a round is measured on prompts of random tokens. The
-number of rounds is computed from the acceptance rates at each position, measured with the largest K on prompts of other
-files or conversations. A batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts
-replaced finished ones, as with an engine's continuous batching. If
-`serving_bench.break_even` was measured, `break-even` is the speed-up that its costs give for the measured acceptance.
+A batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts replaced finished ones, as
+with an engine's continuous batching. If `serving_bench.break_even` was measured, `break-even` is the speed-up that its
+costs give for the measured acceptance.
 
 Writes `report.json` and a chart to `run_dir/bench_decode/`, and adds both to the page of `mtptrain acceptance` if that
 page is about the same head, prompts and settings.
@@ -32,9 +30,9 @@ from tqdm import tqdm
 from mtptrain.command_line.program import command, program
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.decoding.prompts_file import Prompts
-from mtptrain.decoding.round_costs import Batch, Spent, decode, drafters_of, fastest_in_turns, num_rounds, random_tokens
+from mtptrain.decoding.round_costs import Batch, Spent, decode, drafters_of, fastest_in_turns, num_rounds
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import PHASES, Generation
+from mtptrain.decoding.speculate import PHASES
 from mtptrain.heads.base import Head
 from mtptrain.run import Run
 from mtptrain.run_dir import check_stage_dir, write_provenance
@@ -49,8 +47,6 @@ from ..report_page import write_run_page
 
 DecodingRow = dict[str, Any]
 """The figures for one batch size and K."""
-BATCHES_PER_COST = 4
-"""The cost of a round is measured on a batch of random tokens after the first of every so many batches of prompts."""
 
 
 @program
@@ -62,8 +58,8 @@ def main(cfg: DictConfig) -> None:
     run, dtype = Run(config), getattr(torch, settings.dtype)
     found = run.head(dtype, ranks.device)
     prompts = run.measured_prompts(spare_tokens=max(config.bench.draft_depths))
-    halves = measured_and_other(config.bench, prompts)
-    rows = measure(config, load_target(run.target.directory, dtype, ranks.device), found.head, *halves)
+    measured = prompts_to_measure(config.bench, prompts)
+    rows = measure(config, load_target(run.target.directory, dtype, ranks.device), found.head, measured)
     add_break_even(rows, read_costs(config, run.target))
     output_dir = config.stage_dir("bench_decode")
     report = {
@@ -103,32 +99,24 @@ def check(config: PipelineConfig) -> None:
         check_depths(config.head, "bench.draft_depths", depths)
 
 
-def measured_and_other(bench: BenchConfig, prompts: Prompts) -> list[Batch]:
-    """Returns the prompts to measure, and prompts of other sources to predict from.
+def prompts_to_measure(bench: BenchConfig, prompts: Prompts) -> Batch:
+    """Returns the first `bench.decode_prompts` prompts.
 
     Raises:
-        UserError: one of the two halves cannot fill the largest batch.
+        UserError: they cannot fill the largest batch.
     """
-    halves: list[Batch] = [half[: bench.decode_prompts] for half in halves_of(prompts)]
-    if (num_prompts := min(map(len, halves))) < max(bench.batch_sizes):
+    found = list(prompts.input_ids.values())[: bench.decode_prompts]
+    if len(found) < max(bench.batch_sizes):
         raise UserError(
-            f"bench.batch_sizes: must be at most {num_prompts}, the number of prompts in the smaller half (one half is "
-            f"measured, the other gives the prediction), but the largest is {max(bench.batch_sizes)}; lower it, or "
-            "raise bench.decode_prompts and acceptance.num_prompts"
+            f"bench.batch_sizes: must be at most {len(found)}, the number of prompts, but the largest is "
+            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
         )
-    return halves
+    return found
 
 
-def measure(
-    config: PipelineConfig, target: Target, head: Head, prompts: Batch, other_prompts: Batch
-) -> list[DecodingRow]:
-    """Returns a row for each batch size and K; K = 0 is plain decoding.
-
-    Args:
-        prompts: the prompts to measure.
-        other_prompts: prompts of other sources, whose acceptance rates predict the number of rounds.
-    """
-    settings, bench, deepest = config.acceptance, config.bench, max(config.bench.draft_depths)
+def measure(config: PipelineConfig, target: Target, head: Head, prompts: Batch) -> list[DecodingRow]:
+    """Returns a row for each batch size and K; K = 0 is plain decoding."""
+    settings, bench = config.acceptance, config.bench
     drafters = drafters_of(head, target.parts, bench.draft_depths, settings.sample_drafts)
 
     def decode_with(depths: int, batch: Batch) -> Spent:
@@ -140,64 +128,21 @@ def measure(
 
     rows: list[DecodingRow] = []
     for batch_size in bench.batch_sizes:
-        measured, costs = dict.fromkeys(drafters, Spent()), dict.fromkeys(drafters, Spent())
-        batches, other_batches = full_batches(prompts, batch_size), full_batches(other_prompts, batch_size)
-        for index, batch in enumerate(tqdm(batches, desc=f"batches of {batch_size}", unit="batch")):
+        measured = dict.fromkeys(drafters, Spent())
+        for batch in tqdm(full_batches(prompts, batch_size), desc=f"batches of {batch_size}", unit="batch"):
             measured = {depths: measured[depths] + spent for depths, spent in fastest(batch).items()}
-            if index % BATCHES_PER_COST == 0:
-                on_random = fastest(random_tokens(batch, len(target.parts.lm_head), seed=index))
-                costs = {depths: costs[depths] + spent for depths, spent in on_random.items()}
-        answers = [
-            decode_with(deepest, batch).answers for batch in tqdm(other_batches, desc="other prompts", unit="batch")
-        ]
-        rows += [describe(batch_size, depths, measured, costs, answers) for depths in drafters]
+        rows += [describe(batch_size, depths, measured) for depths in drafters]
     return rows
-
-
-def halves_of(prompts: Prompts) -> tuple[list[list[int]], list[list[int]]]:
-    """Splits prompts into two halves by source: files or conversations are assigned to the halves alternately."""
-    source_index: dict[str, int] = {}
-    halves: tuple[list[list[int]], list[list[int]]] = ([], [])
-    for prompt_id, prompt in prompts.input_ids.items():
-        source = prompts.sources.get(prompt_id, prompt_id)
-        halves[source_index.setdefault(source, len(source_index)) % 2].append(prompt)
-    return halves
 
 
 def full_batches(prompts: Batch, batch_size: int) -> list[Batch]:
     return [prompts[first : first + batch_size] for first in range(0, len(prompts) - batch_size + 1, batch_size)]
 
 
-def needed_rounds(answer: Generation, depths: int) -> float:
-    """Returns the expected number of rounds with `depths` drafts, given an answer's acceptance rate at each position.
-
-    If a round gives X tokens, the last round overshoots the end of an answer by (E[X^2] - E[X]) / (2 E[X]) on average.
-    """
-    rates = [accepted / max(answer.rounds, 1) for accepted in answer.accepted_at[:depths]]
-    mean = 1 + sum(rates)
-    mean_square = 1 + sum((2 * depth + 3) * rate for depth, rate in enumerate(rates))
-    return (len(answer.tokens) - 1 + (mean_square - mean) / (2 * mean)) / mean
-
-
-def describe(
-    batch_size: int,
-    depths: int,
-    measured: dict[int, Spent],
-    costs: dict[int, Spent],
-    other_answers: Sequence[Sequence[Generation]],
-) -> DecodingRow:
-    """Returns one row of the table; phases are in milliseconds per round.
-
-    Args:
-        measured: tokens, rounds and seconds of decoding the prompts, by K.
-        costs: the same for prompts of random tokens.
-        other_answers: the answers to each batch of the other prompts, with the largest K.
-    """
+def describe(batch_size: int, depths: int, measured: dict[int, Spent]) -> DecodingRow:
+    """Returns one row of the table from what decoding took, by K; phases are in milliseconds per round."""
     spent, plain = measured[depths], measured[0]
     per_round = {name: spent.phases.get(name, 0.0) / spent.rounds * 1e3 for name in PHASES if name != "prompt"}
-    other_rounds, other_plain_rounds = (
-        sum(max(needed_rounds(answer, drafts) for answer in batch) for batch in other_answers) for drafts in (depths, 0)
-    )
     own_rounds = sum(map(num_rounds, spent.answers))  # rounds until each answer finished, summed
     return {
         "batch_size": batch_size,
@@ -205,15 +150,10 @@ def describe(
         "tokens_per_s": spent.tokens_per_s,
         "speed_up": spent.tokens_per_s / plain.tokens_per_s,
         "speed_up_with_prompt": plain.all_seconds / spent.all_seconds * spent.tokens / plain.tokens,
-        "predicted_speed_up": other_plain_rounds
-        / other_rounds
-        * costs[0].seconds_per_round
-        / costs[depths].seconds_per_round,
         "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_per_round / spent.seconds_per_round,
         "tokens_per_round": spent.tokens / spent.rounds,
         "tokens_per_own_round": spent.tokens / own_rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
-        "random_tokens_ms": costs[depths].seconds_per_round * 1e3,
     }
 
 
@@ -241,7 +181,6 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
         "tokens/s",
         "speed-up",
         "with prompt",
-        "predicted",
         "refilled",
         *(["break-even"] if has_costs else []),
         "tokens/round",
@@ -259,7 +198,6 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
             f"{row['tokens_per_s']:,.0f}",
             f"{row['speed_up']:.2f}",
             f"{row['speed_up_with_prompt']:.2f}",
-            f"{row['predicted_speed_up']:.2f}",
             f"{row['refilled_speed_up']:.2f}",
             *(["" if gain is None else f"{gain:.2f}"] if has_costs else []),
             f"{row['tokens_per_round']:.2f}",
@@ -274,21 +212,16 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
 
 
 def draw(rows: Sequence[DecodingRow], path: Path) -> None:
-    """Plots speed-up against K with a curve for each batch size; predictions are dashed."""
+    """Plots speed-up against K with a curve for each batch size."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for batch_size in dict.fromkeys(row["batch_size"] for row in rows):
         curve = [row for row in rows if row["batch_size"] == batch_size]
         depths = [row["num_speculative_tokens"] for row in curve]
         label = f"batches of {batch_size}: K = {recommended(rows, batch_size) or 'none'}"
-        (line,) = axes.plot(depths, [row["speed_up"] for row in curve], marker="o", label=label)
-        axes.plot(
-            depths, [row["predicted_speed_up"] for row in curve], linestyle="--", color=line.get_color(), linewidth=1
-        )
+        axes.plot(depths, [row["speed_up"] for row in curve], marker="o", label=label)
     axes.axhline(1.0, color="#999", linewidth=0.8)
-    axes.set(
-        xlabel="K, 0 for plain decoding", ylabel="speed-up over plain decoding (dashed: predicted)", ylim=(0, None)
-    )
+    axes.set(xlabel="K, 0 for plain decoding", ylabel="speed-up over plain decoding", ylim=(0, None))
     axes.legend(title="fastest")
     figure.savefig(path, format="svg")
 

@@ -1,7 +1,7 @@
 """Compares the speed of extraction with that of a bare forward pass, and measures how fast hidden states are read.
 
 - *bare forward*: the target over packed documents, without keeping states;
-- *ours*: the transformers backend writing a store to disk, in bf16 and fp8, and with the writer stubbed out;
+- *ours*: the transformers backend writing a store to disk, in bf16 and fp8;
 - *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
   scripts do;
 - *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM and the target is not random;
@@ -17,11 +17,10 @@ tokens.
 """
 
 import json
-import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.command_line.program import program
 from mtptrain.config import BenchConfig, PipelineConfig, StoreDtype, load_config
@@ -37,7 +36,6 @@ from mtptrain.data.identity import StoreIdentity, TargetIdentity
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
-from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
 from mtptrain.hidden_states.extraction.transformers_streams import (
     PACKED,
     TransformersStreams,
@@ -52,22 +50,12 @@ from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.flops import matmul_peak
-from mtptrain.training.step_packing import document_costs
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
 
 from .random_data import random_documents, random_store
+from .train_steps import GPU_TARGETS, GPU_VOCAB, fastest, target_of
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
 PLAIN_BATCH = 8
 READ_HIDDEN_SIZE = 4096
 ExtractionFigures = dict[str, float]
@@ -81,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as directory:
         figures = bench_writing(config, device, Path(directory)) | bench_reading(config.bench, Path(directory))
-    print_table(config, device, figures)
+    print_tables(config, device, figures)
     if config.bench.out:
         Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -101,13 +89,12 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
         "bare_forward": lambda: bare_forward(target, documents, config.hidden_states.batch_tokens),
         "ours": lambda: fill_store(streams, config, target.config, documents, directory, StoreDtype.bfloat16),
         "ours_fp8": lambda: fill_store(streams, config, target.config, documents, directory, StoreDtype.fp8),
-        "ours_without_writer": lambda: without_writer(streams, config, target.config, documents, directory),
         "plain_loop": lambda: plain_loop(target, documents, layers, directory),
     }
     counter = FlopCounterMode(display=False)
     with counter:
         bare_forward(target, documents, config.hidden_states.batch_tokens)
-    seconds = fastest(candidates, config.bench.repeats, device)
+    seconds = seconds_of(candidates, config.bench.repeats, device)
     figures = {f"{name}_tokens_per_s": len(documents.input_ids) / value for name, value in seconds.items()}
     figures["mfu"] = (
         counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
@@ -125,24 +112,20 @@ def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
             "it or leave it out"
         )
     with torch.device(device):
-        return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA_8B), dtype=dtype))
+        return Target(AutoModelForCausalLM.from_config(target_of(GPU_TARGETS["8b"], GPU_VOCAB, 32), dtype=dtype))
 
 
-def fastest(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Returns the seconds of each candidate's fastest run.
+def seconds_of(candidates: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Returns the seconds of each candidate's fastest run."""
 
-    Candidates take turns, so that other load on the machine affects all of them.
-    """
-    seconds = dict.fromkeys(candidates, math.inf)
-    for turn in range(repeats + 1):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn:  # the first turn warms up
-                seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
+    def timed(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    return fastest({name: partial(timed, run) for name, run in candidates.items()}, repeats)
 
 
 def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:
@@ -181,24 +164,6 @@ def fill_store(
             show=False,
         )
         assert finish_store(Path(store), identity, 1, target.hidden_size, len(shards))
-
-
-def without_writer(
-    streams: Streams, config: PipelineConfig, target: PreTrainedConfig, documents: Documents, directory: Path
-) -> None:
-    with stubbed_writer():
-        fill_store(streams, config, target, documents, directory, StoreDtype.bfloat16)
-
-
-@contextmanager
-def stubbed_writer() -> Iterator[None]:
-    """Discards states instead of writing them."""
-    write = OverlappedWriter.write
-    OverlappedWriter.write = lambda self, document, states: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        OverlappedWriter.write = write  # type: ignore[method-assign]
 
 
 @torch.inference_mode()
@@ -243,12 +208,12 @@ def bench_vllm(
         python=config.serving.python,
     ) as vllm:
         run = {"vllm": lambda: fill_store(vllm, config, target.config, documents, directory, StoreDtype.bfloat16)}
-        seconds = fastest(run, config.bench.repeats, torch.device("cpu"))
+        seconds = seconds_of(run, config.bench.repeats, torch.device("cpu"))
     return {"vllm_tokens_per_s": num_tokens(documents, [range(len(documents))]) / seconds["vllm"]}
 
 
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
-    """Returns GB/s of reading states as training does, GB/s of copying mapped shards, and `bench_opening`'s figures.
+    """Returns GB/s of reading states as training does and of copying mapped shards.
 
     All GB/s count states as bf16, even for fp8 stores.
     """
@@ -262,43 +227,9 @@ def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
         candidates[f"batches_{dtype.value}"] = lambda schedule=schedule: read_batches(schedule)  # type: ignore[misc]
     undecoded = BatchSchedule(stores[StoreDtype.fp8], 3, 8192, 1, seed=0)
     candidates["batches_fp8_undecoded"] = lambda: read_batches(undecoded)
-    seconds = fastest(candidates, 5, torch.device("cpu"))
+    seconds = seconds_of(candidates, 5, torch.device("cpu"))
     num_bytes = bench.read_tokens // 2048 * 2048 * READ_HIDDEN_SIZE * 2
-    return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()} | bench_opening(
-        bench.open_tokens, directory / "opened"
-    )
-
-
-def bench_opening(num_tokens: int, directory: Path) -> ExtractionFigures:
-    """Returns the time and anonymous memory needed to open a store and read what training reads at startup.
-
-    Also returns the number of bytes per token that the store takes on disk in addition to the states.
-    """
-    random_store(directory, StoreDtype.bfloat16, num_tokens, 500, 64)
-
-    def open_whole() -> HiddenStore:
-        store = HiddenStore.open(directory)
-        assert (
-            store.document_lengths.sum() == store.manifest.num_tokens
-            and len(store.document_ids)
-            and len(document_costs(store))
-        )
-        return store
-
-    seconds, before = fastest({"open": open_whole}, 5, torch.device("cpu"))["open"], anonymous_bytes()
-    store = open_whole()
-    growth = anonymous_bytes() - before
-    excess = (
-        sum(record.num_bytes for record in store.manifest.shards) / store.manifest.num_tokens
-        - 2 * store.manifest.hidden_size
-    )
-    return {"open_seconds": seconds, "open_anonymous_mb": growth / 1e6, "bytes_per_token_beyond_states": excess}
-
-
-def anonymous_bytes() -> int:
-    """Returns the anonymous memory of this process, which excludes the page cache."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
+    return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()}
 
 
 def copy_mapped(store: HiddenStore) -> None:
@@ -313,36 +244,20 @@ def read_batches(schedule: BatchSchedule) -> None:
     assert num_tokens == schedule.store.document_lengths.sum(), "an epoch must read the whole store"
 
 
-def print_table(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:
+def print_tables(config: PipelineConfig, device: torch.device, figures: ExtractionFigures) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one torch thread"
-    title = (
-        f"Extraction, {config.bench.target or config.target.path}, head {config.head.name}, "
-        f"{config.hidden_states.dtype}, {name}"
-    )
-    bare, plain, copy = (
-        figures[key] for key in ("bare_forward_tokens_per_s", "plain_loop_tokens_per_s", "mapped_copy_gb_per_s")
-    )
-    writing = Table("", "tokens/s", "vs. bare forward", "vs. plain loop", title=title)
-    for key, value in figures.items():
-        if key.endswith("_tokens_per_s"):
-            label = key.removesuffix("_tokens_per_s").replace("_", " ")
-            writing.add_row(label, f"{value:,.0f}", f"{value / bare:.3f}", f"{value / plain:.2f}")
-    writing.caption = f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak"
-    reading = Table(
-        "",
-        "GB/s of bf16",
-        "vs. mapped copy",
-        title=f"Reading, {READ_HIDDEN_SIZE} dimensions, one torch thread",
-    )
-    for key, value in figures.items():
-        if key.endswith("_gb_per_s"):
-            reading.add_row(key.removesuffix("_gb_per_s").replace("_", " "), f"{value:.2f}", f"{value / copy:.2f}")
-    reading.caption = (
-        f"a store of {config.bench.open_tokens:,} tokens opens in {figures['open_seconds']:.3f} s and takes "
-        f"{figures['open_anonymous_mb']:.1f} MB of memory; each token takes "
-        f"{figures['bytes_per_token_beyond_states']:.2f} bytes on disk beyond its states"
-    )
-    Console().print(writing, reading)
+    target, dtype = config.bench.target or config.target.path, config.hidden_states.dtype
+    titles = {
+        ("tokens_per_s", "bare_forward"): f"Extraction, {target}, head {config.head.name}, {dtype}, {name}",
+        ("gb_per_s", "mapped_copy"): f"Reading, {READ_HIDDEN_SIZE} dimensions, GB/s of bf16",
+    }
+    for (unit, reference), title in titles.items():
+        table = Table("", unit, f"vs. {reference.replace('_', ' ')}", title=title)
+        for key in (key for key in figures if key.endswith(unit)):
+            ratio = figures[key] / figures[f"{reference}_{unit}"]
+            table.add_row(key.removesuffix(f"_{unit}").replace("_", " "), f"{figures[key]:,.2f}", f"{ratio:.3f}")
+        Console().print(table)
+    print(f"MFU of the bare forward: {figures['mfu']:.1%} of the measured matmul peak")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import LlamaConfig
 
 sys.path.append(str(Path(__file__).parents[2]))
-from eval.bench.step_memory import resident_bytes, tensor_bytes
+from eval.bench.step_memory import tensor_bytes
 
 
 class Peer:
@@ -95,8 +95,7 @@ def main() -> None:
             peer = Peer(request)
             for _ in range(3):
                 peer.step()  # allocate optimizer states and warm up
-            memory = {"peak_bytes": tensor_bytes(peer.step, peer.device), "resident_bytes": resident_bytes(peer.step)}
-            answer = {"parameters": peer.num_parameters, **memory}
+            answer = {"parameters": peer.num_parameters, "peak_bytes": tensor_bytes(peer.step, peer.device)}
         else:
             assert peer is not None, "the first request must build a model"
             started = time.perf_counter()

@@ -16,11 +16,10 @@ and AdamW, in the precision of `deepspeed` (with bf16, fp32 master weights). Can
 - *peer*: EAGLE-3 of vLLM Speculators, eager on a CPU.
 
 Memory is the peak size of the tensors that a step creates: activations, gradients and the optimizer's temporaries.
-RSS, on a CPU only, is the growth of the process's resident memory. `bench.out=FILE` writes the figures as JSON.
+`bench.out=FILE` writes the figures as JSON.
 """
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,14 +38,20 @@ from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
 
-from .step_memory import resident_bytes, tensor_bytes
-from .train_steps import Case, Ours, PeerProcess, Plain, Shape, case_of, target_of
+from .step_memory import tensor_bytes
+from .train_steps import (
+    GPU_TARGETS,
+    GPU_VOCAB,
+    Case,
+    Ours,
+    PeerProcess,
+    Plain,
+    Shape,
+    case_of,
+    fastest,
+    target_of,
+)
 
-GPU_TARGETS = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8},
-}
-GPU_VOCAB = 128_256
 GPU_DOCUMENTS = ([8192] * 2, [0] * 2)
 DOCUMENT_TOKENS = 512
 TrainFigures = dict[str, Any]
@@ -68,7 +73,6 @@ def main(cfg: DictConfig) -> None:
         figures["steps"] = bench_steps(config, ranks, peak)
         figures |= bench_prompts(config, ranks)
         figures["lengths"] = bench_lengths(config, ranks, peak)
-        figures |= headline(figures)
     print_tables(figures)
     if config.bench.out:
         Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
@@ -148,11 +152,9 @@ def in_turns(
         "mfu": flops / best["ours"] / peak,
         "peak_bytes": peaks["ours"],
         "plain_peak_bytes": peaks["plain"],
-        "resident_bytes": resident_bytes(candidates["ours"]) if ranks.device.type == "cpu" else None,
     }
     if peer is not None:
         figures |= {
-            "peer_resident_bytes": peer.resident_bytes,
             "peer_tokens_per_s": tokens / best["peer"],
             "ratio": best["peer"] / best["ours"],
             "peer_peak_bytes": peer.peak_bytes,
@@ -166,17 +168,6 @@ def uncompiled(run: Callable[[], float]) -> float:
     seconds = run()
     set_compilation(True)
     return seconds
-
-
-def fastest(candidates: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Returns the seconds of each candidate's fastest step. Candidates take turns."""
-    best = dict.fromkeys(candidates, math.inf)
-    for turn in range(repeats + 1):
-        for name, run in candidates.items():
-            seconds = run()
-            if turn:  # the first turn warms up
-                best[name] = min(best[name], seconds)
-    return best
 
 
 def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
@@ -264,13 +255,6 @@ def bench_gpu(
     }
 
 
-def headline(figures: TrainFigures) -> TrainFigures:
-    """Returns the main figures of the last case, which is the largest one by default."""
-    last = figures["steps"][-1]
-    names = ("tokens_per_s", "peer_tokens_per_s", "ratio", "mfu", "peak_bytes", "peer_peak_bytes")
-    return {name: last[name] for name in names if name in last}
-
-
 STEP_COLUMNS = {
     "H": "hidden_size",
     "tokens": "tokens",
@@ -283,8 +267,6 @@ STEP_COLUMNS = {
     "memory": "peak_bytes",
     "plain's": "plain_peak_bytes",
     "peer's": "peer_peak_bytes",
-    "RSS": "resident_bytes",
-    "peer's RSS": "peer_resident_bytes",
 }
 LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "MFU": "mfu", "memory": "peak_bytes"}
 GPU_COLUMNS = {

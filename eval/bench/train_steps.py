@@ -1,9 +1,10 @@
 """Runs the steps that `eval.bench.train` measures: our trainer's, an unoptimised one, and that of vLLM Speculators."""
 
 import json
+import math
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 
+GPU_TARGETS = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8},
+}
+GPU_VOCAB = 128_256
 WORKER = Path(__file__).with_name("speculators_worker.py")
 Shape = tuple[Sequence[int], Sequence[int]]
 """Number of tokens in each document, and in each document's prompt."""
@@ -47,10 +53,28 @@ def case_of(hidden_size: int, vocab_size: int, depths: int, head: str = "eagle3"
     return Case(head, target_of(sizes | {"num_key_value_heads": max(1, heads // 4)}, vocab_size), depths)
 
 
-def target_of(sizes: dict[str, Any], vocab_size: int) -> LlamaConfig:
+def target_of(sizes: dict[str, Any], vocab_size: int, num_layers: int = 8) -> LlamaConfig:
     return LlamaConfig(
-        **sizes, num_hidden_layers=8, vocab_size=vocab_size, max_position_embeddings=131_072, tie_word_embeddings=False
+        **sizes,
+        num_hidden_layers=num_layers,
+        vocab_size=vocab_size,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=False,
     )
+
+
+def fastest(candidates: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Returns the seconds of each candidate's fastest run.
+
+    Candidates take turns, so that other load on the machine affects all of them.
+    """
+    best = dict.fromkeys(candidates, math.inf)
+    for turn in range(repeats + 1):
+        for name, run in candidates.items():
+            seconds = run()
+            if turn:  # the first turn warms up
+                best[name] = min(best[name], seconds)
+    return best
 
 
 class Ours:
@@ -190,7 +214,7 @@ class PeerProcess:
                 "trains_lm_head": False,
             }
         )
-        self.peak_bytes, self.resident_bytes = int(answer["peak_bytes"]), int(answer["resident_bytes"])
+        self.peak_bytes = int(answer["peak_bytes"])
 
     def step(self) -> float:
         """Runs a step and returns its duration in seconds by the peer's clock."""

@@ -1,7 +1,7 @@
 """Counts the costs of a target and of a training step, without allocating weights."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from mtptrain.training.flops import StepFlops
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.utils.clock import PhaseClock
-from mtptrain.utils.compile import eager, fused_through
+from mtptrain.utils.compile import eager
 
 COUNTED_STEPS = ((1024, 1.0), (512, 0.25))
 """Number of tokens and supervised share of the two steps from which `step_flops` derives those of all others."""
@@ -78,10 +78,6 @@ class StepCosts:
 
     flops: int
     """FLOPs of matmuls and attention."""
-    attention_flops: int
-    """FLOPs of attention to the depth-0 keys."""
-    elementwise_bytes: int
-    """Bytes that all other operators read and write."""
     peak_bytes: int
     """Peak memory, including gradients but not the weights and frozen parts."""
 
@@ -101,18 +97,13 @@ class MicroBatch:
     activation_checkpointing: bool = False
 
 
-def step_costs(micro_batch: MicroBatch, is_compiled: bool = False) -> StepCosts:
+def step_costs(micro_batch: MicroBatch) -> StepCosts:
     """Runs a training step on fake tensors, and returns its costs. In bf16, it runs the same code as on a GPU.
 
-    Args:
-        micro_batch: the documents and settings of the step.
-        is_compiled: `train.compile`. If set, a fused function reads only its arguments and writes only its results.
-            Memory is always counted without compilation, as an upper bound.
+    Memory is counted without compilation, as an upper bound.
     """
     meter, _, weight_bytes = _metered_step(micro_batch)
-    traffic = _metered_step(micro_batch, is_fused=True)[0] if is_compiled else meter
-    flops = meter.matmul_flops + meter.attention_flops
-    return StepCosts(flops, meter.attention_flops, traffic.elementwise_bytes, meter.peak_bytes["cpu"] - weight_bytes)
+    return StepCosts(meter.matmul_flops + meter.attention_flops, meter.peak_bytes["cpu"] - weight_bytes)
 
 
 def step_flops(config: HeadConfig, target_config: PreTrainedConfig) -> StepFlops:
@@ -133,7 +124,7 @@ def step_flops(config: HeadConfig, target_config: PreTrainedConfig) -> StepFlops
     return StepFlops(*np.linalg.solve(tokens_and_drafts, matmuls), *np.linalg.solve(pairs, attention))
 
 
-def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Meter, Packing, int]:
+def _metered_step(micro_batch: MicroBatch) -> tuple[Meter, Packing, int]:
     """Runs a step on fake tensors.
 
     Returns:
@@ -146,7 +137,7 @@ def _metered_step(micro_batch: MicroBatch, is_fused: bool = False) -> tuple[Mete
         parts = _frozen_parts(target_config)
         meter.hold(*head.parameters(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
         weight_bytes = meter.peak_bytes["cpu"]
-        with meter, fused_through(meter.fused) if is_fused else nullcontext():
+        with meter:
             packing = _step(head, parts, micro_batch)
     return meter, packing, weight_bytes
 

@@ -1,10 +1,8 @@
-"""Counts memory, FLOPs and bytes moved of operators, on real or fake tensors."""
+"""Counts the memory and FLOPs of operators, on real or fake tensors."""
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,24 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-WRITING = frozenset(
-    ("fill", "fill_", "zero_", "zeros_like", "full_like", "ones_like", "zeros", "full", "ones", "arange")
-)
-"""Operators that write their result without reading a tensor of the same size."""
 FLASH_OF_CPUS = frozenset(
     ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 )
 ATTENTION = FLASH_OF_CPUS | {"_flash_attention_forward", "_flash_attention_backward"}
-PART_READING = frozenset(("index", "index_select", "gather", "embedding"))
-"""Operators that read only as many bytes of their first tensor as they write."""
 
 
 class Meter(TorchDispatchMode):
-    """Counts the operators that are dispatched inside its `with` block.
-
-    Each operator is assumed to read its inputs and write its outputs once, as eager kernels do. Views and `empty` move
-    no bytes.
-    """
+    """Counts the operators that are dispatched inside its `with` block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -38,11 +26,8 @@ class Meter(TorchDispatchMode):
         """Peak memory of operator outputs, tensors passed to `hold` and flash attention's scratch, by device."""
         self.matmul_flops = 0
         self.attention_flops = 0
-        self.elementwise_bytes = 0
-        """Bytes moved by operators that are neither matmuls nor flash attention."""
         self._alive_bytes = Counter[str]()
         self._alive: set[int] = set()
-        self._is_fused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,10 +40,11 @@ class Meter(TorchDispatchMode):
         if name == "_flash_attention_backward":
             self._count_peak(args[1].device, flash_scratch_bytes(args))
         out = func(*args, **kwargs)
-        outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        if func.namespace == "aten":
-            self._count(func, name, args, kwargs, inputs, outputs, out)
-        self.hold(*outputs)
+        if name in ATTENTION:
+            self.attention_flops += attention_flops(name, args)
+        elif func._overloadpacket in flop_registry:
+            self.matmul_flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        self.hold(*(x for x in tree_leaves(out) if isinstance(x, torch.Tensor)))
         return out
 
     def observe(self, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
@@ -79,54 +65,9 @@ class Meter(TorchDispatchMode):
         name = str(device)
         self.peak_bytes[name] = max(self.peak_bytes[name], self._alive_bytes[name] + scratch_bytes)
 
-    def fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function and count the bytes that compiled kernels would move.
-
-        Pass this method to `mtptrain.utils.compile.fused_through`.
-
-        In the forward and backward pass, compiled kernels read the arguments and write the results. Among intermediate
-        tensors, only the inputs and outputs of matmuls reach memory.
-        """
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, torch.Tensor)):
-            out = _Fused.apply(self, partial(function, **kwargs), *args)  # type: ignore[no-untyped-call]
-        else:
-            with self.fusing():
-                out = function(*args, **kwargs)
-        self.elementwise_bytes += sum(
-            num_bytes_of(x) for x in [*tensors, *tree_leaves(out)] if isinstance(x, torch.Tensor)
-        )
-        return out
-
-    @contextmanager
-    def fusing(self) -> Iterator[None]:
-        """Counts only what matmuls read and write inside this context; the caller adds arguments and results."""
-        self._is_fused = True
-        try:
-            yield
-        finally:
-            self._is_fused = False
-
     def _release(self, key: int, device: str, num_bytes: int) -> None:
         self._alive.discard(key)
         self._alive_bytes[device] -= num_bytes
-
-    def _count(self, func: Any, name: str, args: Any, kwargs: Any, inputs: Any, outputs: Any, out: Any) -> None:
-        if (
-            func.is_view
-            or not outputs
-            or name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh"))
-        ):
-            return
-        num_bytes = _moved(name, inputs, outputs)
-        if name in ATTENTION:
-            self.attention_flops += attention_flops(name, args)
-        elif func._overloadpacket in flop_registry:
-            self.matmul_flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            if self._is_fused:
-                self.elementwise_bytes += num_bytes_of(inputs[-2]) + sum(map(num_bytes_of, outputs))
-        elif not self._is_fused:
-            self.elementwise_bytes += num_bytes
 
 
 @cache
@@ -137,39 +78,6 @@ def _is_composite(func: Any) -> bool:
         and func._overloadpacket not in flop_registry
         and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit)
     )
-
-
-class _Fused(torch.autograd.Function):
-    """A function whose forward and backward passes each count as one kernel.
-
-    Weights that the function uses without taking them as arguments get gradients too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
-        ctx.meter, ctx.args = (
-            meter,
-            [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args],
-        )
-        with torch.enable_grad(), meter.fusing():
-            ctx.out = function(*ctx.args)
-        return tuple(x.detach() for x in ctx.out) if isinstance(ctx.out, tuple) else ctx.out.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        outs = ctx.out if isinstance(ctx.out, tuple) else (ctx.out,)
-        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-        with ctx.meter.fusing():
-            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        arg_grads = [x.grad if isinstance(x, torch.Tensor) else None for x in ctx.args]
-        moved = [
-            *(grad for _, grad in pairs),
-            *(x for x in ctx.args if isinstance(x, torch.Tensor)),
-            *(x for x in arg_grads if x is not None),
-        ]
-        ctx.meter.elementwise_bytes += sum(map(num_bytes_of, moved))
-        ctx.out = ctx.args = None
-        return None, None, *arg_grads
 
 
 def attention_flops(name: str, args: Any) -> int:
@@ -215,19 +123,6 @@ def _lengths(offsets: torch.Tensor, longest: int) -> list[int]:
         return [longest] * (len(offsets) - 1)
     with unset_fake_temporarily():
         return offsets.diff().tolist()
-
-
-def _moved(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    written = sum(map(num_bytes_of, outputs))
-    if name in WRITING:
-        return written
-    if name == "copy_":
-        return num_bytes_of(inputs[1]) + written
-    if name in PART_READING:
-        return 2 * written + sum(map(num_bytes_of, inputs[1:]))
-    if name in ("index_put_", "index_put"):
-        return sum(map(num_bytes_of, inputs[1:])) + num_bytes_of(inputs[-1])
-    return sum(map(num_bytes_of, inputs)) + written
 
 
 def num_bytes_of(x: torch.Tensor) -> int:

@@ -2,13 +2,14 @@
 
 import json
 import math
-import statistics
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from mtptrain.serving.server_process import WorkerProcess
 from mtptrain.utils.errors import UserError
@@ -51,16 +52,7 @@ class Spread:
         """Returns the spread of times in seconds; zeros if there are none."""
         if not seconds:
             return cls(0.0, 0.0, 0.0)
-        ordered = sorted(seconds)
-        return cls(1e3 * statistics.fmean(ordered), 1e3 * quantile(ordered, 0.5), 1e3 * quantile(ordered, 0.99))
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns a quantile of sorted values, with linear interpolation as in `numpy.percentile`."""
-    position = share * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+        return cls(*(1e3 * float(each) for each in (np.mean(seconds), *np.percentile(seconds, [50, 99]))))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,17 +170,8 @@ class VllmProcess:
     """Runs vLLM in a new process for each list of prompts."""
 
     python: str | None
-    target_dir: Path
-    speculative_config: dict[str, Any]
-    """vLLM's `--speculative-config`."""
-    hf_overrides: dict[str, Any] | None
-    dtype: str
-    max_model_len: int
-    kv_cache_memory_bytes: int | None
-    tensor_parallel_size: int
-    """Number of GPUs that the engine uses."""
-    device_type: str
-    """`cuda` if this process has a GPU: the engine then refuses to run on CPUs."""
+    job: GenerateJob
+    """The engine's settings; its prompts are replaced."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
@@ -190,23 +181,10 @@ class VllmProcess:
         Raises:
             UserError: the interpreter does not exist, or vLLM is not installed for it, or the engine failed.
         """
-        job = GenerateJob(
-            name="vllm",
-            target_dir=str(self.target_dir),
-            prompts=prompts,
-            max_new_tokens=max_new_tokens,
-            max_model_len=self.max_model_len,
-            speculative_config=self.speculative_config,
-            hf_overrides=self.hf_overrides,
-            stop_token_ids=stop_token_ids,
-            dtype=self.dtype,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            tensor_parallel_size=self.tensor_parallel_size,
-            device_type=self.device_type,
-        )
+        job = replace(self.job, prompts=prompts, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
         (run,) = generate([job], self.python)
         if run.error:
-            head_dir = self.speculative_config.get("model")  # None if the export also holds the target
-            served = self.target_dir if head_dir is None else f"{head_dir} for {self.target_dir}"
+            head_dir = (job.speculative_config or {}).get("model")  # None if the export also holds the target
+            served = job.target_dir if head_dir is None else f"{head_dir} for {job.target_dir}"
             raise UserError(f"vLLM: must serve {served}, but raised:\n{run.error}")
         return run

@@ -234,8 +234,6 @@ class BenchConfig:
     """Runs of each candidate; the fastest counts."""
     read_tokens: int = at_least(8192, default=32_768)
     """Size in tokens of the store for the read benchmark."""
-    open_tokens: int = at_least(8192, default=1_000_000)
-    """Size in tokens of the store for the open benchmark."""
     hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
     """Hidden sizes of the targets in eval.bench.train. Their MLPs are 2.75 times as wide, their attention heads have 64
     dimensions, and four query heads share a key head."""
@@ -254,9 +252,9 @@ class BenchConfig:
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32], metadata=each_at_least(1))
     """Numbers of prompts that eval.bench.decode decodes together."""
     draft_depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=each_at_least(1))
-    """Values of K in eval.bench.decode and eval.bench.heads."""
+    """Values of K in eval.bench.decode."""
     decode_prompts: int = at_least(1, default=32)
-    """Number of prompts that eval.bench.decode measures; its prediction uses as many other prompts."""
+    """Number of prompts that eval.bench.decode measures."""
     out: str | None = None
     """JSON file for the figures."""
 

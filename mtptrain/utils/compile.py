@@ -22,7 +22,6 @@ RECOMPUTE = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
 """Options that make Inductor recompute a value wherever it is read instead of writing it to memory."""
 
 _is_on = False
-_through: Callable[..., Any] | None = None
 
 
 def set_compilation(on: bool) -> None:
@@ -40,17 +39,6 @@ def eager() -> Iterator[None]:
         yield
     finally:
         set_compilation(before)
-
-
-@contextmanager
-def fused_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Run `fused` functions as `call(function, *args)` inside this context, for example to count their cost."""
-    global _through
-    _through = call
-    try:
-        yield
-    finally:
-        _through = None
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
@@ -86,9 +74,6 @@ def _fused(function: Callable[P, R], gpu_options: dict[str, Any] | None) -> Call
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _through is not None:
-            result: R = _through(function, *args, **kwargs)
-            return result
         if not _is_on:
             return function(*args, **kwargs)
         is_on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in args)

@@ -40,18 +40,14 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils import compile as fusing
+from tests.cuda import fake_cuda
 from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel, bytes_per_element
 
 H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    total_memory=85 * 10**9,
-    multi_processor_count=132,
+    **vars(fake_cuda.H100),
     max_threads_per_multi_processor=2048,
     max_threads_per_block=1024,
     regs_per_multiprocessor=65536,
-    warp_size=32,
     shared_memory_per_block=49152,
     shared_memory_per_block_optin=232448,
     shared_memory_per_multiprocessor=233472,
@@ -199,15 +195,7 @@ def fake_head(name: str, draft_vocab_size: int | None) -> Head:
     """Builds a head for TARGET with fake bf16 weights on the pretended GPU."""
     settings = {"draft_vocab_size": draft_vocab_size, "fc_norm": True} if name == "eagle3" else {}
     head = build_head(HEADS[name].Config(ttt_steps=NUM_DEPTHS, **settings), TARGET)
-    for module in head.modules():
-        for key, weight in module._parameters.items():
-            if weight is not None:
-                module._parameters[key] = torch.nn.Parameter(
-                    torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda")
-                )
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+    fake_cuda.place(head, "cuda")
     return head
 
 

@@ -15,16 +15,6 @@ def test_a_backward_pass_runs_over_two_devices() -> None:
     assert far.grad is not None and str(far.grad.device) == "cuda:1"
 
 
-def test_outside_there_is_no_accelerator_and_tensors_have_data() -> None:
-    with fake_cuda():
-        assert torch.accelerator.current_accelerator() == torch.device("cuda")
-    assert torch.accelerator.current_accelerator() is None
-    assert not torch.cuda.is_available()
-    x = torch.ones(3, requires_grad=True)
-    (2 * x).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [2, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("call", "operator"),
     [
@@ -60,15 +50,13 @@ def test_what_does_not_wait_is_not_counted() -> None:
     assert not meter.syncs
 
 
-def test_bytes_and_flops_are_those_of_the_formulas() -> None:
+def test_flops_are_those_of_the_formula() -> None:
     with fake_cuda(), Meter() as meter:
         x = torch.empty(16, 32, device="cuda", dtype=torch.bfloat16)
         weight = torch.empty(64, 32, device="cuda", dtype=torch.bfloat16)
         with torch.inference_mode():
-            y = torch.nn.functional.linear(x, weight)
-        y.float()
+            torch.nn.functional.linear(x, weight)
     assert meter.matmul_flops == 2 * 16 * 32 * 64
-    assert meter.elementwise_bytes == 16 * 64 * (2 + 4)
 
 
 def test_memory_is_counted_by_device_while_it_is_alive() -> None:

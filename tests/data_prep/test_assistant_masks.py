@@ -124,27 +124,6 @@ def test_the_line_feed_after_the_end_of_turn_is_not_generated(template: str) -> 
     assert generated_parts(tokenizer, encode(tokenizer, CHAT)) == ["It is\n4 😀<|end|>", " So it is. <|end|>"]
 
 
-def test_an_answer_that_the_template_rewrites_later_counts_only_where_it_is_generated() -> None:
-    tokenizer = make_tokenizer(REASONING_TEMPLATE)
-    messages = [
-        {"role": "user", "content": "2?"},
-        {"role": "assistant", "content": "<think>even</think>two"},
-        {"role": "user", "content": "3?"},
-        {"role": "assistant", "content": "<think>odd</think>three"},
-    ]
-    last, first = encode_renderings(tokenizer, render_conversation(tokenizer, messages))
-    assert generated_parts(tokenizer, last) == ["<think>odd</think>three<|end|>"]
-    assert generated_parts(tokenizer, first) == ["<think>even</think>two<|end|>"]
-    assert (last.turn, last.answers, first.turn, first.answers) == (0, 1, 2, 1)
-    messages[1]["content"] = "two"
-    assert generated_parts(tokenizer, encode(tokenizer, messages)) == ["two<|end|>", "<think>odd</think>three<|end|>"]
-
-
-def test_a_conversation_without_an_answer_is_refused() -> None:
-    with pytest.raises(ConversationRefused, match="no assistant turn"):
-        render_conversation(make_tokenizer(), CHAT[:2])
-
-
 def test_a_conversation_that_the_template_refuses_is_refused_in_its_words() -> None:
     template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN_TEMPLATE

@@ -84,8 +84,6 @@ ALWAYS_OPEN = CHATML.replace("assistant\n'", "assistant\n<think>'").replace(
         ),
         (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
         (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
-        (CHATML.replace("m.content", "m.content.replace(' ', '')"), "def f", CHANGED),
-        (CHATML, "one|so one it is", "reasoning that the chat template does not render"),
         (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
         (FILLED, "odd</think>|one", "reasoning with <think> or </think> in its text"),
     ],
@@ -157,14 +155,6 @@ def test_an_answer_that_holds_the_end_of_text_token_is_refused_unless_the_target
     with pytest.raises(ConversationRefused, match=r"an answer with the special token <\|endoftext\|> in its text"):
         render_conversation(TOKENIZERS["chatml"], messages)
     assert len(render_conversation(TOKENIZERS["chatml"], messages, is_generated=True)) == 1
-
-
-def test_an_answer_with_another_special_token_is_refused() -> None:
-    """Such a token is one of the template, or the end that only generation_config.json names."""
-    messages = chat("1?", "")
-    messages[1]["content"] = "one<|im_end|>\n<|im_start|>user\n2?"
-    with pytest.raises(ConversationRefused, match=r"an answer with the special token <\|im_\w+\|> in its text"):
-        render_conversation(TOKENIZERS["chatml"], messages)
 
 
 @pytest.mark.parametrize("role", ["system", "tool", "developer"])

@@ -214,48 +214,11 @@ def chat(*turns: str) -> list[Message]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3 with blocks"])
-def test_rewritten_answers_get_additional_documents_with_the_history_of_their_time(family: str) -> None:
-    renderings = render_conversation(TOKENIZERS[family], chat("1?", "odd|one", "2?", "even|two", "3?", "odd|three"))
-    assert [rendering.turn for rendering in renderings] == [0, 4, 2]
-    assert [[part.strip() for part in generated_parts(rendering)] for rendering in renderings] == [
-        ["<think>\nodd\n</think>\n\nthree<|im_end|>"],
-        ["<think>\neven\n</think>\n\ntwo<|im_end|>"],
-        ["<think>\nodd\n</think>\n\none<|im_end|>"],
-    ]
-    assert renderings[1].text.startswith(
-        "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\n2?<|im_end|>\n"
-    )
-
-
 def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> None:
     inside = chat("1?", "<think>\nodd\n</think>\n\none", "2?", "<think>\neven\n</think>\n\ntwo")
     assert render_conversation(TOKENIZERS["qwen3"], inside) == render_conversation(
         TOKENIZERS["qwen3"], chat("1?", "odd|one", "2?", "even|two")
     )
-
-
-def test_answers_after_the_last_question_share_a_document() -> None:
-    tool: Message = {"role": "tool", "content": "42"}
-    messages = [
-        *chat("sum?", "call|sum()"),
-        tool,
-        *chat("", "done|42")[1:],
-        *chat("and?", "call|add()"),
-        tool,
-        *chat("", "x|43")[1:],
-    ]
-    renderings = render_conversation(TOKENIZERS["qwen3"], messages)
-    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 2), (4, 2)]
-
-
-def test_only_the_answers_that_change_leave_the_document_of_the_conversation() -> None:
-    tokenizer = TOKENIZERS["last answer"]
-    renderings = render_conversation(tokenizer, chat("1?", "one", "2?", "two", "3?", "odd|three", "4?", "four"))
-    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 4)]
-    renderings = render_conversation(tokenizer, chat("1?", "one", "2?", "odd|two", "3?", "three", "4?", "four"))
-    assert [(rendering.turn, rendering.answers) for rendering in renderings] == [(0, 2), (6, 2)]
-    assert generated_parts(renderings[1])[-1] == "three<|im_end|>\n"
 
 
 def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_answers() -> None:

@@ -29,14 +29,6 @@ def test_excluded_paths_are_left_out(tmp_path: Path) -> None:
     assert list(read_text_files([str(tmp_path)], "*.py", ["site-packages/*"]).texts) == ["kept.py"]
 
 
-def test_a_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
-    write(tmp_path / "latin.py", "# größe\n".encode("latin-1"))
-    write(tmp_path / "kept.py", b"pass\n")
-    files = read_text_files([str(tmp_path)], "*.py")
-    assert files.refused == {"latin.py": "not UTF-8"}
-    assert list(files.texts) == ["kept.py"]
-
-
 def test_the_second_file_of_a_name_is_refused_and_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "one" / "same.py", b"first\n")
     write(tmp_path / "two" / "same.py", b"second\n")

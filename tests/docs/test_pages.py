@@ -17,8 +17,6 @@ from torch.distributed.run import get_args_parser
 from mtptrain.command_line.stages import STAGES
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads import HEADS
-from tests.conftest import TINY_SETTINGS, write_text_files
-from tests.programs import run_ranks
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -180,25 +178,6 @@ def test_commands_of_a_page_compose(page: str, tmp_path: Path) -> None:
                 check_call(call)
             except (Exception, SystemExit) as error:
                 raise AssertionError(f"{page}: {' '.join(call)}: {error}") from error
-
-
-def test_the_first_stages_run_as_the_pages_say(tmp_path: Path, tiny_target: Path) -> None:
-    """Runs the commands of the first shell blocks of data.md and hidden_states.md on a tiny target."""
-    small = [*TINY_SETTINGS, f"target.path={tiny_target}", f"prompts.paths=[{write_text_files(tmp_path / 'files')}]"]
-    blocks = [*shell_blocks("docs/data.md")[:1], *shell_blocks("docs/hidden_states.md")[:1]]
-    commands = []
-    for number, block in enumerate(blocks):
-        (tmp_path / str(number)).mkdir()
-        commands += [call[1:] for call in calls_of(block, tmp_path / str(number)) if call[0] == "mtptrain"]
-    assert {command[0] for command in commands} == {"prompts", "hidden-states"}
-    for stage, *overrides in commands:
-        kept = [override for override in overrides if not override.startswith("run_dir=")]
-        run_dir = tmp_path / ("run" if kept == overrides else "other")
-        result = run_ranks("mtptrain", [stage, *kept, *small, f"run_dir={run_dir}"])
-        assert result.returncode == 0, f"{stage} {overrides}\n{result.stderr[-3000:]}"
-    assert (tmp_path / "run/prompts/manifest.json").is_file() and (
-        tmp_path / "run/hidden_states/manifest.json"
-    ).is_file()
 
 
 # docs/add_a_head.md names the files and settings of a head that its reader is about to write.

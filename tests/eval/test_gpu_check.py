@@ -12,7 +12,7 @@ import torch
 
 from eval.checks import numerics
 from eval.checks.findings import Finding, Outcome, Row, at_most, run_check, skipped
-from eval.checks.pipeline import Stages, run_in_process
+from eval.checks.pipeline import Stages
 from eval.gpu_check import COMMON, SIZES, checks_of, forwarded, report, run_all
 from mtptrain.config import CheckSize
 from mtptrain.heads.attention.training import depth_attention
@@ -27,21 +27,17 @@ SMALL = (
     "prompts.validation_fraction=0.2",
     "acceptance.prompt_tokens=32",
     "serving.python=/nowhere",
-    "bench.peer_python=/nowhere",
 )
 NEEDS_MORE = {
     "extraction by vLLM",
     "extraction by vLLM, tensor parallel",
     "served by vLLM",
-    "training step, compared with vLLM Speculators",
 }
 """Names of the checks that need another Python environment, and are skipped here."""
 
 
 def run_quickly(program: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    """Runs a program in forks, which start faster. The step benchmark needs a new process without compilation."""
-    if program == "eval.bench.train":
-        return run_in_process(program, arguments, num_ranks)
+    """Runs a program in forks, which start faster."""
     module, *stage = program.split()
     return run_ranks(module, [*stage, *arguments], num_ranks)
 
@@ -68,7 +64,6 @@ def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
     assert report(rows, tmp_path / "gpu_check", CPU) == 0
     printed = capsys.readouterr().out
     assert "*** SKIPPED served by vLLM: vLLM IS NOT INSTALLED: serving.python: must be a Python with vLLM" in printed
-    assert "*** SKIPPED training step, compared with vLLM Speculators: SPECULATORS IS NOT INSTALLED" in printed
     written = json.loads((tmp_path / "gpu_check/report.json").read_text())
     assert written["failed"] == 0 and [row["name"] for row in written["rows"]] == [row.name for row in rows]
 

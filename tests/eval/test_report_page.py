@@ -1,13 +1,11 @@
-"""Tests the page of a measurement: the order of its parts, its verdict, plots and coloured example answers."""
+"""Tests the page of a measurement: the order of its parts, its verdict, plots and example answers."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from eval.examples import coloured, examples, is_accepted
+from eval.examples import examples, is_accepted
 from eval.measurement import DecodedPrompt, Measured
 from eval.report_page import best_draft_depths, render_page, verdict
 from mtptrain.decoding.acceptance import has_loop
@@ -46,10 +44,6 @@ def test_examples_are_whole_answers_whose_accepted_drafts_are_marked() -> None:
     assert shown[1]["prompt"] == "to mid: "
     assert shown[1]["pieces"] == [("a", False), ("b", True), ("c", False), ("d", True), ("ef", False)]
     assert "".join(text for text, _ in shown[2]["pieces"]) == HOSTILE
-    console = Console(force_terminal=True, color_system="truecolor", width=80)
-    with console.capture() as capture:
-        console.print(coloured(shown[1]))
-    assert re.search(r"48;2;166;223;180mb\x1b", capture.get()) and not re.search(r"48;2;166;223;180mc", capture.get())
 
 
 def test_the_result_comes_first_and_the_settings_last_and_text_is_escaped(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
 from mtptrain.serving.depth_choice import (
-    adaptive_steps,
     best_fixed_num_drafts,
     best_num_drafts,
     per_batch_size,
@@ -55,10 +54,6 @@ def test_ranges_of_batch_sizes_start_at_1_and_have_no_gaps(best: dict[int, int],
     assert per_batch_size(best) == ranges
     for size, depth in best.items():
         assert [k for first, last, k in ranges if first <= size <= last] == [depth]
-
-
-def test_sglang_has_one_candidate_at_each_measured_size() -> None:
-    assert adaptive_steps({8: 0, 1: 3}) == {"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [0]}}
 
 
 def test_one_k_for_all_sizes_has_the_largest_geometric_mean() -> None:

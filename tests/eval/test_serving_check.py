@@ -30,21 +30,6 @@ def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
         read_serving_facts(tmp_path, "vllm", "of this run")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[1]", "must hold a JSON object, but holds a list"),
-        ("{}", "must have the entries engine, method, .* but lacks engine"),
-        ("[" * 100_000, "must be JSON, but is nested too deep to be read"),
-    ],
-    ids=["list", "empty", "nested"],
-)
-def test_damaged_facts_of_an_export_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "serving.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"serving\.json: {message}; run mtptrain export again"):
-        read_serving_facts(tmp_path, "vllm", "of this run")
-
-
 FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256": "before"}
 
 

@@ -104,16 +104,12 @@ def test_a_benchmark_replaces_only_its_own_figures(tmp_path: Path, content: str,
         make_config(f"bench.out={path}")
 
 
-def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train").write_text("mine")
-    with pytest.raises(ValueError, match=r"^run_dir: \S+/train must be new, .* but is a file; move"):
-        check_stage_dir(tmp_path / "train")
-
-
-def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train").symlink_to(tmp_path / "absent")
-    with pytest.raises(ValueError, match=r"^run_dir: \S+/train must be new, .* but is a link to nothing; move"):
-        check_stage_dir(tmp_path / "train")
+def test_a_path_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    for name, found in (("file", "is a file"), ("link", "is a link to nothing")):
+        with pytest.raises(ValueError, match=rf"^run_dir: \S+/{name} must be new, .* but {found}; move"):
+            check_stage_dir(tmp_path / name)
 
 
 def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:

@@ -22,10 +22,13 @@ from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
+from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.vllm_client import EngineRun, GenerateJob
+from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import free_port
+from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
 from tests.serving.cases import BF16_CASES, BROKEN_CASES, CASES, CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case
 from tests.serving.served_directories.writing import make_head, make_served_target, write_served_head
 
@@ -198,6 +201,39 @@ def drafted_here(
         eos_token_ids=[EOS],
         batch_size=8,
     )
+
+
+Run = tuple[Path, tuple[str, ...]]
+
+
+@pytest.fixture(scope="session")
+def exported_run(
+    vllm_python: str,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Run]:
+    """Returns a function that makes the folder of a run with a trained and exported head, and the run's overrides."""
+
+    def make(*settings: str) -> Run:
+        directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
+        overrides = (
+            *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
+            f"run_dir={directory}",
+            f"target.path={target_dir}",
+            f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
+            "acceptance.prompt_tokens=32",
+            f"serving.python={vllm_python}",
+            *settings,
+        )
+        facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
+        save_head(directory / "train/best", head_of("mtp", "llama").state_dict(), make_config(*overrides).head, facts)
+        for module in ("data_prep.prompts", "mtptrain.export"):
+            result = run_program(module, *overrides)
+            assert result.returncode == 0, result.stderr[-3000:]
+        return directory, overrides
+
+    return make
 
 
 @contextmanager

@@ -1,10 +1,6 @@
 """Tests that `mtptrain responses` gets the same answers from `vllm serve` as from transformers, and can resume."""
 
 import json
-import os
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ from data_prep.prompts import prepare_prompts
 from data_prep.responses.__main__ import prepare_responses
 from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
-from tests.conftest import make_config, program_command
+from tests.conftest import make_config
 from tests.data_prep.speaking import make_speaking_target
 from tests.serving.conftest import vllm_server
 
@@ -97,25 +93,3 @@ def test_sampled_answers_of_vllm_depend_on_the_seed_alone(url: str, overrides: l
         respond(tmp_path / run, *sampled, *settings)
         texts[run] = (tmp_path / run / "responses/conversations.jsonl").read_text()
     assert texts["many"] == texts["one"] != texts["seed"]
-
-
-def test_a_killed_run_by_vllm_goes_on_and_ends_as_an_undisturbed_one(
-    url: str, overrides: list[str], tmp_path: Path
-) -> None:
-    greedy = [*overrides, f"responses.url={url}", "responses.concurrency=2"]
-    respond(tmp_path / "undisturbed", *greedy)
-    journal = tmp_path / "killed/responses/answers_00000.jsonl"
-    command = program_command("data_prep.responses", f"run_dir={tmp_path}/killed", *greedy)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert journal.read_bytes().count(b"\n") < NUM_CHATS
-    respond(tmp_path / "killed", *greedy)
-    for name in ("conversations.jsonl", "manifest.json", "failures.jsonl"):
-        assert (tmp_path / "killed/responses" / name).read_bytes() == (
-            tmp_path / "undisturbed/responses" / name
-        ).read_bytes()
-    assert not journal.exists()

@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mtptrain.convert.engine_settings import vllm_settings
-from mtptrain.heads.base import Head
-from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.serving.vllm_server import VllmServer
-from mtptrain.target.hub import weights_fingerprint
-from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
-from tests.programs import ROOT
-from tests.serving.conftest import OnDisk, vllm_server
+from tests.conftest import program_command, run_program
+from tests.programs import ROOT, is_running
+from tests.serving.conftest import OnDisk, Run, vllm_server
 
 NUM_PROMPTS, NUM_REQUESTS = 4, 6
 KEYS = {
@@ -38,34 +36,15 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def run(
-    vllm_python: str,
-    target_of: Callable[[str], OnDisk],
-    head_of: Callable[[str, str], Head],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, tuple[str, ...]]:
-    """Returns the folder of a run whose head is trained and exported, and the overrides of the run."""
-    directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
-    overrides = (
-        *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
-        f"run_dir={directory}",
-        f"target.path={target_dir}",
-        f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
-        "acceptance.prompt_tokens=32",
+def run(exported_run: Callable[..., Run]) -> Run:
+    return exported_run(
         f"acceptance.num_prompts={NUM_PROMPTS}",
         "acceptance.max_new_tokens=24",
-        f"serving.python={vllm_python}",
         "serving_bench.concurrency=[1,2]",
         f"serving_bench.num_requests={NUM_REQUESTS}",
         "serving_bench.warmup_requests=0",
         "serving_bench.ignore_eos=true",
     )
-    facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
-    save_head(directory / "train/best", head_of("mtp", "llama").state_dict(), make_config(*overrides).head, facts)
-    for module in ("data_prep.prompts", "mtptrain.export"):
-        result = run_program(module, *overrides)
-        assert result.returncode == 0, result.stderr[-3000:]
-    return directory, overrides
 
 
 STARTED = (
@@ -75,7 +54,7 @@ STARTED = (
 
 
 @pytest.fixture(scope="module")
-def started(run: tuple[Path, tuple[str, ...]]) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def started(run: Run) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Runs the program with engines that it starts, and returns the finished process and the report."""
     result = run_program("eval.serving_bench", *run[1], *STARTED)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -83,7 +62,7 @@ def started(run: tuple[Path, tuple[str, ...]]) -> tuple[subprocess.CompletedProc
 
 
 def test_every_engine_and_concurrency_has_a_complete_row(
-    run: tuple[Path, tuple[str, ...]], started: tuple[subprocess.CompletedProcess[str], dict[str, Any]]
+    run: Run, started: tuple[subprocess.CompletedProcess[str], dict[str, Any]]
 ) -> None:
     result, report = started
     rows = report["rows"]
@@ -106,7 +85,7 @@ def test_every_engine_and_concurrency_has_a_complete_row(
 
 
 def test_the_counts_agree_with_the_tokens_that_clients_received(
-    run: tuple[Path, tuple[str, ...]], started: tuple[subprocess.CompletedProcess[str], dict[str, Any]]
+    run: Run, started: tuple[subprocess.CompletedProcess[str], dict[str, Any]]
 ) -> None:
     for row in started[1]["rows"]:
         if row["num_speculative_tokens"] == 0:
@@ -125,7 +104,7 @@ def test_the_counts_agree_with_the_tokens_that_clients_received(
 
 
 @pytest.fixture(scope="module")
-def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
+def server(run: Run, vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
     """Yields the address of a vLLM server whose K is 3 for one request, 1 for two requests and 0 for three."""
     export = run[0] / "export/vllm"
     speeds = {1: {0: 10.0, 1: 11.0, 3: 12.0}, 2: {0: 10.0, 1: 11.0, 3: 9.0}, 3: {0: 10.0, 1: 9.0, 3: 9.0}}
@@ -137,7 +116,7 @@ def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Calla
 
 
 def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_counters(
-    run: tuple[Path, tuple[str, ...]], server: str, tmp_path: Path
+    run: Run, server: str, tmp_path: Path
 ) -> None:
     before = VllmServer(server).counters()
     result = run_program("eval.serving_bench", *run[1], f"serving.url={server}", f"serving_bench.output_dir={tmp_path}")
@@ -163,7 +142,7 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
     ],
 )
 def test_a_server_that_cannot_be_compared_is_refused(
-    run: tuple[Path, tuple[str, ...]],
+    run: Run,
     server: str,
     target_of: Callable[[str], OnDisk],
     tmp_path: Path,
@@ -177,7 +156,7 @@ def test_a_server_that_cannot_be_compared_is_refused(
 
 
 def test_the_engines_break_even_is_measured_with_a_random_head_and_used_after_training(
-    run: tuple[Path, tuple[str, ...]], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     settings = (*run[1], "serving_bench.break_even=true", "serving_bench.num_speculative_tokens=[3]")
     result = run_program("eval.serving_bench", *settings, "serving_bench.server_args=[--enforce-eager]")
@@ -199,14 +178,14 @@ def test_the_engines_break_even_is_measured_with_a_random_head_and_used_after_tr
         assert row["predicted_speed_up"] == (expected and pytest.approx(expected))
 
 
-def test_a_missing_export_is_refused_before_an_engine_starts(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+def test_a_missing_export_is_refused_before_an_engine_starts(run: Run, tmp_path: Path) -> None:
     settings = (f"serving.head_dir={tmp_path}", f"serving_bench.output_dir={tmp_path}/bench")
     result = run_program("eval.serving_bench", *run[1], *settings)
     assert result.returncode == 1 and "serving.json: must exist, but does not; run mtptrain export" in result.stderr
     assert not (tmp_path / "bench").exists()
 
 
-def test_an_engine_that_cannot_start_names_its_log(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_names_its_log(run: Run, tmp_path: Path) -> None:
     settings = (f"serving_bench.output_dir={tmp_path}", "serving_bench.server_args=[--no-such-argument]")
     result = run_program("eval.serving_bench", *run[1], *settings)
     assert result.returncode == 1
@@ -214,19 +193,20 @@ def test_an_engine_that_cannot_start_names_its_log(run: tuple[Path, tuple[str, .
     assert "--no-such-argument" in result.stderr
 
 
-def test_ctrl_c_ends_every_process(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+def test_ctrl_c_ends_every_process(run: Run, tmp_path: Path) -> None:
     command = program_command("eval.serving_bench", *run[1], *STARTED, f"serving_bench.output_dir={tmp_path}")
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: "EngineCore" in read(tmp_path / "server_K0.log"))
-        groups = {os.getpgid(pid) for pid in descendants(process.pid)} - {os.getpgid(process.pid)}
+        children = psutil.Process(process.pid).children(recursive=True)
+        groups = {os.getpgid(each.pid) for each in children} - {os.getpgid(process.pid)}
         assert len(groups) == 2, "the server and the load generator must each have a process group"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     finally:
         process.kill()
     assert process.stderr is not None and "stopped by Ctrl-C" in process.stderr.read()
-    wait_until(lambda: not any(members(group) for group in groups))
+    wait_until(lambda: not any(is_running(each.pid) for each in children))
 
 
 def read(path: Path) -> str:
@@ -238,25 +218,3 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 120) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def status(pid: str) -> list[str]:
-    """Returns the state, parent and process group of a process, and the later fields of /proc/PID/stat."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ["X", "0", "0"]
-
-
-def all_processes() -> dict[int, list[str]]:
-    found = {int(path.name): status(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
-    return {pid: fields for pid, fields in found.items() if fields[0] not in "XZ"}
-
-
-def members(group: int) -> list[int]:
-    return [pid for pid, fields in all_processes().items() if int(fields[2]) == group]
-
-
-def descendants(pid: int) -> list[int]:
-    children = [child for child, fields in all_processes().items() if int(fields[1]) == pid]
-    return [*children, *(each for child in children for each in descendants(child))]

@@ -9,43 +9,18 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mtptrain.heads.base import Head
-from mtptrain.heads.files import TARGET_WEIGHTS, save_head
-from mtptrain.target.hub import weights_fingerprint
-from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
+from tests.conftest import run_program
 from tests.sealed import describe_again
-from tests.serving.conftest import OnDisk, vllm_server
+from tests.serving.conftest import OnDisk, Run, vllm_server
 
 
 @pytest.fixture(scope="module")
-def run(
-    vllm_python: str,
-    target_of: Callable[[str], OnDisk],
-    head_of: Callable[[str, str], Head],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, tuple[str, ...]]:
-    """Returns the folder of a run with a trained and exported head, and the run's overrides."""
-    directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
-    overrides = (
-        *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
-        f"run_dir={directory}",
-        f"target.path={target_dir}",
-        f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
-        "acceptance.prompt_tokens=32",
-        "acceptance.num_prompts=12",
-        "acceptance.max_new_tokens=32",
-        f"serving.python={vllm_python}",
-    )
-    facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
-    save_head(directory / "train/best", head_of("mtp", "llama").state_dict(), make_config(*overrides).head, facts)
-    for module in ("data_prep.prompts", "mtptrain.export"):
-        result = run_program(module, *overrides)
-        assert result.returncode == 0, result.stderr[-3000:]
-    return directory, overrides
+def run(exported_run: Callable[..., Run]) -> Run:
+    return exported_run("acceptance.num_prompts=12", "acceptance.max_new_tokens=32")
 
 
 @pytest.fixture(scope="module")
-def wrong_export(run: tuple[Path, tuple[str, ...]]) -> Path:
+def wrong_export(run: Run) -> Path:
     """Returns an export with one norm set to zero."""
     directory = shutil.copytree(run[0] / "export/vllm", run[0] / "export/wrong")
     tensors = load_file(directory / "model.safetensors")
@@ -55,7 +30,7 @@ def wrong_export(run: tuple[Path, tuple[str, ...]]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
+def server(run: Run, vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
     """Yields the address of a vLLM server that drafts with the exported head."""
     draft = {"method": "eagle", "model": str(run[0] / "export/vllm"), "num_speculative_tokens": 3}
     arguments = ["--speculative-config", json.dumps(draft), "--no-enable-chunked-prefill"]
@@ -64,11 +39,11 @@ def server(run: tuple[Path, tuple[str, ...]], vllm_python: str, target_of: Calla
         yield url
 
 
-def check(run: tuple[Path, tuple[str, ...]], output_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def check(run: Run, output_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return run_program("eval.serving_check", *run[1], f"serving.output_dir={output_dir}", *overrides)
 
 
-def test_a_served_export_counts_as_we_do(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+def test_a_served_export_counts_as_we_do(run: Run, tmp_path: Path) -> None:
     result = check(run, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
@@ -81,20 +56,20 @@ def test_a_served_export_counts_as_we_do(run: tuple[Path, tuple[str, ...]], tmp_
     assert "recipe=quickstart" in json.loads((tmp_path / "provenance.json").read_text())["argv"]
 
 
-def test_a_tensor_parallel_engine_counts_as_we_do(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+def test_a_tensor_parallel_engine_counts_as_we_do(run: Run, tmp_path: Path) -> None:
     result = check(run, tmp_path, "serving.tensor_parallel_size=2")
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["is_equal"] and report["theirs"]["rounds"] > 0
 
 
-def test_the_engine_is_asked_for_the_gpus_of_the_setting(run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> None:
+def test_the_engine_is_asked_for_the_gpus_of_the_setting(run: Run, tmp_path: Path) -> None:
     result = check(run, tmp_path, "serving.tensor_parallel_size=3")
     assert result.returncode != 0 and "must be divisible by tensor parallel size (3)" in result.stderr
 
 
 def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_that_differs(
-    run: tuple[Path, tuple[str, ...]], wrong_export: Path, tmp_path: Path
+    run: Run, wrong_export: Path, tmp_path: Path
 ) -> None:
     result = check(run, tmp_path, f"serving.head_dir={wrong_export}")
     assert result.returncode == 1
@@ -109,7 +84,7 @@ def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_t
 
 
 def test_in_bfloat16_acceptance_lengths_must_agree_within_2_percent(
-    run: tuple[Path, tuple[str, ...]], wrong_export: Path, tmp_path: Path
+    run: Run, wrong_export: Path, tmp_path: Path
 ) -> None:
     result = check(run, tmp_path, "acceptance.dtype=bfloat16")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -118,7 +93,7 @@ def test_in_bfloat16_acceptance_lengths_must_agree_within_2_percent(
     assert " %" in result.stdout and "but they differ in" in result.stderr
 
 
-def test_a_running_server_counts_as_we_do(run: tuple[Path, tuple[str, ...]], server: str, tmp_path: Path) -> None:
+def test_a_running_server_counts_as_we_do(run: Run, server: str, tmp_path: Path) -> None:
     for number in range(2):  # the server's counters do not start again from zero
         result = check(run, tmp_path / str(number), f"serving.url={server}/")
         assert result.returncode == 0, result.stderr[-3000:]
@@ -138,7 +113,7 @@ def test_a_running_server_counts_as_we_do(run: tuple[Path, tuple[str, ...]], ser
     ],
 )
 def test_a_server_that_does_something_else_is_refused(
-    run: tuple[Path, tuple[str, ...]], server: str, tmp_path: Path, override: str, message: str
+    run: Run, server: str, tmp_path: Path, override: str, message: str
 ) -> None:
     result = check(run, tmp_path, f"serving.url={server}", override)
     assert result.returncode != 0 and message in result.stderr

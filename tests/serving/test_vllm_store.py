@@ -1,9 +1,7 @@
 """Tests that vLLM's store has the layout and states of transformers' store, and the same bytes after killed runs."""
 
-import os
 import random
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.checks.processes import kill_tree
 from mtptrain.hidden_states.store import HiddenStore, verify
 from tests.conftest import TINY_SETTINGS, make_target, program_command, run_program, write_text_files
 
@@ -49,12 +48,6 @@ def extract(overrides: list[str], *more: str, num_ranks: int = 1) -> dict[str, b
     return {
         path.name: path.read_bytes() for path in sorted(store_dir(overrides).iterdir()) if path.name not in SEPARATE
     }
-
-
-def kill_with_children(pid: int) -> None:
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        kill_with_children(int(child))
-    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +92,7 @@ def test_runs_killed_at_random_moments_with_changing_ranks_leave_the_bytes_of_an
                 assert process.poll() is None, "the run ended before it was killed"
                 time.sleep(0.001)
             time.sleep(rng.uniform(0, 0.05))
-            kill_with_children(process.pid)
+            kill_tree(process.pid)
         killed_after.append(len(list(store_dir(overrides).glob("shard_*.safetensors"))))
         assert not (store_dir(overrides) / "manifest.json").exists(), "the run finished before it was killed"
     assert extract(overrides, "hidden_states.backend=vllm", num_ranks=2) == undisturbed

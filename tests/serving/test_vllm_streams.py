@@ -2,17 +2,17 @@
 
 import os
 import random
-import re
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -22,14 +22,12 @@ from mtptrain.hidden_states.extraction.vllm_streams import (
     ENVIRONMENT,
     VllmStreams,
     _Window,
-    cpu_cache_bytes,
     engine_environment,
     visible_devices,
 )
-from mtptrain.target.families import read_target_config
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
-from tests.programs import is_running
+from tests.programs import wait_until_ended
 
 LAYERS, LONGEST = (1, 2), 300
 SETTINGS = HiddenStatesConfig(dtype=Dtype.bfloat16, batch_tokens=256)
@@ -194,7 +192,7 @@ def check_end_in_the_midst_of_a_shard(
     with started_rank(target_dir, scratch_dir, python, tensor_parallel_size) as rank:
         assert rank.stdout is not None and select.select([rank.stdout], [], [], HANGS_AFTER_S)[0], "the engine hangs"
         assert rank.stdout.readline() == b"100\n"  # the first shard is done
-        engine = children(str(rank.pid))
+        engine = psutil.Process(rank.pid).children(recursive=True)
         segments = shared_memory(engine)
         assert len(engine) >= tensor_parallel_size and bool(segments) == (tensor_parallel_size > 1)
         time.sleep(random.uniform(0, 1))
@@ -211,48 +209,33 @@ def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
 ) -> None:
     with started_rank(target_dir, tmp_path / "rank", vllm_python, 2) as rank:
         deadline = time.monotonic() + HANGS_AFTER_S
-        while sum(map(is_worker, engine := children(str(rank.pid)))) < 2:  # the workers exist, but are not ready
+        engine: list[psutil.Process] = []
+        while sum(map(is_worker, engine)) < 2:  # the workers exist, but are not ready
+            engine = psutil.Process(rank.pid).children(recursive=True)
             assert rank.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
-        for pid in engine:
-            if is_worker(pid):
-                os.kill(int(pid), signal.SIGSTOP)  # a stopped worker cannot end by itself
+        for process in filter(is_worker, engine):
+            process.suspend()  # a stopped worker cannot end by itself
     wait_for_end(engine)
 
 
-def shared_memory(pids: list[str]) -> set[Path]:
+def shared_memory(engine: list[psutil.Process]) -> set[Path]:
     """Returns the shared memory that an engine and its workers use, and that no other process would remove."""
-    return set(
-        map(Path, re.findall(r"/dev/shm/psm_\w+", "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)))
-    )
+    mapped = (mapping.path for process in engine for mapping in process.memory_maps())
+    return {Path(path) for path in mapped if path.startswith("/dev/shm/psm_")}
 
 
-def is_worker(pid: str) -> bool:
+def is_worker(process: psutil.Process) -> bool:
     """Returns whether a process was forked by an engine's process, so that both have the same command line."""
-    try:
-        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-        return b"vllm_worker.py" in (command := command_line(pid)) and command == command_line(parent)
-    except FileNotFoundError:
-        return False
+    with suppress(psutil.NoSuchProcess):
+        command, parent = process.cmdline(), process.parent()
+        return any("vllm_worker.py" in word for word in command) and parent is not None and command == parent.cmdline()
+    return False
 
 
-def command_line(pid: str) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def wait_for_end(pids: list[str]) -> None:
-    deadline = time.monotonic() + 60
-    while (left := list(filter(is_running, pids))) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for pid in left:
-        os.kill(int(pid), signal.SIGKILL)
-    assert not left
-
-
-def children(pid: str) -> list[str]:
-    """Returns all descendants of a process."""
-    found = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    return found + [grandchild for child in found for grandchild in children(child)]
+def wait_for_end(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        wait_until_ended(process.pid, timeout_s=60)
 
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
@@ -302,13 +285,3 @@ def test_an_engine_has_one_thread_and_no_part_in_the_group_of_ranks() -> None:
     assert (
         found == {"HOME": "/home", "CUDA_VISIBLE_DEVICES": "1", **ENVIRONMENT} and ENVIRONMENT["OMP_NUM_THREADS"] == "1"
     )
-
-
-def test_the_cache_on_a_cpu_has_room_for_two_batches_in_blocks_shared_with_hidden_states(target_dir: Path) -> None:
-    # The target has 2 layers with 2 key/value heads of 64. A page holds 128 tokens of 2 * 2 * 64 numbers each.
-    config = read_target_config(target_dir)
-    page_bytes, blocks_of_ends = 128 * 2 * 2 * 64 * 2, 4 * 65
-    kv_blocks, state_blocks = 2 * (256 + 256) // 128, 2 * (256 + 256) // 128
-    found = cpu_cache_bytes(config, num_streams=2, itemsize=2, max_model_len=256, batch_tokens=256)
-    assert found == (kv_blocks + state_blocks + blocks_of_ends) * page_bytes * 2
-    assert cpu_cache_bytes(config, 8, 2, 256, 256) == (kv_blocks + 2 * state_blocks + blocks_of_ends) * page_bytes * 2

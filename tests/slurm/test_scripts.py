@@ -207,12 +207,6 @@ def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["recipe=quickstart"], "prompts process, hidden_states ranks, train ranks, acceptance ranks, export process"),
-        (
-            ["recipe=quickstart_eagle3", "prompts.source=responses"],
-            "responses ranks, prompts process, draft_vocab process, hidden_states ranks, train ranks, acceptance "
-            "ranks, export process",
-        ),
         (
             ["recipe=quickstart", "prompts.source=responses", "responses.url=http://localhost:8000/v1"],
             "responses server, prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
@@ -220,10 +214,6 @@ def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(
         (
             ["recipe=quickstart", "train.validation_prompts=0"],
             "prompts process, hidden_states ranks, train ranks, choose_head ranks, acceptance ranks, export process",
-        ),
-        (
-            ["recipe=quickstart", "train.validation_prompts=0", "train.validate_every=0"],
-            "prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
         ),
     ],
 )

@@ -8,13 +8,6 @@ import torch
 
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
-from mtptrain.decoding.acceptance import generate_in_batches
-from mtptrain.decoding.draft import Drafter
-from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
-from mtptrain.decoding.sampler import Sampler
-from mtptrain.heads.files import build_head
-from mtptrain.heads.mtp import MtpHead
-from mtptrain.target.families import eos_token_ids
 from mtptrain.target.hub import DEMO_DIR, load_tokenizer
 from mtptrain.target.model import Target, load_target
 from tests.conftest import make_config
@@ -82,46 +75,3 @@ def test_its_tokenizer_gives_back_every_text_and_starts_it_with_the_beginning_of
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == tokenizer.bos_token_id == 0
     assert tokenizer.decode(ids[1:]) == text
-
-
-@pytest.mark.parametrize("batch_size", [1, 8])
-def test_greedy_speculation_equals_plain_greedy_decoding_on_a_hundred_held_out_prompts(
-    target: Target, prompts: list[list[int]], batch_size: int
-) -> None:
-    torch.manual_seed(0)
-    drafters: list[Drafter] = [
-        HeadDrafter(build_head(MtpHead.Config(), target.config).eval(), target.parts, 3),
-        PromptLookupDrafter(3, min_ngram=1),
-    ]
-    accepted = []
-    for drafter in drafters:
-        generations = generate_in_batches(
-            target,
-            drafter,
-            prompts,
-            num_speculative_tokens=3,
-            max_new_tokens=32,
-            sampler=Sampler(),
-            eos_token_ids=eos_token_ids(target.config, target.model.generation_config),
-            batch_size=batch_size,
-        )
-        accepted.append(sum(sum(generation.accepted_at) for generation in generations))
-        for prompt, generation in zip(prompts, generations, strict=True):
-            assert generation.tokens == plain_greedy(target, tuple(prompt))
-    assert accepted[1] > 500, "equality proves little unless prompt lookup accepts many drafts"
-
-
-_greedy: dict[tuple[int, ...], list[int]] = {}
-
-
-def plain_greedy(target: Target, prompt: tuple[int, ...]) -> list[int]:
-    """Returns the tokens that transformers decodes greedily, computed once per prompt."""
-    if prompt not in _greedy:
-        output = target.model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=32,
-            do_sample=False,
-        )
-        _greedy[prompt] = output[0, len(prompt) :].tolist()
-    return _greedy[prompt]

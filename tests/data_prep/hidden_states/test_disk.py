@@ -3,11 +3,11 @@
 import errno
 import shutil
 import subprocess
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,9 +85,8 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = prepared()
-    usage = namedtuple("usage", "total used free")
     needed = 267 * (2 * 64 + 5) + 10 * DOCUMENT_BYTES
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed + 1, needed - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(
         ValueError,
         match=r"hidden_states: 0.000 GB must be free for the hidden states, but only 0.000 GB are; free more, "
@@ -97,16 +96,14 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     assert "267 tokens x 133 bytes" in capsys.readouterr().out
     written = sorted(path.name for path in config.stage_dir("hidden_states").iterdir())
     assert written == ["config.yaml", "plan.json", "provenance.json"]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - needed, needed))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     extract_hidden_states(Run(config), ONE_RANK)
 
 
 def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
     config = prepared("hidden_states.backend=vllm", "hidden_states.dtype=float32")
-    by_transformers = replace(
-        prepare_extraction(Run(prepared())), shards=[range(0, 3), range(3, 10)], capture_layers=(1, 2)
-    )
-    extraction = replace(by_transformers, config=config)
+    by_transformers = prepare_extraction(Run(prepared()))
+    extraction = replace(by_transformers, config=config, shards=[range(0, 3), range(3, 10)], capture_layers=(1, 2))
     two_ranks = Ranks(rank=0, world_size=2, local_rank=0)
     assert extraction.target.config.hidden_size == 64
     assert scratch_bytes(extraction, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
@@ -115,14 +112,17 @@ def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
     assert scratch_bytes(by_transformers, two_ranks) == 0
 
 
-def test_finished_shards_need_no_free_disk(prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_shard_is_computed_again_and_finished_ones_need_no_free_disk(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = prepared()
     extract_hidden_states(Run(config), ONE_RANK)
+    undisturbed = read_store(config.stage_dir("hidden_states"))
     (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
-    usage = namedtuple("usage", "total used free")
     one_shard = (5 + 40 + 17) * 133 + 3 * DOCUMENT_BYTES
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - one_shard, one_shard))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=one_shard))
     extract_hidden_states(Run(config), ONE_RANK)
+    assert read_store(config.stage_dir("hidden_states")) == undisturbed
 
 
 def test_streamed_shards_on_the_disk_make_room_for_later_ones(
@@ -140,8 +140,7 @@ def test_streamed_shards_on_the_disk_make_room_for_later_ones(
     monkeypatch.setattr("data_prep.hidden_states.follow_training", write_open_windows)
     extract_hidden_states(Run(config), ONE_RANK)
     assert len(list(store_dir.glob("shard_*.safetensors"))) == 3
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     extract_hidden_states(Run(config), ONE_RANK)
     next(store_dir.glob("shard_*.safetensors")).unlink()
     with pytest.raises(ValueError, match="must be free for the hidden states"):

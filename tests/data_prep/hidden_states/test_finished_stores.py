@@ -23,16 +23,6 @@ def test_a_finished_store_is_not_computed_again(
     assert "is finished already: 10 documents, 267 tokens" in capsys.readouterr().out
 
 
-def test_a_damaged_shard_is_computed_again_after_it_was_deleted(prepared: ConfigFor) -> None:
-    config = prepared()
-    extract_hidden_states(Run(config), ONE_RANK)
-    store_dir = config.stage_dir("hidden_states")
-    expected = read_store(store_dir)
-    (store_dir / "shard_00001.safetensors").unlink()
-    extract_hidden_states(Run(config), ONE_RANK)
-    assert read_store(store_dir) == expected
-
-
 def verify_by_program(config: PipelineConfig, num_ranks: int) -> subprocess.CompletedProcess[str]:
     return run_program("data_prep.hidden_states", *overrides_of(config), "verify=true", num_ranks=num_ranks)
 

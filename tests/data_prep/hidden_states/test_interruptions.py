@@ -2,17 +2,16 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import time
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_prep.hidden_states import extract_hidden_states
+from eval.checks.processes import kill_tree
 from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
 from mtptrain.utils.distributed import free_port, init_ranks
@@ -27,11 +26,6 @@ def extract(config: PipelineConfig, num_ranks: int) -> str:
     return result.stdout
 
 
-def children(pid: int) -> list[int]:
-    """Returns the IDs of the child processes of `pid`. Killing its process group would miss torchrun's workers."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def kill_program(config: PipelineConfig, num_ranks: int, after_shards: int) -> None:
     """Starts the program, and kills it and its child processes once `after_shards` shards exist."""
     command = program_command("data_prep.hidden_states", *overrides_of(config), num_ranks=num_ranks)
@@ -41,8 +35,7 @@ def kill_program(config: PipelineConfig, num_ranks: int, after_shards: int) -> N
     while len(list(store_dir.glob("shard_*.safetensors"))) < after_shards:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.0005)
-    for pid in (process.pid, *children(process.pid)):
-        os.kill(pid, signal.SIGKILL)
+    kill_tree(process.pid)
     process.wait()
     assert (store_dir / "plan.json").exists() and not (store_dir / "manifest.json").exists()
 

@@ -10,7 +10,6 @@ from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
-from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, make_target
 from tests.data_prep.hidden_states.stage import (
     LENGTHS,
@@ -31,32 +30,16 @@ def test_eight_bits_for_captured_layers_alone_need_captured_layers(prepared: Con
         extract_hidden_states(Run(config), ONE_RANK)
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_states_of_another_target_are_refused(
-    prepared: ConfigFor, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+def test_states_of_another_target_other_prompts_layers_or_dtype_are_refused_and_kept(
+    prepared: ConfigFor, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = prepared()
-    with monkeypatch.context() as patch:
-        if not finished:
-            patch.setattr(hidden_states, "finish_store", interrupt)
-        try:
-            extract_hidden_states(Run(config), ONE_RANK)
-        except KeyboardInterrupt:
-            assert not finished
-    config.target.path = str(make_target(tmp_path / "tuned", seed=1))
+    extract_hidden_states(Run(config), ONE_RANK)
     before = read_store(config.stage_dir("hidden_states"))
     with pytest.raises(
         ValueError, match=r"the hash of the target's weights must be .*, but is .*delete .*hidden_states"
     ):
-        extract_hidden_states(Run(config), ONE_RANK)
-    assert read_store(config.stage_dir("hidden_states")) == before
-
-
-def test_states_of_other_prompts_layers_or_dtype_are_refused(
-    prepared: ConfigFor, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = prepared()
-    extract_hidden_states(Run(config), ONE_RANK)
+        extract_hidden_states(Run(prepared(f"target.path={make_target(tmp_path / 'tuned', seed=1)}")), ONE_RANK)
     with pytest.raises(ValueError, match=r"the compute dtype \(hidden_states.dtype\) must be float32, but is bfloat16"):
         extract_hidden_states(Run(prepared("hidden_states.dtype=float32")), ONE_RANK)
     with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 61, but is 60"):
@@ -68,6 +51,7 @@ def test_states_of_other_prompts_layers_or_dtype_are_refused(
     write_prompts(Path(config.run_dir), tiny_target, make_documents(LENGTHS, seed=1))
     with pytest.raises(ValueError, match=r"the hash of the prompts \(train.safetensors\) must be"):
         extract_hidden_states(Run(config), ONE_RANK)
+    assert read_store(config.stage_dir("hidden_states")) == before
 
 
 @pytest.mark.parametrize(
@@ -87,11 +71,6 @@ def test_prompts_of_another_tokenizer_or_template_are_refused(
         ValueError, match=rf"prompts/manifest.json: {name} must be .*, as for target {other}, but is .*; run mtptrain"
     ):
         extract_hidden_states(Run(config), ONE_RANK)
-
-
-def test_without_stage_1_the_program_to_run_is_named(config_for: ConfigFor) -> None:
-    with pytest.raises(UserError, match=r"prompts/manifest.json: must exist, but does not; run mtptrain prompts"):
-        extract_hidden_states(Run(config_for()), ONE_RANK)
 
 
 def test_documents_beyond_the_context_of_the_target_are_refused(prepared: ConfigFor) -> None:

@@ -72,13 +72,6 @@ def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepare
     assert found[0] == found[1]
 
 
-def test_the_stage_records_its_config_and_where_it_came_from(prepared: ConfigFor) -> None:
-    config = prepared()
-    extract_hidden_states(Run(config), ONE_RANK)
-    assert (config.stage_dir("hidden_states") / "config.yaml").exists()
-    assert (config.stage_dir("hidden_states") / "provenance.json").exists()
-
-
 def test_the_manifest_tells_target_and_counts_and_nothing_of_the_run(prepared: ConfigFor) -> None:
     config = prepared()
     extract_hidden_states(Run(config), ONE_RANK)

@@ -56,16 +56,6 @@ def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(
     assert {split for side in sides.values() for split in side} == set(Split)
 
 
-def test_a_question_falls_on_one_side_in_any_spelling(chat_config: Callable[..., PipelineConfig]) -> None:
-    spellings = ("What is {} plus 1?", "what is {}  plus 1?\n", " WHAT IS {} PLUS 1?", "\uff37hat is {} plus 1?")
-    rows = [chat(f"{i}.{j}", form.format(i), "a sum") for i in range(20) for j, form in enumerate(spellings)]
-    config = chat_config(rows)
-    prepare_prompts(Run(config))
-    output = read_output(config)
-    for i in range(20):
-        assert len({entry.split for j in range(4) for entry, _, _ in output[f"{i}.{j}"]}) == 1
-
-
 def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
     rows = [*CHATS, *({"messages": row["messages"]} for row in CHATS * 2), chat("other answer", "question 0", "no")]
     config = chat_config(rows)

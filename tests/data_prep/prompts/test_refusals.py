@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
 from mtptrain.data import chat_template
 from mtptrain.run import Run
-from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output
 
@@ -32,17 +32,59 @@ def test_no_paths_are_refused(config_for: ConfigFor) -> None:
         prepare_prompts(Run(config_for("prompts.paths=[]")))
 
 
-def test_a_missing_directory_is_refused(config_for: ConfigFor) -> None:
-    with pytest.raises(UserError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
-        prepare_prompts(Run(config_for("prompts.paths=[/no/such/place]")))
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "prompts.pattern='*.rs'",
+            r"must hold at least one file with text that matches '\*\.rs', but .*/texts holds none; correct the",
+        ),
+        (
+            "prompts.validation_fraction=1e-6",
+            r"the validation split must hold at least one document, .*=1e-06 .*: none of \d+ documents belongs to it;",
+        ),
+        (
+            "prompts.validation_fraction=0.9999",
+            r"the train split must hold at least one document, but holds none with .*=0\.9999",
+        ),
+        (
+            "prompts.max_train_tokens=3",
+            r"the train split must hold .* prompts\.max_train_tokens=3.*; add data or change these settings",
+        ),
+    ],
+)
+def test_settings_that_leave_a_split_without_text_are_refused(
+    text_config: ConfigFor, override: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_prompts(Run(text_config(override)))
 
 
-def test_a_pattern_that_no_file_fits_is_refused(text_config: ConfigFor) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"must hold at least one file with text that matches '\*\.rs', but .*/texts holds none; correct the",
-    ):
-        prepare_prompts(Run(text_config("prompts.pattern='*.rs'")))
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"at least one usable conversation, but .*chats\.jsonl holds none; correct the paths"),
+        (
+            [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)],
+            r"split must hold .*: none of 20 documents \(different questions: 1\) belongs to it; add",
+        ),
+        (
+            [chat(f"chat{i}", f"hello {i}?") for i in range(20)],
+            r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one \(the "
+            r"first is .*\.jsonl:\d+\); choose data with answers, or let the target answer: run mtptrain responses",
+        ),
+        (
+            [chat(f"chat{i}", f"hello {i}?", "") for i in range(20)],
+            r"none of 20 has one that can be used, 20 refused \(an answer without text\)",
+        ),
+    ],
+    ids=["empty", "one question", "no answers", "empty answers"],
+)
+def test_conversations_that_cannot_be_trained_on_are_refused(
+    chat_config: Callable[..., PipelineConfig], rows: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_prompts(Run(chat_config(rows)))
 
 
 @pytest.mark.parametrize("num_files", [2, 40])
@@ -60,86 +102,6 @@ def test_files_that_are_all_empty_are_refused_by_their_number(
     )
 
 
-def test_a_file_without_a_usable_conversation_is_refused_with_the_reasons(
-    chat_config: Callable[..., PipelineConfig],
-) -> None:
-    rows = [{"messages": [{"role": "narrator", "content": "once"}]}] * 2
-    with pytest.raises(
-        ValueError, match=r"at least one usable conversation, but .* holds none: 2 refused \(unknown role 'narrator'\)"
-    ):
-        prepare_prompts(Run(chat_config(rows)))
-
-
-def test_an_empty_file_of_conversations_is_refused(chat_config: Callable[..., PipelineConfig]) -> None:
-    with pytest.raises(
-        ValueError, match=r"at least one usable conversation, but .*chats\.jsonl holds none; correct the paths"
-    ):
-        prepare_prompts(Run(chat_config([])))
-
-
-def test_an_empty_validation_split_is_refused_before_anything_is_tokenized(text_config: ConfigFor) -> None:
-    match = (
-        r"the validation split must hold at least one document, .*=1e-06 .*: none of \d+ documents belongs to it; add "
-        r"data"
-    )
-    with pytest.raises(ValueError, match=match):
-        prepare_prompts(Run(text_config("prompts.validation_fraction=1e-6")))
-
-
-def test_a_data_set_that_asks_one_question_cannot_be_split(chat_config: Callable[..., PipelineConfig]) -> None:
-    rows = [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)]
-    with pytest.raises(
-        ValueError, match=r"split must hold .*: none of 20 documents \(different questions: 1\) belongs to it; add"
-    ):
-        prepare_prompts(Run(chat_config(rows)))
-
-
-def test_an_empty_train_split_is_refused(text_config: ConfigFor) -> None:
-    with pytest.raises(
-        ValueError, match=r"the train split must hold at least one document, but holds none with .*=0\.9999"
-    ):
-        prepare_prompts(Run(text_config("prompts.validation_fraction=0.9999")))
-
-
-def test_a_training_limit_below_the_first_document_is_refused(text_config: ConfigFor) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"the train split must hold .* prompts\.max_train_tokens=3.*; add data or change these settings",
-    ):
-        prepare_prompts(Run(text_config("prompts.max_train_tokens=3")))
-
-
-def test_conversations_need_a_chat_template(tmp_path: Path, chat_config: Callable[..., PipelineConfig]) -> None:
-    target_dir = make_target(tmp_path / "target", chat_template=None)
-    with pytest.raises(
-        ValueError, match=rf"must have a chat template to render messages, but that of {target_dir} has none"
-    ):
-        prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
-
-
-def test_a_template_that_marks_nothing_is_refused_by_the_name_of_its_target(
-    tmp_path: Path, chat_config: Callable[..., PipelineConfig]
-) -> None:
-    template = GENERATION_TEMPLATE.replace("== 'assistant'", "== 'model'")
-    target_dir = make_target(tmp_path / "target", chat_template=template)
-    with pytest.raises(
-        ValueError, match=rf"the chat template of {target_dir} must show which tokens .* the loss mask is empty"
-    ):
-        prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
-
-
-def test_conversations_without_an_answer_are_not_blamed_on_the_template(
-    chat_config: Callable[..., PipelineConfig],
-) -> None:
-    rows = [chat(f"chat{i}", f"hello {i}?") for i in range(20)]
-    match = (
-        r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one \(the "
-        r"first is .*\.jsonl:\d+\); choose data with answers, or let the target answer: run mtptrain responses"
-    )
-    with pytest.raises(ValueError, match=match):
-        prepare_prompts(Run(chat_config(rows)))
-
-
 def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_target(
     tmp_path: Path, chat_config: Callable[..., PipelineConfig]
 ) -> None:
@@ -149,12 +111,6 @@ def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_targ
     match = rf"chat template of {target_dir} must .* mask is empty: .*20 refused \(the chat template fails: ZeroDiv"
     with pytest.raises(ValueError, match=match):
         prepare_prompts(Run(chat_config(rows, f"target.path={target_dir}")))
-
-
-def test_a_file_of_empty_answers_is_refused_before_training(chat_config: Callable[..., PipelineConfig]) -> None:
-    rows = [chat(f"chat{i}", f"hello {i}?", "") for i in range(20)]
-    with pytest.raises(ValueError, match=r"none of 20 has one that can be used, 20 refused \(an answer without text\)"):
-        prepare_prompts(Run(chat_config(rows)))
 
 
 def test_a_file_without_drafts_is_refused_before_training(

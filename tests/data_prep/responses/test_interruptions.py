@@ -221,17 +221,6 @@ def test_a_damaged_plan_or_manifest_is_refused_by_name(
             prepare_prompts(Run(config))
 
 
-@pytest.mark.parametrize("content", ["{}", '{"schema_version": 2, "counts": {}}'])
-def test_prompts_refuse_a_damaged_manifest_of_responses(by_server: ConfigFor, content: str) -> None:
-    config = by_server(rows=CHATS[:1])
-    respond(config)
-    (config.stage_dir("responses") / "manifest.json").write_text(content)
-    with pytest.raises(
-        ValueError, match=r"manifest\.json: must have the entry seal, .*; delete \S+ and run mtptrain responses"
-    ):
-        prepare_prompts(Run(config))
-
-
 def test_a_changed_answer_is_named_before_it_becomes_a_prompt(by_server: ConfigFor) -> None:
     config = by_server(rows=CHATS[:2])
     respond(config)

@@ -5,8 +5,13 @@ from pathlib import Path
 
 from tests.conftest import run_program
 
-TINY = ("bench.documents=9", "bench.median_tokens=40", "bench.max_tokens=200", "bench.repeats=1")
-SMALL_STORES = ("bench.read_tokens=8192", "bench.open_tokens=8192")
+TINY = (
+    "bench.documents=9",
+    "bench.median_tokens=40",
+    "bench.max_tokens=200",
+    "bench.repeats=1",
+    "bench.read_tokens=8192",
+)
 
 
 def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Path) -> None:
@@ -15,7 +20,6 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
         f"bench.out={tmp_path}/figures.json",
         "serving.python=/nowhere",
         *TINY,
-        *SMALL_STORES,
     )
     result = run_program("eval.bench.extraction", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -25,18 +29,13 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
         "batches_bfloat16_gb_per_s",
         "batches_fp8_gb_per_s",
         "batches_fp8_undecoded_gb_per_s",
-        "bytes_per_token_beyond_states",
         "mapped_copy_gb_per_s",
         "mfu",
-        "open_anonymous_mb",
-        "open_seconds",
         "ours_fp8_tokens_per_s",
         "ours_tokens_per_s",
-        "ours_without_writer_tokens_per_s",
         "plain_loop_tokens_per_s",
     ]
-    assert all(value > 0 for name, value in figures.items() if name != "open_anonymous_mb")
-    assert 5 < figures["bytes_per_token_beyond_states"] < 6
+    assert all(value > 0 for value in figures.values())
     for word in (
         "plain loop",
         "vs. bare forward",

@@ -35,7 +35,7 @@ def test_every_candidate_is_measured_and_written(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "figures.json").read_text())
     (step,) = figures["steps"]
     assert {"tokens_per_s", "plain_tokens_per_s", "mfu", "peak_bytes", "plain_peak_bytes"} <= set(step)
-    assert figures["tokens_per_s"] == step["tokens_per_s"] > 0 and isinstance(figures["prompt_token_cost"], float)
+    assert step["tokens_per_s"] > 0 and isinstance(figures["prompt_token_cost"], float)
     assert [(row["tokens"], row["rows"]) for row in figures["lengths"]] == [(1024, 1024), (2048, 1024)]
     assert "*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators" in result.stdout
 

@@ -44,18 +44,10 @@ def test_a_prompt_without_a_chat_template_is_refused() -> None:
         render_prompt(make_tokenizer(chat_template=None), [{"role": "user", "content": "hi"}])
 
 
-def test_messages_that_the_template_refuses_are_refused_in_its_words() -> None:
-    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(
-        ValueError,
-        match=r"messages must be accepted by the chat template .*, but the template reports: roles must alternate",
-    ):
-        render_prompt(tokenizer, [{"role": "user", "content": "hi"}])
-
-
 @pytest.mark.parametrize(
     ("template", "reported"),
     [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ 'a' + 1 }}", "TypeError: can only concatenate str"),
         ("{{ 1 // 0 }}", "ZeroDivisionError: "),
         ("{{ 'a' * 4611686018427387904 }}", "it must render within 1 GiB of memory; correct"),

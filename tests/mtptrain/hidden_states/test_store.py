@@ -27,9 +27,20 @@ def test_a_shard_ends_with_the_document_that_reaches_its_tokens() -> None:
     assert shard_ranges(np.array([10, 10]), 10) == [range(0, 1), range(1, 2)]
 
 
-@pytest.mark.parametrize("capture_layers", [(), (0, 2)])
-def test_a_store_gives_back_what_was_written(tmp_path: Path, capture_layers: tuple[int, ...]) -> None:
-    shards = make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=capture_layers))
+@pytest.mark.parametrize(
+    ("capture_layers", "dtype", "eight_bits"),
+    [
+        ((), "bfloat16", ()),
+        ((0, 2), "bfloat16", ()),
+        ((), "fp8", ("hidden_states",)),
+        ((0, 2), "fp8", ("hidden_states", "aux_hidden_states")),
+        ((0, 2), "fp8_aux", ("aux_hidden_states",)),
+    ],
+)
+def test_a_store_gives_back_what_was_written(
+    tmp_path: Path, capture_layers: tuple[int, ...], dtype: str, eight_bits: tuple[str, ...]
+) -> None:
+    shards = make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=capture_layers, dtype=dtype))
     store = HiddenStore.open(tmp_path)
     assert store.num_documents == len(LENGTHS)
     assert store.document_lengths.tolist() == LENGTHS.tolist()
@@ -45,21 +56,19 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path, capture_layers: tup
     for index, (start, end) in enumerate(zip(ends - LENGTHS, ends, strict=True)):
         document = store.document(index)
         assert document.document_id == 100 + index
-        for name, dtype in {
-            "input_ids": torch.int32,
-            "loss_mask": torch.uint8,
-            "hidden_states": torch.bfloat16,
-        }.items():
-            expected = torch.cat([shard[name] for shard in shards])[start:end]
-            assert getattr(document, name).dtype == dtype
-            assert torch.equal(getattr(document, name), expected)
+        assert (document.aux_hidden_states is None) == (not capture_layers)
+        dtypes = {"input_ids": torch.int32, "loss_mask": torch.uint8, "hidden_states": torch.bfloat16}
         if capture_layers:
-            assert document.aux_hidden_states is not None
-            assert torch.equal(
-                document.aux_hidden_states, torch.cat([shard["aux_hidden_states"] for shard in shards])[start:end]
-            )
-        else:
-            assert document.aux_hidden_states is None
+            dtypes["aux_hidden_states"] = torch.bfloat16
+        for name, expected in dtypes.items():
+            found, written = getattr(document, name), torch.cat([shard[name] for shard in shards])[start:end]
+            if name in eight_bits:
+                values, scales = encode(written)
+                assert found.dtype is torch.float8_e4m3fn and torch.equal(found.float(), values.float())
+                assert torch.equal(getattr(document, f"{name}_scales"), scales)
+            else:
+                assert found.dtype is expected and torch.equal(found, written)
+                assert getattr(document, f"{name}_scales", None) is None
 
 
 def test_a_finished_store_holds_shards_and_manifest_alone(tmp_path: Path) -> None:
@@ -80,39 +89,6 @@ def test_documents_are_views_of_the_mapped_file_and_shards_are_opened_when_neede
     mapped = Path("/proc/self/maps").read_text()
     assert str(tmp_path / "shard_00002.safetensors") in mapped
     assert "shard_00001" not in mapped
-
-
-@pytest.mark.parametrize("capture_layers", [(), (0, 2)])
-def test_eight_bits_come_back_as_values_and_scales_of_each_token_and_layer(
-    tmp_path: Path, capture_layers: tuple[int, ...]
-) -> None:
-    shards = make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=capture_layers, dtype="fp8"))
-    store = HiddenStore.open(tmp_path)
-    ends = np.cumsum(LENGTHS)
-    for index, (start, end) in enumerate(zip(ends - LENGTHS, ends, strict=True)):
-        document = store.document(index)
-        for name in ("hidden_states", "aux_hidden_states")[: 1 + bool(capture_layers)]:
-            written = torch.cat([shard[name] for shard in shards])[start:end]
-            values, scales = getattr(document, name), getattr(document, f"{name}_scales")
-            assert values.dtype is torch.float8_e4m3fn and scales.shape == written.shape[:-1]
-            assert all(
-                torch.equal(found.float(), expected.float())
-                for found, expected in zip((values, scales), encode(written), strict=True)
-            )
-
-
-def test_the_last_layer_alone_stays_exact_where_captured_ones_are_in_eight_bits(tmp_path: Path) -> None:
-    shards = make_store(tmp_path, dataclasses.replace(IDENTITY, capture_layers=(0, 2), dtype="fp8_aux"))
-    store = HiddenStore.open(tmp_path)
-    for shard, first in zip(shards, (0, 3, 5, 8), strict=True):
-        document, rows = store.document(first), slice(0, LENGTHS[first])
-        assert (
-            torch.equal(document.hidden_states, shard["hidden_states"][rows]) and document.hidden_states_scales is None
-        )
-        values, scales = encode(shard["aux_hidden_states"][rows])
-        assert document.aux_hidden_states is not None and document.aux_hidden_states_scales is not None
-        assert torch.equal(document.aux_hidden_states.float(), values.float())
-        assert torch.equal(document.aux_hidden_states_scales, scales)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.target.hub import config_dir
-from mtptrain.utils.errors import UserError
 from tests.conftest import run_program
 from tests.programs import ROOT
 
@@ -97,11 +95,3 @@ def test_of_a_hub_target_only_the_config_is_fetched(
     )
     assert set(asked) == {"config.json"}
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def test_a_target_that_is_nowhere_is_refused_by_name() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"^target\.path: must be a local directory, a GGUF file, a hub name or `demo`, but 'not a name'",
-    ):
-        config_dir("not a name", None)

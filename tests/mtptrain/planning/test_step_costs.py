@@ -11,8 +11,9 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import MicroBatch, _packing, _step, step_costs, step_flops
-from mtptrain.planning.plan import make_plan
+from mtptrain.planning.plan import make_plan, micro_batch_costs
 from mtptrain.planning.planner import plan_rows
+from mtptrain.planning.workload import Workload
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 
@@ -56,6 +57,16 @@ def test_the_flops_of_an_mtp_head_are_those_of_its_weights(tiny_target: Path) ->
     per_draft_position = 6 * (3 * rest + queries + 2 * (combine + keys + queries)) + 260 * 64 * (3 * 4 + 2)
     assert flops.per_draft_position == pytest.approx(per_draft_position)
     assert flops.per_pair == pytest.approx(3 * 7 * 2 * 64, rel=0.01)
+
+
+@pytest.mark.parametrize("head", [(), ("head=dflash", "head.capture_layers=[1,2]")], ids=["mtp", "dflash"])
+def test_a_remainder_of_one_token_is_no_document_of_the_micro_batch(
+    config_for: Callable[..., PipelineConfig], tiny_target: Path, head: tuple[str, ...]
+) -> None:
+    config, target_config = config_for("train.batch_tokens=61", *head), read_target_config(tiny_target)
+    workload = Workload(True, 10, 200, 200, 20, 20.0)
+    costs = [micro_batch_costs(config, target_config, length, workload) for length in (20, 61)]
+    assert 0 < costs[0].peak_bytes <= costs[1].peak_bytes
 
 
 def test_a_draft_models_memory_in_serving_is_planned(

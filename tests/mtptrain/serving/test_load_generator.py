@@ -5,18 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator, Spread, quantile
+from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator, Spread
 from mtptrain.utils.errors import UserError
-
-
-@pytest.mark.parametrize("number", [1, 2, 5, 100])
-def test_quantiles_are_numpys(number: int) -> None:
-    values = sorted(np.random.default_rng(number).exponential(size=number).tolist())
-    for share in (0.0, 0.5, 0.99, 1.0):
-        assert quantile(values, share) == pytest.approx(np.percentile(values, 100 * share))
+from tests.programs import fake_python
 
 
 def test_latencies_are_those_of_requests_and_of_messages(tmp_path: Path) -> None:
@@ -53,13 +46,12 @@ RESULT |= {"output_lens": [2, 2], "itls": [[0.1], [0.2]], "errors": ["", ""]}
 
 def generator_with(directory: Path, answers: list[dict[str, Any]], result: dict[str, Any]) -> LoadGenerator:
     """Returns a load generator whose fake Python writes the result and prints the answers for each load."""
-    path = directory / "python"
-    path.write_text(
+    path = fake_python(
+        directory,
         f"#!{sys.executable}\nimport json, pathlib, sys\nprint(json.dumps({{'version': '0.32.0', 'is_cpu': True}}), "
         f"flush=True)\nfor line in sys.stdin:\n    pathlib.Path(json.loads(line)['result_path']).write_text("
-        f"{json.dumps(result)!r})\n    print({chr(10).join(map(json.dumps, answers))!r}, flush=True)\n"
+        f"{json.dumps(result)!r})\n    print({chr(10).join(map(json.dumps, answers))!r}, flush=True)\n",
     )
-    path.chmod(0o755)
     return LoadGenerator(path, directory / "load.log")
 
 

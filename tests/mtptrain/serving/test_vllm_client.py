@@ -1,9 +1,9 @@
 """Tests, without vLLM, how the client looks for a Python with vLLM and how it reports failures."""
 
 import json
-import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.exports import served_model, speculative_config
 from mtptrain.serving.vllm_client import GenerateJob, VllmProcess
 from mtptrain.utils.errors import UserError
+from tests.programs import fake_python
 
 JOB = GenerateJob(name="job", target_dir="/none", prompts=[[1]], max_new_tokens=1, max_model_len=8)
 
@@ -29,8 +30,7 @@ def test_a_python_that_does_not_exist_or_has_no_vllm_is_refused(tmp_path: Path) 
 def test_another_vllm_than_the_tested_one_is_warned_of(
     tmp_path: Path, version: str, is_tested: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
-    (python := tmp_path / "python").write_text(f"#!/bin/sh\necho {version}\n")
-    python.chmod(0o755)
+    python = fake_python(tmp_path, f"#!/bin/sh\necho {version}\n")
     vllm.find_python(str(python))
     assert [str(warning.message) for warning in recwarn] == [
         f"serving.python={python}: vLLM should be 0.32, the only version that mtptrain was tested with, but is "
@@ -50,11 +50,8 @@ def test_the_version_of_an_installed_vllm_is_found(tmp_path: Path) -> None:
 
 def engine_that_fails(directory: Path) -> str:
     """Returns the path of a fake Python whose worker returns an engine's error as its result."""
-    python = directory / "python"
     result = json.dumps({"version": "0.32.0", "results": [{"error": "no kernel image is available"}]})
-    python.write_text(f'#!/bin/sh\n[ "$1" = -I ] && exit 0\necho \'{result}\' >"$4"\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    return str(python)
+    return str(fake_python(directory, f'#!/bin/sh\n[ "$1" = -I ] && exit 0\necho \'{result}\' >"$4"\n'))
 
 
 @pytest.mark.parametrize(
@@ -68,28 +65,16 @@ def test_an_engine_that_fails_is_reported_with_the_export_that_it_served(
     tmp_path: Path, holds_target: bool, message: str
 ) -> None:
     facts = {"method": "mtp", "holds_target": holds_target}
-    engine = VllmProcess(
-        python=engine_that_fails(tmp_path),
-        target_dir=Path(served_model(facts, tmp_path, "/target")),
-        speculative_config=speculative_config(facts, tmp_path, 3),
-        hf_overrides=None,
-        dtype="float32",
-        max_model_len=8,
-        kv_cache_memory_bytes=None,
-        tensor_parallel_size=1,
-        device_type="cpu",
-    )
+    draft, served = speculative_config(facts, tmp_path, 3), str(served_model(facts, tmp_path, "/target"))
+    engine = VllmProcess(engine_that_fails(tmp_path), replace(JOB, target_dir=served, speculative_config=draft))
     with pytest.raises(UserError) as failed:
         engine.generate([[1]], 1, [])
     assert str(failed.value) == message.format(head=tmp_path.resolve())
 
 
 def test_a_worker_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\n[ "$1" = -I ] && exit 0\necho "libsomething.so: cannot open shared object file"\nexit 3\n'
-    )
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    message = "libsomething.so: cannot open shared object file"
+    python = fake_python(tmp_path, f'#!/bin/sh\n[ "$1" = -I ] && exit 0\necho "{message}"\nexit 3\n')
     with pytest.raises(
         UserError, match=r"(?s)must end with a result, but ended with status 3; .*libsomething\.so: cannot open"
     ):

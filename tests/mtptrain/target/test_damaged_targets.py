@@ -35,9 +35,7 @@ def change_json(path: Path, **settings: object) -> None:
     ("content", "message"),
     [
         (GARBAGE, r"must be UTF-8, but is not \('utf-8' codec"),
-        (b"{", r"must be JSON, but is not \(Expecting"),
         (NESTED, "must be JSON, but is nested too deep"),
-        (b'{"vocab_size": ' + b"1" * 5000 + b"}", r"must be JSON, but is not \(Exceeds the limit"),
         (b"[]", "must hold a JSON object, but holds a list; download it again"),
     ],
 )
@@ -55,9 +53,6 @@ def test_a_config_that_cannot_be_read_is_named(target: Path, name: str, content:
         ("model_type", 3, "model_type must be one of llama, .*, but is 3; download it again"),
         ("model_type", "nonsense", "must be readable by transformers, which reports .*nonsense"),
         ("num_hidden_layers", -1, "num_hidden_layers must be at least 1, but is -1"),
-        ("num_hidden_layers", 0, "num_hidden_layers must be at least 1, but is 0"),
-        ("vocab_size", -3, "vocab_size must be at least 1, but is -3"),
-        ("hidden_size", -64, "hidden_size must be at least 1, but is -64"),
         ("head_dim", -2, "head_dim must be at least 1, but is -2"),
         ("max_position_embeddings", -1, "max_position_embeddings must be at least 1, but is -1"),
         (
@@ -65,13 +60,11 @@ def test_a_config_that_cannot_be_read_is_named(target: Path, name: str, content:
             {"rope_type": "default", "rope_theta": -1.0},
             "rope_theta must be a number above 0, but is",
         ),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": "abc"}, "rope_theta must be .*, but is 'abc'"),
         ("rope_parameters", {"rope_type": "default", "rope_theta": float("nan")}, "rope_theta must be .*, but is nan"),
         ("num_nextn_predict_layers", "x", "num_nextn_predict_layers must be a whole number, but is 'x'"),
         ("num_key_value_heads", 0, "num_key_value_heads must be at least 1, but is 0"),
         ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, but they are 1 and"),
         ("vocab_size", "many", "must be readable by transformers, which reports .*'vocab_size' expected int, got str"),
-        ("hidden_size", None, "must be readable by transformers, which reports .*'hidden_size' expected int"),
         ("num_attention_heads", 7, "must be readable by transformers, which reports .*not a multiple"),
     ],
 )
@@ -141,11 +134,8 @@ def test_incomplete_weights_are_named_wherever_they_are_read(target: Path, read:
     ("content", "message"),
     [
         (GARBAGE, r"must be UTF-8, but is not \('utf-8' codec"),
-        (NESTED, "must be JSON, but is nested too deep"),
-        (b"[]", "must hold a JSON object, but holds a list"),
         (b"{}", "must name the file of each tensor in weight_map, but does not"),
         (b'{"weight_map": ["a"]}', "must name the file of each tensor in weight_map, but does not"),
-        (b'{"weight_map": {"a": 3}}', "must name the file of each tensor in weight_map, but does not"),
         (
             b'{"weight_map": {"a": "/a.safetensors"}}',
             "must name files in its own directory, but names '/a",
@@ -170,8 +160,6 @@ def test_an_index_beside_other_weights_is_refused(target: Path) -> None:
     ("name", "content", "message"),
     [
         ("tokenizer.json", GARBAGE, r"/tokenizer\.json: must be UTF-8, but is not \('utf-8' codec"),
-        ("tokenizer.json", b"", r"/tokenizer\.json: must be JSON, but is not \(Expecting value"),
-        ("tokenizer.json", NESTED, r"/tokenizer\.json: must be JSON, but is nested too deep"),
         ("tokenizer.json", b"[]", r"/tokenizer\.json: must hold a JSON object, but holds a list"),
         (
             "tokenizer.json",
@@ -180,7 +168,6 @@ def test_an_index_beside_other_weights_is_refused(target: Path) -> None:
         ),
         ("tokenizer.json", None, "target: the tokenizer must be readable by transformers, which reports ValueError"),
         ("tokenizer_config.json", b'{"model_max_length": "x"}', "target: the tokenizer must be readable .* TypeError"),
-        ("tokenizer_config.json", b"[]", r"/tokenizer_config\.json: must hold a JSON object, but holds a list"),
         ("chat_template.jinja", GARBAGE, "target: the tokenizer must be readable by .* UnicodeDecodeError"),
     ],
 )

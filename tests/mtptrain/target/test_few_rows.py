@@ -23,23 +23,6 @@ def test_product_is_torchs_own(shape: tuple[int, ...], bias: torch.Tensor | None
         torch.testing.assert_close(FrozenLinear(WEIGHT, bias)(rows), F.linear(rows, WEIGHT, bias))
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "dtype", "is_packed"),
-    [
-        (1, torch.float32, False),
-        (2, torch.float32, True),
-        (MOST_ROWS, torch.float32, True),
-        (MOST_ROWS + 1, torch.float32, False),
-        (2, torch.bfloat16, False),
-    ],
-)
-def test_only_few_fp32_rows_copy_the_weights(num_rows: int, dtype: torch.dtype, is_packed: bool) -> None:
-    linear = FrozenLinear(WEIGHT.to(dtype))
-    with torch.no_grad():
-        linear(torch.randn(num_rows, 48, dtype=dtype))
-    assert (linear._packed is not None) == is_packed
-
-
 def test_gradient_flows_through_torchs_own_product() -> None:
     rows = torch.randn(3, 48, requires_grad=True)
     FrozenLinear(WEIGHT)(rows).sum().backward()

@@ -1,7 +1,6 @@
 """Tests that a GGUF file is read as the model that llama.cpp serves, once, and then like any model directory."""
 
 import json
-import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from mtptrain.target.model import load_target
 from tests.conftest import TINY_SETTINGS, make_target, make_tokenizer, run_program, write_text_files
 from tests.gguf_files import MERGED, write_gguf
 from tests.mtptrain.target.inputs import CPU, TOKENS
+from tests.programs import largest_file
 
 GROUPED: dict[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 NUM_BYTES = 256
@@ -221,13 +221,9 @@ def test_what_a_killed_process_left_is_written_anew(file: Path) -> None:
 
 
 def test_a_failed_write_leaves_no_copy(file: Path, cache: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))  # room for all files but the weights
-    try:
-        with pytest.raises(OSError, match="File too large") as caught:
-            resolve_target(str(file))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    # There is room for all files but the weights.
+    with largest_file(40_000), pytest.raises(OSError, match="File too large") as caught:
+        resolve_target(str(file))
     assert Path(caught.value.filename).name == "model.safetensors"
     assert [path.suffix for path in (cache / "gguf").iterdir()] == [".lock"]
 
@@ -265,8 +261,3 @@ def test_the_stages_run_on_a_gguf_file(tmp_path: Path, file: Path) -> None:
         assert result.returncode == 0, result.stderr[-3000:]
     manifest = json.loads((tmp_path / "run/hidden_states/manifest.json").read_text())
     assert str(file) in json.dumps(manifest)
-
-
-def test_an_array_of_numbers_in_the_metadata_is_read(tmp_path: Path, target: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", target, settings={"tokenizer.ggml.scores": [0.5] * 260})
-    assert resolve_target(str(file)).is_dir()

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from mtptrain.target.gguf_header import read_header
 from mtptrain.target.hub import resolve_target
 from mtptrain.utils.errors import UserError
-from tests.conftest import make_target, run_program
+from tests.conftest import make_target
 from tests.gguf_files import F32, write_gguf
 from tests.mtptrain.target.test_gguf import GROUPED, llama3_rope
 
@@ -133,20 +133,14 @@ def test_rows_that_end_within_a_block_are_refused(file: Path) -> None:
 ARRAY = [2, 2]
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"general.type": "mmproj"}, "general.type must be 'model', but is 'mmproj'; give the file of the model itself"),
-    ({"general.type": "adapter"}, "general.type must be 'model', but is 'adapter'"),
-    ({"general.type": "imatrix"}, "general.type must be 'model', but is 'imatrix'"),
     ({"split.count": 3}, "must be a whole model in one file, but is one of 3 parts; merge them with llama.cpp's"),
     ({"general.architecture": "rwkv7"}, "general.architecture must be one of llama, qwen2, qwen3, but is 'rwkv7'"),
-    ({"general.architecture": "eagle3"}, "general.architecture must be one of .*, but is 'eagle3'"),
-    ({"general.architecture": "gemma2"}, "general.architecture must be one of .*, but is 'gemma2'"),
     ({"llama.attention.sliding_window": 64}, "settings must be .*, but llama.attention.sliding_window is not; choose"),
     ({"llama.rope.scale_linear": 2.0}, "settings must be among .*, but llama.rope.scale_linear is not"),
     ({"llama.block_count": None}, "must have the setting llama.block_count, but does not; download it again"),
-    ({"llama.attention.layer_norm_rms_epsilon": None}, "must have the setting llama.attention.layer_norm_rms_epsilon"),
     ({"llama.attention.head_count": 0}, "llama.attention.head_count must be a number above 0, but is 0"),
     ({"llama.attention.head_count_kv": ARRAY}, r"llama.attention.head_count_kv must be a number .* is \[2, 2\]"),
     ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base must be a number above 0, but is nan"),
-    ({"llama.rope.freq_base": "x"}, "llama.rope.freq_base must be a number above 0, but is 'x'"),
     ({"llama.rope.scaling.type": 3}, "llama.rope.scaling.type must be a text, but is 3"),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be none or linear, but is 'yarn'; choose"),
     ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count must be 16, but is 8"),
@@ -155,22 +149,15 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"llama.attention.head_count": 3}, "settings must describe a model that transformers can build, but transformers"),
     ({"llama.attention.key_length": 7, "llama.attention.value_length": 7}, "llama.rope.dimension_count must be 7"),
     ({"llama.vocab_size": 300}, r"token_embd.weight must have the shape \(300, 64\) .*, but has \(260, 64\); download"),
-    (
-        {"llama.block_count": 1},
-        "tensors must be those of a llama model with 1 layers, but blk.1.attn_norm",
-    ),
+    ({"llama.block_count": 1}, "tensors must be those of a llama model with 1 layers, but blk.1.attn_norm"),
     ({"llama.block_count": 3}, "must hold the tensor of model.layers.2.input_layernorm.weight, but does not; download"),
     ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model must be gpt2, but is None; choose another file, or the"),
-    ({"tokenizer.ggml.model": "none"}, "tokenizer.ggml.model must be gpt2, but is 'none'"),
-    ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model must be gpt2, but is 'llama'"),
     ({"tokenizer.ggml.merges": None}, "must have the list tokenizer.ggml.merges, but does not; download it again"),
     ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, which reports"),
     ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre must be one of gpt-2, qwen2, .*, but is 'falcon'; choose"),
-    ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre must be one of .*, but is None"),
     ({"tokenizer.ggml.escape": True}, "settings of the tokenizer must be .*, but tokenizer.ggml.escape is not; choose"),
     ({"tokenizer.ggml.add_eos_token": True}, "tokenizer.ggml.add_eos_token must be False, but is True"),
     ({"tokenizer.ggml.eos_token_id": 260}, "tokenizer.ggml.eos_token_id must be below the number of tokens 260, but"),
-    ({"tokenizer.ggml.eos_token_id": "x"}, "tokenizer.ggml.eos_token_id must be below .*, but is 'x'"),
     ({"tokenizer.ggml.token_type": [1] * 7}, "tokenizer.ggml.token_type must have an entry for each of the 260 tokens"),
     ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a text, but is 5; download it again"),
 ]
@@ -236,10 +223,3 @@ def test_a_copy_that_does_not_fit_the_disk_is_refused(tmp_path: Path, cache: Pat
         "some, or set MTPTRAIN_CACHE",
     ):
         resolve_target(str(file))
-
-
-def test_a_stage_ends_with_one_line(tmp_path: Path) -> None:
-    (tmp_path / "tiny.gguf").write_text("not a model")
-    result = run_program("data_prep.prompts", f"target.path={tmp_path}/tiny.gguf", f"run_dir={tmp_path}/run")
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/tiny.gguf: must be a GGUF file")

@@ -2,8 +2,7 @@
 
 import errno
 import os
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from mtptrain.utils.files import (
     tensor_shapes,
     write_text,
 )
+from tests.programs import largest_file
 
 NESTED = b"[" * 100_000 + b"]" * 100_000
 NOT_JSON = {
@@ -102,25 +102,16 @@ def test_a_damaged_safetensors_file_is_refused_by_name(tmp_path: Path, damage: o
         tensor_shapes(path)
 
 
-@pytest.fixture
-def small_files_only() -> Iterator[None]:
-    """Makes writes beyond 1,000 bytes fail, as they do on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 @pytest.mark.parametrize(
     "write",
     [lambda path: write_text(path, "a" * 100_000), lambda path: save_tensors(path, {"x": torch.zeros(100_000)})],
     ids=["text", "tensors"],
 )
 def test_a_failed_write_names_its_file_and_leaves_the_old_one_and_nothing_else(
-    tmp_path: Path, small_files_only: None, write: Callable[[Path], None]
+    tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
     (tmp_path / "a").write_text("old")
-    with pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as raised:
+    with largest_file(1000), pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as raised:
         write(tmp_path / "a")
     assert raised.value.errno == errno.EFBIG and raised.value.filename == str(tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -122,17 +121,3 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch
         locked(tmp_path / "lock", "run_dir", "mtptrain test"),
     ):
         pass
-
-
-def test_two_trainings_in_one_run_dir(fresh_run: tuple[Path, tuple[str, ...]]) -> None:
-    run_dir, overrides = fresh_run
-    command = program_command("mtptrain.train", *overrides, "train.max_steps=400", "train.validation_prompts=0")
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as first:
-        metrics = run_dir / "train" / "metrics.jsonl"
-        while not metrics.is_file() and first.poll() is None:
-            time.sleep(0.1)
-        second = refused(command)
-        still_ran = first.poll() is None
-        first.terminate()
-    assert still_ran, "the first training must still run, or nothing was tested"
-    assert f"but process {first.pid} on" in second.stderr.splitlines()[-1]

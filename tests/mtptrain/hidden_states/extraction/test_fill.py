@@ -2,7 +2,6 @@
 
 import errno
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from mtptrain.config import Dtype, HiddenStatesConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
+from tests.programs import fake_python
 
 DOCUMENTS = Documents.from_list([(0, [1, 2, 3], [1, 1, 1])])
 HIDDEN_SIZE = 8
@@ -30,13 +30,8 @@ class Zeros:
 
 def engine_without_room(directory: Path) -> str:
     """Returns the path of a fake Python whose vLLM ends because the disk is full."""
-    python = directory / "python"
-    python.write_text(
-        '#!/bin/sh\n[ "$1" = -I ] && exit 0\nread -r settings\nread -r shard\n'
-        "echo 'OSError: [Errno 28] No space left on device' >&2\nexit 1\n"
-    )
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    return str(python)
+    script = '#!/bin/sh\n[ "$1" = -I ] && exit 0\nread -r settings\nread -r shard\n'
+    return str(fake_python(directory, script + "echo 'OSError: [Errno 28] No space left on device' >&2\nexit 1\n"))
 
 
 def fill(streams: Streams, store_dir: Path) -> None:
