@@ -146,7 +146,7 @@ def test_every_program_ends_with_one_line() -> None:
     }
     decorator = re.compile(r"^@(program|partial\(program, .*\)|errors_as_lines\(\))\ndef main\(", re.MULTILINE)
     programs = {name for name, text in sources.items() if decorator.search(text)}
-    assert len(programs) == 18
+    assert len(programs) == 19
     assert {name for name, text in sources.items() if '__name__ == "__main__":' in text} - programs == (
         STARTED_BY_PROGRAMS
     )

@@ -1,0 +1,126 @@
+"""Makes questions about long texts, of the kinds that data sets of short chats lack: summaries, answers from a given
+text, and translations from German.
+
+Reads HTML pages and plain text; writes one conversation with a single user turn per line, for `prompts.paths` of
+`mtptrain responses`. The questions depend on the texts and on the seed alone. docs/results/smollm2.md says which texts
+were used there.
+
+    python -m tools.text_questions --english DIR --german DIR --output questions.jsonl
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+from mtptrain.utils.errors import errors_as_lines
+
+HEADINGS = ("h1", "h2", "h3", "h4")
+SKIPPED = ("script", "style", "pre", "table", "title", "nav")
+SUMMARY = ("Summarize: {text}", "Summarize the following text:\n\n{text}", "{text}\n\nSummarize the text above.")
+ANSWER = ("{text}\nWhat does the text say about {topic}?", "{text}\nExplain {topic} in your own words.")
+TRANSLATION = ("Translate German to English: {text}", "Translate from German to English:\n{text}")
+
+
+class Sections(HTMLParser):
+    """Collects the headings of a page, each with the paragraphs below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, list[str]]] = []
+        self._tags: list[str] = []
+        self._text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in (*HEADINGS, "p"):
+            self._text = ""
+        if tag in (*HEADINGS, *SKIPPED, "p"):
+            self._tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self._tags:
+            return
+        while self._tags.pop() != tag:
+            pass
+        text = " ".join(self._text.split())
+        if tag in HEADINGS:
+            self.found.append((text.lstrip("0123456789. "), []))
+        elif tag == "p" and self.found and text:
+            self.found[-1][1].append(text)
+
+    def handle_data(self, data: str) -> None:
+        if not set(self._tags) & set(SKIPPED):
+            self._text += data
+
+
+def sections(path: Path) -> list[tuple[str, list[str]]]:
+    """Returns the headings of a page with their paragraphs, or the paragraphs of a plain text, which has no heading."""
+    content = path.read_text(errors="ignore")
+    if path.suffix != ".html":  # paragraphs end with an empty line, or with a % in a collection of quotations
+        return [("", [" ".join(each.split()) for each in content.replace("\n%\n", "\n\n").split("\n\n")])]
+    parser = Sections()
+    parser.feed(content)
+    return parser.found
+
+
+def passages(paragraphs: list[str], min_characters: int, max_characters: int) -> Iterator[str]:
+    """Yields consecutive paragraphs joined to texts within the two lengths."""
+    texts = [""]
+    for paragraph in paragraphs:
+        if len(texts[-1]) + len(paragraph) > max_characters:
+            texts.append("")
+        texts[-1] = f"{texts[-1]}\n{paragraph}".strip()
+    yield from (text for text in texts if min_characters <= len(text) <= max_characters)
+
+
+def questions(english: list[Path], german: list[Path], num_each: int, seed: int) -> list[str]:
+    """Returns at most `num_each` summaries and as many answers from texts and translations, in random order."""
+    chance = random.Random(seed)
+    pages = [page for path in english for page in sections(path)]
+    texts = [text for _, below in pages for text in passages(below, 900, chance.randint(1500, 6000))]
+    topics = [
+        (text, topic)
+        for topic, below in pages
+        if 3 < len(topic) < 60
+        for text in passages(below, 600, chance.randint(1200, 3500))
+    ]
+    sentences = [
+        text
+        for path in german
+        for _, below in sections(path)
+        for text in below
+        if 40 <= len(text) <= 400 and text.isprintable()
+    ]
+    for found in (texts, topics, sentences):
+        chance.shuffle(found)
+    made = [chance.choice(SUMMARY).format(text=text) for text in texts[:num_each]]
+    made += [chance.choice(ANSWER).format(text=text, topic=topic) for text, topic in topics[:num_each]]
+    made += [chance.choice(TRANSLATION).format(text=text) for text in sentences[:num_each]]
+    chance.shuffle(made)
+    return made
+
+
+def files(directories: list[Path]) -> list[Path]:
+    return sorted(path for directory in directories for path in directory.rglob("*") if path.is_file())
+
+
+@errors_as_lines()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--english", type=Path, nargs="+", required=True, help="directories of English texts")
+    parser.add_argument("--german", type=Path, nargs="+", required=True, help="directories of German texts")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--num-each", type=int, default=400, help="maximum number of questions of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    made = questions(files(args.english), files(args.german), args.num_each, args.seed)
+    with args.output.open("w") as output:
+        for question in made:
+            output.write(json.dumps({"messages": [{"role": "user", "content": question}]}, ensure_ascii=False) + "\n")
+    print(f"{args.output}: {len(made):,} questions")
+
+
+if __name__ == "__main__":
+    main()
