@@ -56,7 +56,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
             tokenizer belongs to another model, or `run_dir/prompts` holds files of somebody else.
         EndlessTemplate: the chat template takes too long.
     """
-    config, tokenizer, vocab_size = run.config, run.target.tokenizer, int(run.target.config.vocab_size)
+    config, vocab_size, tokenizer = run.config, int(run.target.config.vocab_size), run.target.tokenizer
     source = read_source(config.prompts, run.target, run.stage_dir("responses"))
     check_names(source, config.prompts)
 

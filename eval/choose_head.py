@@ -21,7 +21,7 @@ from mtptrain.command_line.program import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.heads.files import CHOICE, RESTORE, check_head_target, checked_weights, kept_heads, load_head, save_head
 from mtptrain.run import Run
-from mtptrain.run_dir import check_stage_dir
+from mtptrain.run_dir import writing
 from mtptrain.training.validation import Validated, Validation
 from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.errors import StageMissing, UserError
@@ -33,7 +33,12 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
     stage_dir = config.stage_dir("train")
-    check_stage_dir(stage_dir)
+    with writing(stage_dir, ranks):
+        choose(config, ranks, stage_dir)
+
+
+def choose(config: PipelineConfig, ranks: Ranks, stage_dir: Path) -> None:
+    """Measure the kept heads on all ranks, and keep the best one."""
     heads = heads_to_measure(stage_dir)
     measured = measure(config, heads, ranks)
     if ranks.is_first:

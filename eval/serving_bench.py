@@ -28,7 +28,7 @@ from mtptrain.command_line.program import command, program
 from mtptrain.config import load_config
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.run import Run
-from mtptrain.run_dir import output_dir_of, write_provenance
+from mtptrain.run_dir import output_dir_of, write_provenance, writing
 from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
@@ -55,12 +55,14 @@ def main(cfg: DictConfig) -> None:
         return
     given, default = config.serving_bench.output_dir, config.stage_dir("serving_bench")
     output_dir = output_dir_of(given, "serving_bench.output_dir", default)
-    bench = prepare(Run(config), output_dir)
-    write_provenance(output_dir, config)
-    with LoadGenerator(bench.python, output_dir / "load.log") as generator:
-        check_device(generator)
-        rows = measure(bench, generator)
-    write_results(bench, rows, generator.version)
+    with writing(output_dir, setting="run_dir" if given is None else "serving_bench.output_dir"):
+        bench = prepare(Run(config), output_dir)
+        write_provenance(output_dir, config)
+        with LoadGenerator(bench.python, output_dir / "load.log") as generator:
+            if bench.server is None:
+                check_device(generator)
+            rows = measure(bench, generator)
+        write_results(bench, rows, generator.version)
 
 
 def prepare(run: Run, output_dir: Path) -> Bench:

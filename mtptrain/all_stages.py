@@ -6,7 +6,7 @@
     mtptrain run --multirun recipe=quickstart train.lr=1e-3,3e-3 'run_dir=runs/lr/${train.lr}'
 
 `plan=true` prints what the run will need, and runs nothing. With GPUs, a stage runs on as many ranks as there are; on a
-CPU, it starts as many as are worth it. A stage is passed over if its output is whole, was made with the same settings,
+CPU, it starts as many as are worth it. A stage is passed over if its output exists, was made with the same settings,
 and is newer than that of the stages before it; one that was interrupted goes on where it stopped. So is a stage whose
 folder is a link to that of another run, which shares it. A stage that fails ends the run with its exit code.
 
@@ -36,9 +36,10 @@ from rich.table import Table
 from mtptrain.command_line.program import program, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
-from mtptrain.heads.files import best_or_last
 from mtptrain.planning.planner import print_plan
+from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
+from mtptrain.target.model import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
 from mtptrain.utils.files import read_sealed
@@ -99,8 +100,6 @@ def check_variants(arguments: Sequence[str]) -> None:
 def output_of(name: str, stage: Stage, config: PipelineConfig) -> Path:
     """Returns the file that a stage leaves when it is finished."""
     output = Path(config.run_dir) / stage.output.format(engine=config.export.engine)
-    if name == "train":
-        return best_or_last(config.stage_dir("train")) / output.name
     chosen = {"acceptance": config.acceptance.output_dir, "export": config.export.output_dir}.get(name)
     return output if chosen is None else Path(chosen) / output.name
 
@@ -116,17 +115,34 @@ def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
         done_at: when the last of the stages before it was finished, in seconds since the epoch.
         config: the settings of this run.
     """
-    is_made = output.parent.is_symlink() or was_made_with(output.parent, config)
+    run_dir = Path(config.run_dir)
+    in_run_dir = output.is_relative_to(run_dir)
+    stage_dir = run_dir / output.relative_to(run_dir).parts[0] if in_run_dir else output.parent
+    is_made = stage_dir.is_symlink() or output.parent.is_symlink() or was_made_with(output.parent, config)
     return output.is_file() and output.stat().st_mtime >= done_at and is_made
 
 
 def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
-    """Returns on how many ranks a stage runs on this machine: one for each GPU, or for each engine of several GPUs."""
-    if runner != "ranks":
+    """Returns on how many ranks to start a stage on this machine, at least 1; on a CPU a stage may start more itself.
+
+    There is a rank for each GPU, or for each engine of several GPUs. A stage that runs a target too large for one GPU
+    has one rank, which spreads it over all of them.
+    """
+    num_gpus, settings = torch.cuda.device_count(), config.hidden_states
+    if runner != "ranks" or num_gpus < 2:
         return 1
-    settings = config.hidden_states
-    has_engines = name == "hidden-states" and settings.backend is Backend.vllm
-    return torch.cuda.device_count() // (settings.tensor_parallel_size if has_engines else 1)
+    if name == "hidden-states" and settings.backend is Backend.vllm:
+        return num_gpus // settings.tensor_parallel_size
+    dtypes = {
+        "responses": config.responses.dtype,
+        "hidden-states": settings.dtype,
+        "acceptance": config.acceptance.dtype,
+    }
+    if name in dtypes and needs_several_devices(
+        Run(config).target.directory, getattr(torch, dtypes[name].value), torch.device("cuda")
+    ):
+        return 1
+    return num_gpus
 
 
 def run_stage(command: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Finds what the programs of one run share: its target, prompts, hidden states and head."""
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -68,8 +69,12 @@ class Run:
             target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend
         )
 
-    def hidden_states(self, identity: StoreIdentity) -> HiddenStates:
-        """Opens the finished hidden states, or with `train.stream` those that are being written.
+    def hidden_states(self, identity: StoreIdentity, stop: Callable[[], bool] = lambda: False) -> HiddenStates:
+        """Opens the finished hidden states, or with `train.stream` waits for those that are being written.
+
+        Args:
+            identity: the identity that they must have.
+            stop: returns whether to stop waiting.
 
         Raises:
             StageMissing: mtptrain hidden-states has not been run, or is unfinished.
@@ -80,7 +85,7 @@ class Run:
             return HiddenStore.open(directory, identity)
         documents, shard_tokens = self.documents(Split.train), self.config.hidden_states.shard_tokens
         return StreamedStates.open(
-            directory, identity, documents, shard_tokens, settings.stream_shards, self.config.seed
+            directory, identity, documents, shard_tokens, settings.stream_shards, self.config.seed, stop
         )
 
     def head(self, dtype: torch.dtype | None, device: torch.device) -> RunHead:
@@ -93,6 +98,6 @@ class Run:
 
     @property
     def served_head_dir(self) -> Path:
-        """The export that an engine serves: `serving.head_dir`, or that of this run."""
+        """The export that an engine serves: `serving.head_dir`, or where this run's export goes."""
         serving = self.config.serving
-        return Path(serving.head_dir or self.stage_dir("export") / serving.engine)
+        return Path(serving.head_dir or self.config.export.output_dir or self.stage_dir("export") / serving.engine)

@@ -35,6 +35,7 @@ from mtptrain.config import Dtype, PipelineConfig, TrainConfig, load_config
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.convert.warm_start import check_one_start, load_init, start_from_target
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
+from mtptrain.data.prompt_files import Split
 from mtptrain.decoding.prompts import check_document_lengths
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
@@ -80,7 +81,7 @@ def main(cfg: DictConfig) -> None:
     ranks = init_ranks(config.distributed_timeout_hours)
     stop = StopSignal(ranks)
     with writing(config.stage_dir("train"), ranks):
-        training = prepare(Run(config), ranks)
+        training = prepare(Run(config), ranks, stop)
         progress = fit(training, ranks, stop)
     if progress.step < training.num_steps:
         sys.exit(EXIT_STOPPED)
@@ -110,8 +111,8 @@ class Training:
         return self.config.stage_dir("train")
 
 
-def prepare(run: Run, ranks: Ranks) -> Training:
-    """Check every input, then build the engine and load the newest whole checkpoint."""
+def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
+    """Check every input, then build the engine, load the newest whole checkpoint, and remove what is newer than it."""
     config, checkpoints = run.config, run.stage_dir("train") / CHECKPOINTS
     # 1. Refuse settings that cannot work, before anything is loaded.
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
@@ -124,13 +125,14 @@ def prepare(run: Run, ranks: Ranks) -> Training:
     head = build_trainable_head(config.head, run.target.config)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, run.target.config)
-    identity = run.identity(head.capture_layers)
+    run.prompts_file(Split.train)
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(run.stage_dir("draft_vocab"))
+    identity = run.identity(head.capture_layers)
     parts = load_frozen_parts(run.target.directory)
     initialise(run, head, parts, identity.prompts_sha256)
     # 3. Open the hidden states, and find the checkpoint to resume from.
-    states = run.hidden_states(identity)
+    states = run.hidden_states(identity, lambda: stop.is_received)
     check_document_lengths(int(states.document_lengths.max()), head)
     facts = resume_facts(config, states, head)
     checkpoint = newest_whole_checkpoint(checkpoints, ranks)

@@ -55,7 +55,7 @@ SLOW = {
     r"tests/eval/test_choose_head\.py::test_(a_run_that_starts_again|training_that_measures)",
     r"tests/data_prep/hidden_states/test_interruptions\.py::test_runs_killed_at_ten",
     # Whole programs. Kept: the pipeline on the tiny target, tests of their parts, and the wheel's list of files.
-    r"tests/mtptrain/test_run\.py::test_(a_whole_run|variants_run)",
+    r"tests/mtptrain/test_all_stages\.py::test_(a_whole_run|variants_run)",
     r"tests/eval/test_gpu_check\.py::test_every_check_runs",
     r"tests/eval/bench/test_train\.py::test_(every_candidate|what_runs)",
     r"tests/test_packaging\.py::test_(a_bare_checkout|an_installed_)",

@@ -9,7 +9,8 @@ import psutil
 
 def kill_tree(pid: int) -> None:
     """Sends SIGKILL to a process and all its descendants, as if the node were lost."""
-    program = psutil.Process(pid)
-    for each in [program, *program.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):  # the process has ended in the meantime
-            each.kill()
+    with suppress(psutil.NoSuchProcess):  # it may have ended
+        program = psutil.Process(pid)
+        for each in [program, *program.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()

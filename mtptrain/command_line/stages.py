@@ -76,13 +76,13 @@ STAGES = {
         "hidden_states/manifest.json",
         "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
     ),
-    "train": Stage("mtptrain.train", "3. train the head", "ranks", _always, "train/best/head.json"),
+    "train": Stage("mtptrain.train", "3. train the head", "ranks", _always, "train/last/head.json"),
     "choose-head": Stage(
         "eval.choose_head",
         "optional: choose among the heads that training kept",
-        "ranks",
+        "process",
         _keeps_unmeasured_heads,
-        "train/best/head.json",
+        "train/choice.json",
     ),
     "acceptance": Stage(
         "eval.acceptance", "4. measure the acceptance of the head", "ranks", _always, "acceptance/report.json"

@@ -8,6 +8,7 @@ step reads and deletes their shards. The two programs communicate only through f
 """
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -21,7 +22,7 @@ from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_oth
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStates, ShardRecord, read_record_file
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
-from mtptrain.utils.distributed import Ranks, StopSignal
+from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed
 
@@ -133,9 +134,17 @@ class StreamedStates(HiddenStates):
 
     @staticmethod
     def open(
-        directory: Path, expected: StoreIdentity, documents: Documents, shard_tokens: int, window_shards: int, seed: int
+        directory: Path,
+        expected: StoreIdentity,
+        documents: Documents,
+        shard_tokens: int,
+        window_shards: int,
+        seed: int,
+        stop: Callable[[], bool] = lambda: False,
     ) -> "StreamedStates":
         """Wait until extraction has created the store, and open it for reading while extraction fills it.
+
+        If `stop` returns true meanwhile, the program ends with the exit code of an interrupted training.
 
         Raises:
             UserError: the store is finished, or was made with other settings.
@@ -147,9 +156,11 @@ class StreamedStates(HiddenStates):
                 "run_dir"
             )
         wait_until(
-            (directory / PLAN).exists,
+            lambda: stop() or (directory / PLAN).exists(),
             f"{directory / PLAN} from mtptrain hidden-states, which must run with the same settings",
         )
+        if stop():
+            sys.exit(EXIT_STOPPED)
         plan = read_record_file(directory / PLAN)
         identity = identity_from_json(plan["identity"])
         refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])

@@ -9,7 +9,7 @@ from mtptrain.utils.setting_bounds import at_least, each_named, proper_share, sh
 
 
 class Dtype(StrEnum):
-    """The precision of a program. `mtptrain.precision` says what `auto` stands for."""
+    """The precision of a program. `mtptrain.settings.precision` says what `auto` stands for."""
 
     auto = "auto"
     float32 = "float32"

@@ -1,4 +1,4 @@
-"""A target on disk: where it is, and its config, tokenizer and fingerprint, each read once."""
+"""A target on disk: where it is, and its config, tokenizer and fingerprint for whoever holds it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +22,9 @@ class TargetFiles:
     """Revision of the hub repository."""
 
     @staticmethod
-    def find(path: str, revision: str | None = None, setting: str = "target.path") -> "TargetFiles":
+    def find(path: str, revision: str | None = None) -> "TargetFiles":
         """Returns the target at `path`, after downloading or dequantising it if necessary: see `resolve_target`."""
-        return TargetFiles(resolve_target(path, revision, setting), path, revision)
+        return TargetFiles(resolve_target(path, revision), path, revision)
 
     @property
     def name_for_engines(self) -> str:

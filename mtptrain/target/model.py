@@ -194,7 +194,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     """
     config = read_target_config(target_dir)
     check_placement(target_dir, dtype, device)
-    placement = "auto" if _needs_several_devices(target_dir, dtype, device) else device
+    placement = "auto" if needs_several_devices(target_dir, dtype, device) else device
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         target_dir,
         config=config,
@@ -222,7 +222,7 @@ def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) 
     """
     check_weights(target_dir)
     check_quantisation(target_dir, dtype, device)
-    if _needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+    if needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one "
             "process, which spreads it over all devices; in training, set train.validation_prompts=0"
@@ -250,7 +250,8 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
         ) from error
 
 
-def _needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:
+def needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether the weights of a target take more than 80 % of a GPU's memory, and there are several GPUs."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return False
     weights_bytes = sum(path.stat().st_size for path in weight_files(target_dir)) * (2 if dtype is torch.float32 else 1)

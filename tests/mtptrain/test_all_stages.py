@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from mtptrain import all_stages
 from mtptrain.command_line.program import stage_command
 from mtptrain.command_line.stages import STAGES, stages_of
+from mtptrain.heads.files import CHOICE
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import DEMO_DIR
 from mtptrain.utils.files import read_sealed
@@ -38,19 +40,29 @@ def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str],
     assert " ".join(name for name, _, _ in stages_of(make_config(*overrides))) == names
 
 
-@pytest.mark.parametrize("num_gpus", [0, 1, 8])
-def test_a_stage_gets_a_rank_for_each_gpu_or_for_each_engine(num_gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("num_gpus", "memory", "expected"),
+    [
+        (0, 0, "train 1, hidden-states 1, acceptance 1, prompts 1, engines 1"),
+        (1, 10**12, "train 1, hidden-states 1, acceptance 1, prompts 1, engines 1"),
+        (8, 10**12, "train 8, hidden-states 8, acceptance 8, prompts 1, engines 2"),
+        (8, 10**6, "train 8, hidden-states 1, acceptance 1, prompts 1, engines 2"),
+    ],
+)
+def test_a_stage_gets_a_rank_for_each_gpu_or_engine_and_one_if_the_target_does_not_fit_a_gpu(
+    num_gpus: int, memory: int, expected: str
+) -> None:
     config, engines = make_config(), ("hidden_states.backend=vllm", "hidden_states.tensor_parallel_size=4")
-    with patch("torch.cuda.device_count", lambda: num_gpus):
-        assert (
-            all_stages.num_ranks("train", "ranks", config)
-            == all_stages.num_ranks("hidden-states", "ranks", config)
-            == num_gpus
-        )
-        assert all_stages.num_ranks("prompts", "process", config) == 1
-        assert all_stages.num_ranks("hidden-states", "ranks", make_config(*engines)) == num_gpus // 4
-        assert all_stages.num_ranks("train", "ranks", make_config(*engines)) == num_gpus
-        assert all_stages.num_ranks("hidden-states", "ranks", make_config(engines[1])) == num_gpus
+    with (
+        patch("torch.cuda.device_count", lambda: num_gpus),
+        patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=memory)),
+    ):
+        ranks = {
+            name: all_stages.num_ranks(name, STAGES[name].runner, config)
+            for name in ("train", "hidden-states", "acceptance", "prompts")
+        }
+        ranks["engines"] = all_stages.num_ranks("hidden-states", "ranks", make_config(*engines))
+    assert ", ".join(f"{name} {count}" for name, count in ranks.items()) == expected
 
 
 def test_only_several_ranks_are_started_by_torchrun() -> None:
@@ -79,6 +91,20 @@ def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tm
     output = all_stages.output_of("prompts", STAGES["prompts"], config)
     assert not all_stages.is_finished(output, 0.0, config)
     (tmp_path / "a/prompts/manifest.json").write_text("{}")
+    assert all_stages.is_finished(output, 0.0, config)
+
+    (tmp_path / "a/export/vllm").mkdir(parents=True)
+    (tmp_path / "a/export/vllm/provenance.json").write_text("{}")
+    (tmp_path / "b/export").symlink_to("../a/export")
+    assert all_stages.is_finished(all_stages.output_of("export", STAGES["export"], config), 0.0, config)
+
+
+def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
+    config = make_config(f"run_dir={tmp_path}")
+    write_provenance(tmp_path / "train", config)  # training writes it
+    output = all_stages.output_of("choose-head", STAGES["choose-head"], config)
+    assert not all_stages.is_finished(output, 0.0, config)
+    (tmp_path / "train" / CHOICE).write_text("{}")
     assert all_stages.is_finished(output, 0.0, config)
 
 

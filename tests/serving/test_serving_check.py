@@ -107,7 +107,7 @@ def test_a_running_server_counts_as_we_do(run: Run, server: str, tmp_path: Path)
     [
         (
             "acceptance.num_speculative_tokens=2",
-            "serving.url: the server must draft 2 tokens a round, but drafts 3; start",
+            "serving.url: the engine must draft 2 tokens a round, but drafts 3; start",
         ),
         ("acceptance.max_new_tokens=500", "serving.url: the server's context must hold 538 tokens"),
     ],

@@ -228,6 +228,6 @@ def test_a_changed_answer_is_named_before_it_becomes_a_prompt(by_server: ConfigF
     content = bytearray(path.read_bytes())
     content[content.rindex(b"assistant") + 30] ^= 1
     path.write_bytes(content)
-    for use in (prepare_prompts, respond):
+    for use in (lambda config: prepare_prompts(Run(config)), respond):
         with pytest.raises(UserError, match=r"conversations\.jsonl: must be as mtptrain wrote it, but was changed"):
             use(config)

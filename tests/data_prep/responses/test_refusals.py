@@ -140,7 +140,7 @@ def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:
 
 def test_a_path_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:
     twice = f"prompts.paths=[{tmp_path}/chats.jsonl,{tmp_path}/chats.jsonl]"
-    for prepare in (respond, prepare_prompts):
+    for prepare in (respond, lambda config: prepare_prompts(Run(config))):
         with pytest.raises(
             ValueError, match=r"prompts\.paths: must name each path once, but names \S+chats\.jsonl more than once"
         ):

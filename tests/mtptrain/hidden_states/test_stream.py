@@ -26,6 +26,7 @@ from mtptrain.hidden_states.stream import (
     shard_windows,
 )
 from mtptrain.train import count_steps
+from mtptrain.utils.distributed import EXIT_STOPPED
 from tests.conftest import program_command
 from tests.programs import TIMEOUT_S
 
@@ -197,6 +198,14 @@ def test_a_finished_store_is_not_streamed(tmp_path: Path) -> None:
     identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
     with pytest.raises(ValueError, match=r"train\.stream: must be false if the hidden states are finished"):
         StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, seed=0)
+
+
+def test_training_that_waits_for_a_store_that_never_comes_ends_at_a_stop_signal(tmp_path: Path) -> None:
+    identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
+    asked = iter([False, False, True, True])
+    with pytest.raises(SystemExit) as ended:
+        StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, lambda: next(asked))
+    assert ended.value.code == EXIT_STOPPED
 
 
 @pytest.mark.parametrize("setting", ["train.epochs=2", "hidden_states.num_parts=2"])

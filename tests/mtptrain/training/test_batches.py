@@ -165,7 +165,7 @@ def fp8_document(document_id: int, length: int) -> StoredDocument:
 class Store:
     """Holds documents of 5 to 14 tokens in memory."""
 
-    directory = Path("in memory")
+    directory, order = Path("in memory"), None
 
     def __init__(self, make: Callable[[int, int], StoredDocument]) -> None:
         self.documents = [make(i, 5 + i % 10) for i in range(40)]
