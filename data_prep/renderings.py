@@ -42,8 +42,8 @@ class Rendering:
     turn: int = 0
     """0 for the first text of a conversation; otherwise the number of the text's last message, counted from 1."""
     answers_left_out: int = 0
-    """Number of assistant turns left out, because the template does not render them after their prompt; set only in the
-    first text."""
+    """Number of assistant turns left out, because the template does not render them after their prompt, or its
+    generation block has none of their text; set only in the first text."""
     answers_untrained: int = 0
     """Number of assistant turns that are not to be trained; set only in the first text."""
     answers_inserted: int = 0
@@ -238,7 +238,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     if not isinstance(eos, str) or not text.endswith(eos):
         return len(text)
     turn = text.removesuffix(eos)
-    if turn.rstrip().endswith(messages[-1]["content"].rstrip()):  # nothing else ends the turn
+    content = messages[-1]["content"].rstrip()
+    if content and turn.rstrip().endswith(content):  # nothing else ends the turn
         return len(text)
     try:
         continued, _ = _render(tokenizer, [*messages, {"role": "user", "content": "?"}])

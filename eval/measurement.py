@@ -163,16 +163,14 @@ class Measurement:
         """A conversation ends before the turn whose prompt would have more tokens."""
 
     def run(self, candidates: dict[str, Candidate]) -> dict[str, Measured]:
-        """Decode this rank's prompts with every candidate, and gather the answers of all ranks."""
+        """Decode this rank's prompts with every candidate, of which one is `head`, and gather all ranks' answers."""
         own = {prompt_id: self.prompts.input_ids[prompt_id] for prompt_id in self._own_ids()}
         shares = {name: Share(PhaseClock(self.ranks.device), dict(own)) for name in candidates}
         turn = 1
         while any(share.waiting for share in shares.values()):
             batches = {name: in_batches(share.waiting, self.settings) for name, share in shares.items()}
-            total, shown = (
-                sum(len(share.waiting) for share in shares.values()),
-                "acceptance" if turn == 1 else f"turn {turn}",
-            )
+            total = sum(len(share.waiting) for share in shares.values())
+            shown = "acceptance" if turn == 1 else f"turn {turn}"
             with tqdm(total=total, desc=shown, unit="prompt", disable=not self.ranks.is_first) as bar:
                 for index in range(max(map(len, batches.values()))):
                     for name, candidate in candidates.items():

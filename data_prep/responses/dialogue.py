@@ -59,7 +59,7 @@ class Response:
     stop_token_id: int | None = None
     """End-of-sequence token of the response; None if it was cut off or the token is unknown."""
     text: str = ""
-    """Used only if there are no token ids."""
+    """The answer if there are no token ids; otherwise the text that the server decoded from them."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Dialogue:
         self._history = [*self.regenerated.messages, *self._questions[turn]]
         try:
             self._prompt_ids = render_prompt(self._tokenizer, self._history)
-        except EndlessTemplate:
+        except EndlessTemplate:  # a ValueError, too, but no other conversation would fare better
             raise
         except ValueError:
             self._end_before(Ending.template)

@@ -13,7 +13,7 @@ from .manifest import ResponsesManifest
 from .store import FAILURES
 from .survey import Survey
 
-EARLY_ENDS = {
+EARLY_ENDS = {  # short forms of `ENDINGS`, for a table
     Ending.empty: "empty response",
     Ending.context: "prompt too long",
     Ending.template: "refused by template",

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, setting_names, unknown_name
-from mtptrain.command_line.stages import FINISHED_STAGES, STAGES
+from mtptrain.command_line.stages import KEPT_STAGES, STAGES
 from mtptrain.config import RECIPES
 from mtptrain.settings.hardware import announce_hardware
 from mtptrain.utils.errors import (
@@ -62,7 +62,7 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
         if kept is not None and run_dir is not None:
             return kept(Path(run_dir))
         stage = started_stage()
-        return (FINISHED_STAGES if stage is None else STAGES[stage].kept).format(run_dir=run_dir)
+        return (KEPT_STAGES if stage is None else STAGES[stage].kept).format(run_dir=run_dir)
 
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 
@@ -118,7 +118,7 @@ def started_stage() -> str | None:
 
 
 def command() -> str:
-    """Returns the shell command that does what this process does, without passwords."""
+    """Returns the command of this process as a user types it, without passwords and without torchrun."""
     spec, stage = sys.modules["__main__"].__spec__, started_stage()
     module = ["python", *([sys.argv[0]] if spec is None else ["-m", spec.name])]
     return shlex.join([*(module if stage is None else ["mtptrain", stage]), *hide_passwords(sys.argv[1:])])

@@ -8,7 +8,7 @@ from mtptrain.config import PipelineConfig, PromptSource
 
 Runner = Literal["process", "ranks", "server"]
 """How a stage runs: as one process, on a rank for each GPU of the machine, or as one process that queries a server."""
-FINISHED_STAGES = "finished stages are kept in {run_dir}; the same command starts this one again"
+KEPT_STAGES = "finished stages are kept in {run_dir}; the same command starts this one again"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Stage:
     """Returns whether a whole run with these settings has this stage; None if no whole run has it."""
     output: str = ""
     """The file in `run_dir` that a finished stage of a whole run leaves, with `{engine}` for `export.engine`."""
-    kept: str = FINISHED_STAGES
+    kept: str = KEPT_STAGES
     """The line after Ctrl-C. mtptrain train looks for checkpoints instead (argument `kept` of `program`)."""
 
 

@@ -29,18 +29,18 @@ class Segments:
     """Whether query i of a segment sees only its keys 0 .. i, rather than all of them."""
 
     @staticmethod
-    def of(spans: Sequence[tuple[range, range]], key_indices: NDArray[np.int64], is_causal: bool) -> "Segments":
+    def of(pairs: Sequence[tuple[range, range]], key_indices: NDArray[np.int64], is_causal: bool) -> "Segments":
         """Build the segments of a kernel.
 
         Args:
-            spans: draft positions, as indices into all M, and visible tokens of each segment.
+            pairs: draft positions, as indices into all M, and visible tokens of each segment.
             key_indices: index of each token in the order of the keys i64[N].
             is_causal: see `Segments.is_causal`.
         """
-        lengths = tuple((len(drafts), len(tokens)) for drafts, tokens in spans)
+        lengths = tuple((len(drafts), len(tokens)) for drafts, tokens in pairs)
         return Segments(
-            queries=_as_indices(_concatenated([drafts for drafts, _ in spans])),
-            keys=_as_indices(key_indices[_concatenated([tokens for _, tokens in spans])]),
+            queries=_as_indices(_concatenated([drafts for drafts, _ in pairs])),
+            keys=_as_indices(key_indices[_concatenated([tokens for _, tokens in pairs])]),
             lengths=lengths,
             query_offsets=torch.tensor([0, *accumulate(queries for queries, _ in lengths)], dtype=torch.int32),
             key_offsets=torch.tensor([0, *accumulate(keys for _, keys in lengths)], dtype=torch.int32),

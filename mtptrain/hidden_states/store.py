@@ -45,7 +45,7 @@ REMEDY = "delete the shard's file and run mtptrain hidden-states, which recomput
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The manifest's entry for a shard."""
+    """The manifest's entry for a shard, and the contents of its `shard_*.json` while the store is unfinished."""
 
     file: str
     num_documents: int
@@ -88,7 +88,7 @@ class StoreManifest:
             raise StageMissing(
                 f"{path}: must exist, but {state}; run mtptrain hidden-states with the same recipe and run_dir"
             )
-        content = read_record_file(path)
+        content = read_store_json(path)
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
                 f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; delete "
@@ -219,7 +219,7 @@ class HiddenStates(ABC):
         if index not in self._mapped:
             record = self.record(index)
             _check_length(self.directory, index, record)
-            _check_index(self.directory, index, record)
+            _check_tables(self.directory, index, record)
             # The mapping outlives the open file, so shards hold no file descriptors.
             with safe_open(self.directory / record.file, framework="pt") as file:
                 self._mapped[index] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -331,7 +331,7 @@ def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
         )
 
 
-def _check_index(directory: Path, index: int, record: ShardRecord) -> None:
+def _check_tables(directory: Path, index: int, record: ShardRecord) -> None:
     """Compare the header, tables and loss mask of a shard with the manifest's checksum."""
     path = directory / record.file
     with path.open("rb") as file:
@@ -364,6 +364,6 @@ def has_length(path: Path, record: ShardRecord) -> bool:
         return False
 
 
-def read_record_file(path: Path, advice: str | None = None) -> dict[str, Any]:
+def read_store_json(path: Path, advice: str | None = None) -> dict[str, Any]:
     """Returns the object in one of the store's JSON files."""
     return files.read_sealed(path, advice or f"delete {path.parent} and run mtptrain hidden-states again")

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
 from mtptrain.data.prompt_files import Documents
-from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStates, ShardRecord, read_record_file
+from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStates, ShardRecord, read_store_json
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal
 from mtptrain.utils.errors import UserError
@@ -62,7 +62,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     path = store_dir / STREAM
     if not path.exists():
         return 0
-    content = read_record_file(path)
+    content = read_store_json(path)
     if content["windows"] != [list(window) for window in windows]:
         raise UserError(
             f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in "
@@ -161,7 +161,7 @@ class StreamedStates(HiddenStates):
         )
         if stop():
             sys.exit(EXIT_STOPPED)
-        plan = read_record_file(directory / PLAN)
+        plan = read_store_json(directory / PLAN)
         identity = identity_from_json(plan["identity"])
         refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])
         return StreamedStates(directory, documents, shard_tokens, window_shards, seed)

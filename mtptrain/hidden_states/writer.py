@@ -39,7 +39,7 @@ from mtptrain.hidden_states.store import (
     ShardRecord,
     StoreManifest,
     has_length,
-    read_record_file,
+    read_store_json,
 )
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, publish, write_sealed
@@ -98,7 +98,7 @@ def begin_store(
             return manifest
         _reopen(directory, manifest)
     elif (directory / PLAN).exists():
-        plan = read_record_file(directory / PLAN)
+        plan = read_store_json(directory / PLAN)
         refuse_other(
             directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"]
         )
@@ -305,7 +305,7 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
     """Returns the record of a shard; None if there is no record, or if the shard does not have its full length."""
     path = shard_path(directory, index)
     try:
-        record = ShardRecord(**read_record_file(record_path(path), RECOMPUTE))
+        record = ShardRecord(**read_store_json(record_path(path), RECOMPUTE))
     except FileNotFoundError:
         return None
     if record.file != path.name:

@@ -7,12 +7,15 @@ from mtptrain.utils.setting_bounds import at_least, share
 
 @dataclass
 class PlannerConfig:
-    """Hardware figures that `plan=true` uses."""
+    """The hardware that `plan=true` plans for, and how much of its speed the programs reach or were measured at."""
 
     num_gpus: int = at_least(1, default=8)
+    """Number of GPUs of the run."""
     gpu_memory_gb: float = at_least(1, default=80.0)
+    """Memory of one GPU."""
     gpu_tflops: float = at_least(0.0, default=0.0)
-    """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU."""
+    """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU. Above 0, `auto` precision in a plan
+    is that of GPUs."""
     hidden_states_peak_share: float = share(default=0.4, hint="1 is the whole peak")
     """Share of the peak that extraction reaches; used if `hidden_states_tokens_per_s` is 0."""
     train_peak_share: float = share(default=0.5, hint="1 is the whole peak")

@@ -17,7 +17,7 @@ class TargetFiles:
 
     directory: Path
     path: str = ""
-    """The setting that chose the target: `demo`, a directory, a GGUF file, or a hub name."""
+    """The setting that chose the target: `demo`, a directory, a GGUF file or a hub name; empty for a directory."""
     revision: str | None = None
     """Revision of the hub repository."""
 
@@ -29,7 +29,7 @@ class TargetFiles:
     @property
     def name_for_engines(self) -> str:
         """The name or path by which a serving engine loads the target."""
-        return str(self.directory) if self.path == DEMO or is_gguf(self.path) else self.path
+        return str(self.directory) if self.path in ("", DEMO) or is_gguf(self.path) else self.path
 
     @cached_property
     def config(self) -> PreTrainedConfig:
