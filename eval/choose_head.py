@@ -22,7 +22,7 @@ from mtptrain.config import PipelineConfig, TrainConfig, load_config
 from mtptrain.heads.files import CHOICE, RESTORE, check_head_target, checked_weights, kept_heads, load_head, save_head
 from mtptrain.run import Run
 from mtptrain.run_dir import writing
-from mtptrain.training.validation import Validated, Validation
+from mtptrain.training.validation import Validated, Validation, measured_with
 from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import read_sealed, write_sealed
@@ -104,9 +104,7 @@ def describe(config: PipelineConfig, measured: dict[int, Validated], best_step: 
     return {
         "command": command(),
         "best_step": best_step,
-        "num_speculative_tokens": config.acceptance.num_speculative_tokens,
-        "max_new_tokens": config.train.validation_new_tokens,
-        "dtype": str(config.acceptance.dtype),
+        **measured_with(config),
         "heads": [
             {"step": step, **asdict(validated.acceptance), **validated.record()} for step, validated in measured.items()
         ],

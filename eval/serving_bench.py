@@ -30,7 +30,7 @@ from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.run import Run
 from mtptrain.run_dir import output_dir_of, write_provenance, writing
 from mtptrain.serving.bench_rows import Row, speeds_of
-from mtptrain.serving.break_even import RoundCost, read_costs
+from mtptrain.serving.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
 from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.load_generator import LoadGenerator
@@ -50,12 +50,13 @@ from .serving_speed.engine_runs import Bench, check_device, measure
 @program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    if config.serving_bench.break_even:
-        measure_break_even(config)
-        return
-    given, default = config.serving_bench.output_dir, config.stage_dir("serving_bench")
+    given, is_break_even = config.serving_bench.output_dir, config.serving_bench.break_even
+    default = break_even_dir(config) if is_break_even else config.stage_dir("serving_bench")
     output_dir = output_dir_of(given, "serving_bench.output_dir", default)
     with writing(output_dir, setting="run_dir" if given is None else "serving_bench.output_dir"):
+        if is_break_even:
+            measure_break_even(config, output_dir)
+            return
         bench = prepare(Run(config), output_dir)
         write_provenance(output_dir, config)
         with LoadGenerator(bench.python, output_dir / "load.log") as generator:

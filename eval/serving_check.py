@@ -1,10 +1,10 @@
 """After stage 5: serves the exported head with vLLM, and compares vLLM's counters with ours.
 
-Reads `run_dir/export/<engine>/` (or `serving.head_dir`), the trained head, and the prompts of `mtptrain acceptance`.
-With `serving.url`, it starts no vLLM and reads no export, but sends the prompts to that server. Writes `report.json` to
-`run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal, or the program ends
-with status 1. With `acceptance.dtype=bfloat16`, or a quantised target, the two sides round differently, so only the
-acceptance lengths must agree, within 2 %.
+Reads `run_dir/export/<engine>/` (or `serving.head_dir`, or `export.output_dir`), the trained head, and the prompts of
+`mtptrain acceptance`. With `serving.url`, it starts no vLLM and reads no export, but sends the prompts to that server.
+Writes `report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal,
+or the program ends with status 1. With `acceptance.dtype=bfloat16`, or a quantised target, the two sides round
+differently, so only the acceptance lengths must agree, within 2 %.
 
     mtptrain serving-check recipe=quickstart serving.engine=vllm
     mtptrain serving-check recipe=quickstart serving.url=http://localhost:8000
@@ -92,6 +92,8 @@ def check_engine(run: Run, output_dir: Path) -> bool:
             f"the two sides differ by rounding, as {'a quantised target' if is_quantised else settings.dtype} may: "
             "their acceptance lengths agree within 2 %"
         )
+        if divergence is not None:
+            print(f"the first difference, for prompt id {list(prompts)[divergence.prompt]}: {divergence}")
         return True
     if not comparison.is_equal:
         print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
@@ -204,8 +206,8 @@ def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineC
         setting = "serving.engine" if config.serving.url is None else "serving.url"
         raise UserError(
             f"{setting}: the engine must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts "
-            f"{num_drafts}; start a server with the command of the export's README, or set "
-            "acceptance.num_speculative_tokens"
+            f"{num_drafts}; set acceptance.num_speculative_tokens, or start a server with the command of the export's "
+            "README"
         )
     return counts
 

@@ -5,10 +5,11 @@
     mtptrain run recipe=eagle3 target.path=/models/mine run_dir=runs/mine prompts.paths=[chats.jsonl]
     mtptrain run --multirun recipe=quickstart train.lr=1e-3,3e-3 'run_dir=runs/lr/${train.lr}'
 
-`plan=true` prints what the run will need, and runs nothing. With GPUs, a stage runs on as many ranks as there are; on a
-CPU, it starts as many as are worth it. A stage is passed over if its output exists, was made with the same settings,
-and is newer than that of the stages before it; one that was interrupted goes on where it stopped. So is a stage whose
-folder is a link to that of another run, which shares it. A stage that fails ends the run with its exit code.
+`plan=true` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one for
+each (see `num_ranks`); on a CPU, responses and hidden-states start as many as are worth it. A stage is passed over if
+its output exists, was made with the same settings, and is newer than that of the stages before it; one that was
+interrupted goes on where it stopped. So is a stage whose folder is a link to that of another run, which shares it. A
+stage that fails ends the run with its exit code.
 
 With `--multirun`, each setting with several values makes variants, which run one after the other; all of them are
 checked before the first begins. `mtptrain compare` compares their measurements.
@@ -41,6 +42,7 @@ from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
 from mtptrain.target.model import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
+from mtptrain.training.validation import measured_with
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
 from mtptrain.utils.files import read_sealed
 
@@ -61,7 +63,7 @@ def main(cfg: DictConfig) -> None:
     done_at = 0.0
     for name, stage, runner in stages_of(config):
         output = output_of(name, stage, config)
-        if is_finished(output, done_at, config):
+        if is_finished(output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
             durations.append((name, "done before"))
         else:
             print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)
@@ -77,6 +79,11 @@ def check(config: PipelineConfig) -> None:
     if config.verify:
         raise UserError(
             "verify: must be false for a whole run, but is true; run `mtptrain hidden-states` with it instead"
+        )
+    if config.train.stream and not config.plan:
+        raise UserError(
+            "train.stream: must be false for a whole run, which runs one stage after the other, but is true; run "
+            "`mtptrain hidden-states` and `mtptrain train` at the same time instead"
         )
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
@@ -122,6 +129,12 @@ def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
     return output.is_file() and output.stat().st_mtime >= done_at and is_made
 
 
+def chose_with(choice: Path, config: PipelineConfig) -> bool:
+    """Returns whether `mtptrain choose-head` measured the heads with these settings."""
+    stored, wanted = read_sealed(choice, "run mtptrain choose-head again"), measured_with(config)
+    return {name: stored.get(name) for name in wanted} == wanted
+
+
 def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
     """Returns on how many ranks to start a stage on this machine, at least 1; on a CPU a stage may start more itself.
 
@@ -132,7 +145,7 @@ def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
     if runner != "ranks" or num_gpus < 2:
         return 1
     if name == "hidden-states" and settings.backend is Backend.vllm:
-        return num_gpus // settings.tensor_parallel_size
+        return max(1, num_gpus // settings.tensor_parallel_size)
     dtypes = {
         "responses": config.responses.dtype,
         "hidden-states": settings.dtype,

@@ -2,7 +2,7 @@
 
 `mtptrain.settings` has the sections, and `recipes/` has the values for each target and head. Each `main` begins by
 calling `load_config(cfg)`, which returns checked dataclasses. The functions that `main` calls take these dataclasses or
-single values, never Hydra's objects.
+single values, or a `Run` made of them, never Hydra's objects.
 """
 
 from dataclasses import dataclass, field
@@ -99,7 +99,7 @@ class PipelineConfig:
     run_dir: str = directory_path(default=MISSING)
     seed: int = random_seed()
     plan: bool = False
-    """Whether mtptrain hidden-states only prints what the run will need, then exits."""
+    """Whether mtptrain run or mtptrain hidden-states only prints what the run will need, then exits."""
     verify: bool = False
     """Whether mtptrain hidden-states only checks every byte of the finished store against its hashes, then exits."""
     distributed_timeout_hours: float = between(1 / 3600, 10_000, default=TIMEOUT_HOURS)

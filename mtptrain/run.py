@@ -1,6 +1,5 @@
 """Finds what the programs of one run share: its target, prompts, hidden states and head."""
 
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.hidden_states.store import HiddenStates, HiddenStore
 from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.target.files import TargetFiles
+from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.errors import UserError
 
 
@@ -23,6 +23,7 @@ class Run:
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
+        self._prompts_files: dict[Split, Path] = {}  # those that were checked
 
     def stage_dir(self, stage: str) -> Path:
         return self.config.stage_dir(stage)
@@ -43,7 +44,9 @@ class Run:
             StageMissing: mtptrain prompts has not been run.
             UserError: the file was changed or damaged since.
         """
-        return require_prompts(self.stage_dir("prompts"), f"{split}.safetensors")
+        if split not in self._prompts_files:
+            self._prompts_files[split] = require_prompts(self.stage_dir("prompts"), f"{split}.safetensors")
+        return self._prompts_files[split]
 
     def documents(self, split: Split) -> Documents:
         """Returns the documents of a split. Raises the errors of `prompts_file`."""
@@ -69,12 +72,13 @@ class Run:
             target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend
         )
 
-    def hidden_states(self, identity: StoreIdentity, stop: Callable[[], bool] = lambda: False) -> HiddenStates:
+    def hidden_states(self, identity: StoreIdentity, ranks: Ranks, stop: StopSignal) -> HiddenStates:
         """Opens the finished hidden states, or with `train.stream` waits for those that are being written.
 
         Args:
             identity: the identity that they must have.
-            stop: returns whether to stop waiting.
+            ranks: all of them must call this.
+            stop: ends the wait, and the program.
 
         Raises:
             StageMissing: mtptrain hidden-states has not been run, or is unfinished.
@@ -85,7 +89,7 @@ class Run:
             return HiddenStore.open(directory, identity)
         documents, shard_tokens = self.documents(Split.train), self.config.hidden_states.shard_tokens
         return StreamedStates.open(
-            directory, identity, documents, shard_tokens, settings.stream_shards, self.config.seed, stop
+            directory, identity, documents, shard_tokens, settings.stream_shards, self.config.seed, ranks, stop
         )
 
     def head(self, dtype: torch.dtype | None, device: torch.device) -> RunHead:
@@ -99,5 +103,6 @@ class Run:
     @property
     def served_head_dir(self) -> Path:
         """The export that an engine serves: `serving.head_dir`, or where this run's export goes."""
-        serving = self.config.serving
-        return Path(serving.head_dir or self.config.export.output_dir or self.stage_dir("export") / serving.engine)
+        serving, export = self.config.serving, self.config.export
+        chosen = export.output_dir if export.engine.value == serving.engine.value else None
+        return Path(serving.head_dir or chosen or self.stage_dir("export") / serving.engine)

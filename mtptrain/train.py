@@ -44,6 +44,7 @@ from mtptrain.heads.files import (
     TARGET_WEIGHTS,
     build_trainable_head,
     kept_head,
+    refuse_earlier_best,
     remove_stale_heads,
     save_head,
 )
@@ -125,14 +126,14 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     head = build_trainable_head(config.head, run.target.config)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, run.target.config)
-    run.prompts_file(Split.train)
+    run.prompts_file(Split.train)  # the first stage is the first to be missed
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(run.stage_dir("draft_vocab"))
     identity = run.identity(head.capture_layers)
     parts = load_frozen_parts(run.target.directory)
     initialise(run, head, parts, identity.prompts_sha256)
     # 3. Open the hidden states, and find the checkpoint to resume from.
-    states = run.hidden_states(identity, lambda: stop.is_received)
+    states = run.hidden_states(identity, ranks, stop)
     check_document_lengths(int(states.document_lengths.max()), head)
     facts = resume_facts(config, states, head)
     checkpoint = newest_whole_checkpoint(checkpoints, ranks)
@@ -140,6 +141,8 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         check_checkpoint(checkpoint, facts)
     # 4. Choose the validation prompts and pack the documents into steps.
     validation = Validation(config, n, run.target, ranks) if (n := config.train.validation_prompts) else None
+    if checkpoint is None and validation is None and not config.train.validate_every:
+        refuse_earlier_best(run.stage_dir("train"))
     schedule = BatchSchedule(
         states,
         config.head.ttt_steps,
@@ -160,7 +163,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     if ranks.is_first:
-        remove_stale_heads(run.stage_dir("train"), progress.step, progress.best_acceptance_length > 0)
+        remove_stale_heads(run.stage_dir("train"), progress.step)
     flops = step_flops(config.head, run.target.config)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256, "seed": config.seed}

@@ -32,13 +32,12 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_trainable_head, save_head
 from mtptrain.run import Run
-from mtptrain.run_dir import output_dir_of, write_provenance
+from mtptrain.run_dir import write_provenance
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import (
     OWN_LOOP,
     PROMPT_LOOKUP_LENGTHS,
     RoundCost,
-    break_even_dir,
     default_depths,
     subject,
     usual_length,
@@ -60,12 +59,10 @@ NEW_TOKENS = 33
 """Tokens of an answer. The first one comes from the prompt; the others take at most 32 rounds, which are timed."""
 
 
-def measure_break_even(config: PipelineConfig) -> None:
+def measure_break_even(config: PipelineConfig, output_dir: Path) -> None:
     """Measure, print and write the costs of rounds in our loop, then in the engine."""
     # 1. Check everything before any long work.
     config = with_fixed_settings(config)
-    given = config.serving_bench.output_dir
-    output_dir = output_dir_of(given, "serving_bench.output_dir", break_even_dir(config))
     target = Run(config).target
     head = random_head(config, target.config)
     prompts = random_prompts(config, target.config, head)

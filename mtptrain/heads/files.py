@@ -83,13 +83,13 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
     }
 
 
-def remove_stale_heads(stage_dir: Path, step: int, is_measured: bool) -> None:
-    """Remove the heads that a run which resumes from `step` has not trained yet, and measurements of them.
+def remove_stale_heads(stage_dir: Path, step: int) -> None:
+    """Remove the heads that a run which resumes from `step` will keep again, and what would pass for a measured head.
 
-    These are the heads kept after `step`, `choice.json` if it lists one of them, and the best head if neither the run
-    so far (`is_measured`) nor `choice.json` says that it was measured.
+    These are the heads kept after `step`, `choice.json` if it lists one of them, and a `best` that was never measured,
+    as older versions wrote it. A measured `best` stays until a better one replaces it.
     """
-    choice = stage_dir / CHOICE
+    choice, best = stage_dir / CHOICE, stage_dir / "best"
     if choice.is_file() and any(
         head["step"] > step
         for head in read_sealed(choice, "delete it and run mtptrain choose-head again", ["heads"])["heads"]
@@ -98,8 +98,24 @@ def remove_stale_heads(stage_dir: Path, step: int, is_measured: bool) -> None:
     for kept_step, directory in kept_heads(stage_dir).items():
         if kept_step > step:
             remove_files(directory, ("head.json", WEIGHTS))
-    if not is_measured and not choice.is_file():
-        remove_files(stage_dir / "best", ("head.json", WEIGHTS))
+    if (best / "head.json").is_file() and not is_measured(best):
+        remove_files(best, ("head.json", WEIGHTS))
+
+
+def is_measured(directory: Path) -> bool:
+    """Returns whether a head was measured when it was stored. Raises UserError if `head.json` is damaged."""
+    return "acceptance_length" in read_sealed(directory / "head.json", RESTORE)
+
+
+def refuse_earlier_best(stage_dir: Path) -> None:
+    """Raise UserError if a training that measures nothing would leave the best head of an earlier one in its place."""
+    best = stage_dir / "best"
+    if (best / "head.json").is_file() and is_measured(best):
+        raise UserError(
+            f"{best}: must not exist if training starts anew and measures no head, because acceptance and export would "
+            "take this head of an earlier training, but does; move it away, or set another run_dir, "
+            "train.validation_prompts or train.validate_every"
+        )
 
 
 def checked_weights(directory: Path) -> Path:

@@ -103,6 +103,23 @@ def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
         time.sleep(POLL_S)
 
 
+def wait_together(
+    is_done: Callable[[], bool], ranks: Ranks, stop: StopSignal, waiting_for: str
+) -> signal.Signals | None:
+    """Wait on all ranks until `is_done()` is true on each. Returns early, on all, with a signal that one received."""
+    stopped_by: signal.Signals | None = None
+
+    def is_over() -> bool:
+        nonlocal stopped_by
+        if all(ranks.gather(is_done())):
+            return True
+        stopped_by = stop.agreed()
+        return stopped_by is not None
+
+    wait_until(is_over, waiting_for)
+    return stopped_by
+
+
 class StreamedStates(HiddenStates):
     """States whose shards are written and deleted while training reads them.
 
@@ -140,11 +157,13 @@ class StreamedStates(HiddenStates):
         shard_tokens: int,
         window_shards: int,
         seed: int,
-        stop: Callable[[], bool] = lambda: False,
+        ranks: Ranks,
+        stop: StopSignal,
     ) -> "StreamedStates":
         """Wait until extraction has created the store, and open it for reading while extraction fills it.
 
-        If `stop` returns true meanwhile, the program ends with the exit code of an interrupted training.
+        All ranks must call this. If one of them receives a stop signal meanwhile, all end with the exit code of an
+        interrupted training.
 
         Raises:
             UserError: the store is finished, or was made with other settings.
@@ -155,11 +174,9 @@ class StreamedStates(HiddenStates):
                 f"{directory / MANIFEST} exists; set train.stream=false to train on all of them, or choose another "
                 "run_dir"
             )
-        wait_until(
-            lambda: stop() or (directory / PLAN).exists(),
-            f"{directory / PLAN} from mtptrain hidden-states, which must run with the same settings",
-        )
-        if stop():
+        plan_path = directory / PLAN
+        waiting_for = f"{plan_path} from mtptrain hidden-states, which must run with the same settings"
+        if wait_together(plan_path.exists, ranks, stop, waiting_for):
             sys.exit(EXIT_STOPPED)
         plan = read_store_json(directory / PLAN)
         identity = identity_from_json(plan["identity"])
@@ -232,20 +249,9 @@ class StreamedStates(HiddenStates):
         All ranks wait here together, so that they can agree on a signal. They could not if each waited inside its own
         step.
         """
-        stopped_by: signal.Signals | None = None
-
-        def is_over() -> bool:
-            nonlocal stopped_by
-            if all(ranks.gather(self.is_written(step))):
-                return True
-            stopped_by = stop.agreed()
-            return stopped_by is not None
-
-        wait_until(
-            is_over,
-            f"the shards of step {step + 1} from mtptrain hidden-states, which must run with the same settings",
-        )
-        return stopped_by
+        shards = f"the shards of step {step + 1}"
+        waiting_for = f"{shards} from mtptrain hidden-states, which must run with the same settings"
+        return wait_together(lambda: self.is_written(step), ranks, stop, waiting_for)
 
     def is_written(self, step: int) -> bool:
         """Returns whether extraction has finished every shard that step `step` (from 0) reads."""

@@ -47,6 +47,15 @@ class Validated:
         }
 
 
+def measured_with(config: PipelineConfig) -> dict[str, object]:
+    """Returns the settings on which the figures of a validation depend, as `choice.json` stores them."""
+    return {
+        "num_speculative_tokens": config.acceptance.num_speculative_tokens,
+        "max_new_tokens": config.train.validation_new_tokens,
+        "dtype": str(config.acceptance.dtype),
+    }
+
+
 class Validation:
     """Measures greedy acceptance and losses with the full target. Each rank takes its share of the prompts."""
 

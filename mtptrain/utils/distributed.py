@@ -93,11 +93,6 @@ class StopSignal:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._received = number
 
-    @property
-    def is_received(self) -> bool:
-        """Whether this rank has received a signal."""
-        return self._received != 0
-
     def agreed(self) -> signal.Signals | None:
         """Return a signal that some rank received, or None; the same on all ranks. All ranks must call it together."""
         received = torch.tensor([self._received])

@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.heads.files import remove_stale_heads
+from mtptrain.heads.files import refuse_earlier_best, remove_stale_heads, save_head
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.utils.errors import UserError
 from tests.conftest import run_program
 from tests.sealed import describe_again
 
@@ -37,8 +39,22 @@ def facts(directory: Path) -> dict[str, Any]:
 def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
     (tmp_path / "choice.json").write_text('{"heads": [')
     with pytest.raises(ValueError, match=r"choice\.json: must be JSON, .*; delete it and run mtptrain choose-head"):
-        remove_stale_heads(tmp_path, 5, is_measured=False)
+        remove_stale_heads(tmp_path, 5)
     assert (tmp_path / "choice.json").exists()
+
+
+@pytest.mark.parametrize("facts", [{"step": 9}, {"step": 9, "acceptance_length": 2.5}])
+def test_a_measured_best_head_stays_until_a_better_one_replaces_it(tmp_path: Path, facts: dict[str, object]) -> None:
+    """An unmeasured one, as older versions wrote it, goes: acceptance and export would take it for the best."""
+    config = MtpHead.Config()
+    save_head(tmp_path / "best", {"weight": torch.zeros(1)}, config, facts)
+    remove_stale_heads(tmp_path, 5)
+    assert (tmp_path / "best/head.json").exists() == ("acceptance_length" in facts)
+    if "acceptance_length" in facts:
+        with pytest.raises(UserError, match=r"best: must not exist if training starts anew and measures no head"):
+            refuse_earlier_best(tmp_path)
+    else:
+        refuse_earlier_best(tmp_path)
 
 
 def test_only_what_training_kept_is_removed(tmp_path: Path) -> None:
@@ -47,7 +63,7 @@ def test_only_what_training_kept_is_removed(tmp_path: Path) -> None:
     for name in (*written, *somebodys):
         (tmp_path / "heads" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "heads" / name).write_text("{}")
-    remove_stale_heads(tmp_path, 5, is_measured=False)
+    remove_stale_heads(tmp_path, 5)
     left = sorted(str(path.relative_to(tmp_path / "heads")) for path in tmp_path.rglob("*") if path.is_file())
     assert left == somebodys and not (tmp_path / "heads/step_00000007").exists()
 

@@ -18,7 +18,8 @@ from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.heads.files import CHOICE
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import DEMO_DIR
-from mtptrain.utils.files import read_sealed
+from mtptrain.training.validation import measured_with
+from mtptrain.utils.files import read_sealed, write_sealed
 from tests.conftest import make_config, run_program
 from tests.programs import ROOT, run_ranks
 
@@ -104,8 +105,9 @@ def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
     write_provenance(tmp_path / "train", config)  # training writes it
     output = all_stages.output_of("choose-head", STAGES["choose-head"], config)
     assert not all_stages.is_finished(output, 0.0, config)
-    (tmp_path / "train" / CHOICE).write_text("{}")
-    assert all_stages.is_finished(output, 0.0, config)
+    write_sealed(tmp_path / "train" / CHOICE, measured_with(config))
+    assert all_stages.is_finished(output, 0.0, config) and all_stages.chose_with(output, config)
+    assert not all_stages.chose_with(output, make_config("acceptance.num_speculative_tokens=2"))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,13 @@ def test_ctrl_c_is_left_to_the_stage(tmp_path: Path) -> None:
 def test_the_check_of_a_store_is_no_whole_run() -> None:
     with pytest.raises(ValueError, match=r"verify: must be false for a whole run, .* run `mtptrain hidden-states`"):
         all_stages.check(make_config("verify=true"))
+
+
+def test_streaming_needs_two_programs_at_a_time_and_only_its_plan_is_a_whole_run() -> None:
+    settings = ("train.stream=true", "train.epochs=1")
+    with pytest.raises(ValueError, match=r"train\.stream: must be false for a whole run, .* at the same time instead"):
+        all_stages.check(make_config(*settings))
+    all_stages.check(make_config(*settings, "plan=true"))
 
 
 @pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "medusa"])

@@ -1,6 +1,7 @@
 """Tests extraction and training at the same time, with a store that is deleted as training reads it."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -26,8 +27,9 @@ from mtptrain.hidden_states.stream import (
     shard_windows,
 )
 from mtptrain.train import count_steps
-from mtptrain.utils.distributed import EXIT_STOPPED
+from mtptrain.utils.distributed import EXIT_STOPPED, STOP_SIGNALS, StopSignal
 from tests.conftest import program_command
+from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.programs import TIMEOUT_S
 
 Run = tuple[Path, tuple[str, ...]]
@@ -197,15 +199,21 @@ def test_a_finished_store_is_not_streamed(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
     with pytest.raises(ValueError, match=r"train\.stream: must be false if the hidden states are finished"):
-        StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, seed=0)
+        StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, ONE_RANK, StopSignal(ONE_RANK))
 
 
 def test_training_that_waits_for_a_store_that_never_comes_ends_at_a_stop_signal(tmp_path: Path) -> None:
     identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
-    asked = iter([False, False, True, True])
-    with pytest.raises(SystemExit) as ended:
-        StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, lambda: next(asked))
-    assert ended.value.code == EXIT_STOPPED
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        stop = StopSignal(ONE_RANK)
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        with pytest.raises(SystemExit) as ended:
+            StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, ONE_RANK, stop)
+        assert ended.value.code == EXIT_STOPPED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("setting", ["train.epochs=2", "hidden_states.num_parts=2"])
