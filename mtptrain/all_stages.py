@@ -139,10 +139,10 @@ def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
     """Returns on how many ranks to start a stage on this machine, at least 1; on a CPU a stage may start more itself.
 
     There is a rank for each GPU, or for each engine of several GPUs. A stage that runs a target too large for one GPU
-    has one rank, which spreads it over all of them.
+    has one rank, which spreads it over all of them, and so has choose-head, which is for such targets.
     """
     num_gpus, settings = torch.cuda.device_count(), config.hidden_states
-    if runner != "ranks" or num_gpus < 2:
+    if runner != "ranks" or name == "choose-head" or num_gpus < 2:
         return 1
     if name == "hidden-states" and settings.backend is Backend.vllm:
         return max(1, num_gpus // settings.tensor_parallel_size)

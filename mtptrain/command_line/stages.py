@@ -80,7 +80,7 @@ STAGES = {
     "choose-head": Stage(
         "eval.choose_head",
         "optional: choose among the heads that training kept",
-        "process",
+        "ranks",
         _keeps_unmeasured_heads,
         "train/choice.json",
     ),

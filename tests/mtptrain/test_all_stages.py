@@ -44,10 +44,10 @@ def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str],
 @pytest.mark.parametrize(
     ("num_gpus", "memory", "expected"),
     [
-        (0, 0, "train 1, hidden-states 1, acceptance 1, prompts 1, engines 1"),
-        (1, 10**12, "train 1, hidden-states 1, acceptance 1, prompts 1, engines 1"),
-        (8, 10**12, "train 8, hidden-states 8, acceptance 8, prompts 1, engines 2"),
-        (8, 10**6, "train 8, hidden-states 1, acceptance 1, prompts 1, engines 2"),
+        (0, 0, "train 1, hidden-states 1, choose-head 1, acceptance 1, prompts 1, engines 1"),
+        (1, 10**12, "train 1, hidden-states 1, choose-head 1, acceptance 1, prompts 1, engines 1"),
+        (8, 10**12, "train 8, hidden-states 8, choose-head 1, acceptance 8, prompts 1, engines 2"),
+        (8, 10**6, "train 8, hidden-states 1, choose-head 1, acceptance 1, prompts 1, engines 2"),
     ],
 )
 def test_a_stage_gets_a_rank_for_each_gpu_or_engine_and_one_if_the_target_does_not_fit_a_gpu(
@@ -60,7 +60,7 @@ def test_a_stage_gets_a_rank_for_each_gpu_or_engine_and_one_if_the_target_does_n
     ):
         ranks = {
             name: all_stages.num_ranks(name, STAGES[name].runner, config)
-            for name in ("train", "hidden-states", "acceptance", "prompts")
+            for name in ("train", "hidden-states", "choose-head", "acceptance", "prompts")
         }
         ranks["engines"] = all_stages.num_ranks("hidden-states", "ranks", make_config(*engines))
     assert ", ".join(f"{name} {count}" for name, count in ranks.items()) == expected
