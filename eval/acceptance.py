@@ -43,7 +43,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
 from mtptrain.run import Run
-from mtptrain.run_dir import output_dir_of, write_provenance, writing
+from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.target.model import Target, load_target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
@@ -62,9 +62,8 @@ from .report_page import Section, held_out_section, write_run_page
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     ranks = init_ranks(config.distributed_timeout_hours)
-    given = config.acceptance.output_dir
-    output_dir = output_dir_of(given, "acceptance.output_dir", config.stage_dir("acceptance"))
-    with writing(output_dir, ranks, "run_dir" if given is None else "acceptance.output_dir"):
+    given, default = config.acceptance.output_dir, config.stage_dir("acceptance")
+    with writing_output(given, "acceptance.output_dir", default, ranks) as output_dir:
         measure_head(Run(config), ranks, output_dir)
 
 

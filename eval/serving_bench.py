@@ -28,7 +28,7 @@ from mtptrain.command_line.program import command, program
 from mtptrain.config import load_config
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.run import Run
-from mtptrain.run_dir import output_dir_of, write_provenance, writing
+from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
@@ -52,8 +52,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     given, is_break_even = config.serving_bench.output_dir, config.serving_bench.break_even
     default = break_even_dir(config) if is_break_even else config.stage_dir("serving_bench")
-    output_dir = output_dir_of(given, "serving_bench.output_dir", default)
-    with writing(output_dir, setting="run_dir" if given is None else "serving_bench.output_dir"):
+    with writing_output(given, "serving_bench.output_dir", default) as output_dir:
         if is_break_even:
             measure_break_even(config, output_dir)
             return

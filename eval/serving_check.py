@@ -31,7 +31,7 @@ from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.run import Run
-from mtptrain.run_dir import output_dir_of, write_provenance, writing
+from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, GenerateJob, VllmProcess, find_python
@@ -61,8 +61,7 @@ def main(cfg: DictConfig) -> None:
             f"random, but is {settings.temperature:g}; leave it out"
         )
     given, default = config.serving.output_dir, config.stage_dir("serving_check")
-    output_dir = output_dir_of(given, "serving.output_dir", default)
-    with writing(output_dir, setting="run_dir" if given is None else "serving.output_dir"):
+    with writing_output(given, "serving.output_dir", default) as output_dir:
         is_accepted = check_engine(Run(config), output_dir)
     sys.exit(0 if is_accepted else 1)
 

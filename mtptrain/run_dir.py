@@ -79,15 +79,22 @@ def writing(directory: Path, ranks: Ranks | None = None, setting: str = "run_dir
         yield
 
 
-def output_dir_of(given: str | None, setting: str, default: Path) -> Path:
-    """Returns the folder of a program's output: that of its own setting, or else the default in `run_dir`.
+@contextmanager
+def writing_output(given: str | None, setting: str, default: Path, ranks: Ranks | None = None) -> Iterator[Path]:
+    """Hold the folder of a program's output, as `writing` does, and yield it.
+
+    Args:
+        given: the program's own setting for the folder; None for the default.
+        setting: name of that setting, for error messages.
+        default: the folder in `run_dir`.
+        ranks: as in `writing`.
 
     Raises:
-        UserError: `check_stage_dir` refuses the folder.
+        UserError: `writing` refuses the folder.
     """
     directory = default if given is None else Path(given)
-    check_stage_dir(directory, "run_dir" if given is None else setting)
-    return directory
+    with writing(directory, ranks, "run_dir" if given is None else setting):
+        yield directory
 
 
 def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
