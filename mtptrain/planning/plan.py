@@ -22,7 +22,13 @@ from mtptrain.hidden_states.extraction.vllm_streams import check_vllm_can_extrac
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.planning.costs import MicroBatch, StepCosts, TargetCosts, head_parameters, step_costs, target_costs
 from mtptrain.planning.decoding_memory import draft_model_bytes, validation_bytes
-from mtptrain.planning.workload import Workload, count_steps, count_trained_tokens, read_workload
+from mtptrain.planning.workload import (
+    Workload,
+    count_trained_tokens,
+    count_workload,
+    estimate_steps,
+    read_train_documents,
+)
 from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import config_dir, weight_files
@@ -122,7 +128,8 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     captured = HEADS[config.head.name].resolve_capture_layers(config.head, target_config)
     check_store_dtype(settings.store_dtype, captured)
     # 2. Extraction: disk, memory and time.
-    workload, target = read_workload(config), target_costs(target_config)
+    documents, target = read_train_documents(config), target_costs(target_config)
+    workload = count_workload(config, documents)
     dtypes = [dtype for dtype in StoreDtype if captured or dtype is not StoreDtype.fp8_aux]
     stored_bytes = {dtype: bytes_per_token(target_config.hidden_size, len(captured), dtype) for dtype in dtypes}
     weights = target_weights_bytes(config, target_dir, target_config, target)
@@ -152,7 +159,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         max_position_embeddings=target_config.max_position_embeddings,
         head_parameters=num_parameters,
         memory=train_memory(config, target_config, target, num_parameters, activations, workload.longest_tokens),
-        num_steps=count_steps(config, trained_tokens),
+        num_steps=estimate_steps(config, documents, workload.tokens),
         scratch_bytes_per_token=scratch,
         extraction_speed=estimate(
             planner,

@@ -1,5 +1,6 @@
-"""Counts the training documents of a run, and the steps needed to train on them."""
+"""Counts the training documents of a run, and estimates the steps needed to train on them."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,21 +20,28 @@ class Workload:
     is_counted: bool
     """Whether mtptrain prompts has been run. If not, the numbers are bounds or assumptions."""
     documents: int
-    """0 if unknown."""
+    """Number of documents; 0 if unknown."""
     tokens: int
+    """Number of tokens of all documents."""
     supervised_tokens: int
+    """Number of tokens that the loss masks count."""
     longest_tokens: int
+    """Number of tokens of the longest document."""
     mean_tokens: float
     """Document length averaged over tokens, not documents. Attention costs are proportional to it."""
 
 
-def read_workload(config: PipelineConfig) -> Workload:
-    """Counts the training documents of stage 1 if it has been run; otherwise returns the recipe's bounds."""
+def read_train_documents(config: PipelineConfig) -> Documents | None:
+    """Returns the training documents of stage 1, or None if it has not been run."""
     path = config.stage_dir("prompts") / f"{Split.train}.safetensors"
-    if not path.exists():
+    return Documents.load(require_prompts(path.parent, path.name)) if path.exists() else None
+
+
+def count_workload(config: PipelineConfig, documents: Documents | None) -> Workload:
+    """Counts the training documents if there are any; otherwise returns the recipe's bounds."""
+    if documents is None:
         tokens, longest = config.prompts.max_train_tokens or UNKNOWN_TOKENS, config.prompts.max_document_tokens
         return Workload(False, 0, tokens, tokens, longest, float(longest))
-    documents = Documents.load(require_prompts(path.parent, path.name))
     lengths = documents.lengths.astype(np.float64)
     return Workload(
         is_counted=True,
@@ -54,18 +62,18 @@ def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
     return config.train.max_steps * step_tokens or config.train.epochs * tokens
 
 
-def count_steps(config: PipelineConfig, trained_tokens: int) -> int:
-    """Returns the number of training steps.
+def estimate_steps(config: PipelineConfig, documents: Documents | None, tokens: int) -> int:
+    """Returns the number of training steps, for a training set of `tokens` tokens.
 
-    The documents of stage 1 are packed as in training, except that a document's length is taken as its cost. If stage 1
-    has not been run, or a document is longer than `batch_tokens`, all steps are assumed to be full.
+    The documents are packed as in training from a whole store, except that a document's length is taken as its cost. If
+    there are none yet, or one is longer than `batch_tokens`, all steps of an epoch but the last are assumed to be full.
     """
-    train, path = config.train, config.stage_dir("prompts") / f"{Split.train}.safetensors"
+    train = config.train
     if train.max_steps:
         return train.max_steps
-    lengths = Documents.load(path).lengths if path.exists() else np.zeros(0, np.int64)
+    lengths = np.zeros(0, np.int64) if documents is None else documents.lengths
     if not 0 < lengths.max(initial=0) <= train.batch_tokens:
-        return trained_tokens // (train.batch_tokens * train.micro_batches_per_step)
+        return train.epochs * math.ceil(tokens / (train.batch_tokens * train.micro_batches_per_step))
     costs = lengths.astype(np.float64)
     return train.epochs * len(
         pack_documents(

@@ -82,6 +82,14 @@ def test_the_planned_steps_are_those_of_training(tiny_run: tuple[Path, tuple[str
     assert plan.num_steps == 2 * schedule.steps_per_epoch > 2 * plan.workload.tokens // (200 * micro_batches)
 
 
+@pytest.mark.parametrize(("tokens", "steps"), [(100, 1), (2048, 1), (2049, 2)])
+def test_the_last_step_of_an_epoch_counts_even_if_it_is_not_full(
+    config_for: Callable[..., PipelineConfig], tokens: int, steps: int
+) -> None:
+    sizes = ("train.batch_tokens=1024", "train.micro_batches_per_step=2", "train.max_steps=0", "train.epochs=3")
+    assert make_plan(config_for(f"prompts.max_train_tokens={tokens}", *sizes)).num_steps == 3 * steps
+
+
 def test_before_stage_1_the_recipes_bounds_are_planned(config_for: Callable[..., PipelineConfig]) -> None:
     plan = make_plan(config_for("prompts.max_train_tokens=5000", "prompts.max_document_tokens=100"))
     assert not plan.workload.is_counted
