@@ -28,7 +28,7 @@ from rich.console import Console
 
 from mtptrain.command_line.program import command, program, quoted
 from mtptrain.config import CheckSize, PipelineConfig, load_config
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import write_provenance, writing
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
@@ -74,8 +74,15 @@ def main(cfg: DictConfig) -> None:
             "check.size: must be tiny on a machine without a GPU, because the full checks take hours on a CPU, "
             "but is full; set check.size=tiny, or use a machine with a GPU"
         )
-    overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
     directory = config.stage_dir("gpu_check")
+    with writing(directory):
+        code = check_all(config, directory, device)
+    sys.exit(code)
+
+
+def check_all(config: PipelineConfig, directory: Path, device: torch.device) -> int:
+    """Run every check in a new folder, write and print the report, and return the exit code."""
+    overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
     write_provenance(directory, config)
     work_dir = Path(tempfile.mkdtemp(prefix="check_", dir=directory))  # an older one may hold files of somebody
     inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(work_dir / 'run')}"]))
@@ -85,7 +92,7 @@ def main(cfg: DictConfig) -> None:
         print(f"the programs' output and logs are in {work_dir}")
     else:
         shutil.rmtree(work_dir)
-    sys.exit(code)
+    return code
 
 
 def forwarded(given: Sequence[str]) -> list[str]:

@@ -2,10 +2,10 @@
 
 Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or uses the server at
 `serving.url`. Sends the prompts of `mtptrain acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
-`run_dir/export/vllm/` (or `serving.head_dir`), except with `serving.url`. Writes to `run_dir/serving_bench/`:
-`report.json`, `plot.svg`, the files of `vllm bench serve`, and all logs. If it started the engines and drafting was
-faster at any concurrency, it also writes settings for engines with the fastest K, and a `README.md` with the commands
-that use them. Prints a table.
+`run_dir/export/vllm/` (or `serving.head_dir`, or `export.output_dir`), except with `serving.url`. Writes to
+`run_dir/serving_bench/`: `report.json`, `plot.svg`, the files of `vllm bench serve`, and all logs. If it started the
+engines and drafting was faster at any concurrency, it also writes settings for engines with the fastest K, and a
+`README.md` with the commands that use them. Prints a table.
 
 With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
 `eval.serving_speed.break_even_measurement`.
@@ -26,7 +26,8 @@ from rich.table import Table
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import load_config
-from mtptrain.convert.engine_settings import write_engine_settings
+from mtptrain.convert.engine_settings import remove_engine_settings, write_engine_settings
+from mtptrain.decoding.prompts import check_head_context
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.serving.bench_rows import Row, speeds_of
@@ -44,7 +45,7 @@ from mtptrain.utils.masking import hide_passwords
 
 from .plots import drawing, plot_serving
 from .serving_speed.break_even_measurement import measure_break_even
-from .serving_speed.engine_runs import Bench, check_device, measure
+from .serving_speed.engine_runs import Bench, check_device, drafting_depths, measure
 
 
 @program
@@ -69,13 +70,13 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     """Returns the checked inputs.
 
     Raises:
-        UserError: the Python interpreter, the prompts or the exported head do not exist, or the server does not
-            respond, or the interpreter has no vLLM, the prompts do not fit the target's context, the export holds
-            another head, or the server does not fit the settings.
+        UserError: the Python interpreter does not exist or has no vLLM, or the prompts do not exist or do not fit the
+            context of the target or the head, or the export does not exist or holds another head, or the server does
+            not respond or does not fit the settings.
     """
-    config, serving, settings = run.config, run.config.serving, run.config.serving_bench
-    num_drafts = settings.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
-    prompts = list(run.measured_prompts(2 * max(num_drafts)).input_ids.values())
+    config, serving = run.config, run.config.serving
+    most_drafts = max(drafting_depths(config))
+    prompts = list(run.measured_prompts(2 * most_drafts).input_ids.values())
     python = find_python(serving.python)
     head_dir = run.served_head_dir
     if serving.url is not None:
@@ -83,6 +84,7 @@ def prepare(run: Run, output_dir: Path) -> Bench:
         check_server(bench)
         return bench
     head = run.head(getattr(torch, config.acceptance.dtype), torch.device("cpu"))
+    check_head_context(head.head, prompts, config.acceptance.max_new_tokens, most_drafts, "head")
     facts = read_serving_facts(head_dir, serving.engine, head.sha256)
     return Bench(config, output_dir, run.target, prompts, python, head.sha256, facts, head_dir, None)
 
@@ -91,7 +93,8 @@ def check_server(bench: Bench) -> None:
     """Refuse a running server that serves another model, or whose context is too short."""
     server, target = bench.server, bench.target
     assert server is not None
-    if not is_same_model(server.root, target):
+    is_own_export = Path(server.root).resolve() == bench.head_dir.resolve()  # that of a MiMo head holds the target
+    if not is_own_export and not is_same_model(server.root, target):
         raise UserError(
             f"serving.url: the server must serve {target.path}, but {server.shown_url} serves {server.root}; ask "
             "another server, or set target.path"
@@ -118,7 +121,7 @@ def is_same_model(root: str, target: TargetFiles) -> bool:
 def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     """Write the report, the plot and the engines' settings, and print the table."""
     config, settings = bench.config, bench.config.acceptance
-    speeds, costs = speeds_of(rows), read_costs(config, bench.target)
+    speeds, costs = speeds_of(rows), [] if bench.server else read_costs(config, bench.target)
     described = [row.describe(speeds, config.serving.engine, costs) for row in rows]
     report = {
         "command": command(),
@@ -127,7 +130,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "version": version if bench.server is None else bench.server.version,
         "url": hide_passwords(config.serving.url),
         "target": config.target.path,
-        "head": config.head.name,
+        "head": None if bench.server else config.head.name,
         "head_sha256": bench.head_sha256,
         "prompts": len(bench.prompts),
         "requests": bench.num_requests,
@@ -142,6 +145,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     path = bench.output_dir / "report.json"
     write_sealed(path, report)
     print_table(bench, rows, str(report["version"]), costs)
+    remove_engine_settings(bench.output_dir)
     if bench.server is None:
         served = bench.target.name_for_engines
         written = write_engine_settings(

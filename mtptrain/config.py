@@ -155,8 +155,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     _check_stream(config)
     _check_depths(config)
     _check_feature_loss(config)
-    if config.bench.out is not None:
-        refuse_overwriting(Path(config.bench.out), "bench.out", ('"device": "', '"bare_forward_tokens_per_s": '))
+    _check_bench_out(config.bench.out)
     _resolve_precision(config)
     return config
 
@@ -193,6 +192,14 @@ def _check_stream(config: PipelineConfig) -> None:
                 f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is "
                 f"{value}; set {name}=1, or train.stream=false"
             )
+
+
+def _check_bench_out(out: str | None) -> None:
+    if out is None:
+        return
+    refuse_overwriting(Path(out), "bench.out", ('"device": "', '"bare_forward_tokens_per_s": '))
+    if not Path(out).parent.is_dir():
+        raise UserError(f"bench.out: must be a JSON file in a folder that exists, but is {out}; correct it")
 
 
 def _check_depths(config: PipelineConfig) -> None:

@@ -58,9 +58,9 @@ def check_stage_dir(directory: Path, setting: str = "run_dir") -> None:
 
 @contextmanager
 def writing(directory: Path, ranks: Ranks | None = None, setting: str = "run_dir", part: int = 0) -> Iterator[None]:
-    """Hold a folder while the block writes to it. Programs call this before any work, on all ranks.
+    """Hold a folder while the block writes to it. Every program with a folder calls this before any work, on all ranks.
 
-    `mtptrain export` does not: it replaces its folder as a whole.
+    Only `mtptrain export` does not: it replaces its folder as a whole.
 
     Args:
         directory: the folder.

@@ -29,13 +29,14 @@ from tqdm import tqdm
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
+from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.round_costs import Batch, Spent, decode, drafters_of, fastest_in_turns, num_rounds
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import PHASES
 from mtptrain.heads.base import Head
 from mtptrain.run import Run
-from mtptrain.run_dir import check_stage_dir, write_provenance
+from mtptrain.run_dir import write_provenance, writing
 from mtptrain.serving.break_even import OWN_LOOP, RoundCost, predicted_speed_up, read_costs
 from mtptrain.target.model import Target, load_target
 from mtptrain.utils.distributed import device_name, init_ranks
@@ -53,15 +54,21 @@ DecodingRow = dict[str, Any]
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     check(config)
-    check_stage_dir(config.stage_dir("bench_decode"))
+    output_dir = config.stage_dir("bench_decode")
+    with writing(output_dir):
+        measure_decoding(config, output_dir)
+
+
+def measure_decoding(config: PipelineConfig, output_dir: Path) -> None:
+    """Measure the head with every K, and write and print the report."""
     ranks, settings = init_ranks(config.distributed_timeout_hours), config.acceptance
     run, dtype = Run(config), getattr(torch, settings.dtype)
     found = run.head(dtype, ranks.device)
     prompts = run.measured_prompts(spare_tokens=max(config.bench.draft_depths))
     measured = prompts_to_measure(config.bench, prompts)
+    check_head_context(found.head, measured, settings.max_new_tokens, max(config.bench.draft_depths), "head")
     rows = measure(config, load_target(run.target.directory, dtype, ranks.device), found.head, measured)
     add_break_even(rows, read_costs(config, run.target))
-    output_dir = config.stage_dir("bench_decode")
     report = {
         "command": command(),
         "head_sha256": found.sha256,
@@ -90,10 +97,6 @@ def check(config: PipelineConfig) -> None:
         raise UserError(
             "acceptance.max_new_tokens: must be at least 2, because the first token is not timed, but is "
             f"{config.acceptance.max_new_tokens}; raise it"
-        )
-    if config.bench.out and not Path(config.bench.out).parent.is_dir():
-        raise UserError(
-            f"bench.out: must be a JSON file in a folder that exists, but is {config.bench.out}; correct it"
         )
     for depths in config.bench.draft_depths:
         check_depths(config.head, "bench.draft_depths", depths)

@@ -16,7 +16,6 @@ tokens.
     python -m eval.bench.extraction recipe=quickstart bench.target=8b bench.documents=256     # on a GPU, random weights
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -52,6 +51,7 @@ from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_json
 
 from .random_data import random_documents, random_store
 from .train_steps import GPU_TARGETS, GPU_VOCAB, fastest, target_of
@@ -71,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         figures = bench_writing(config, device, Path(directory)) | bench_reading(config.bench, Path(directory))
     print_tables(config, device, figures)
     if config.bench.out:
-        Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(Path(config.bench.out), figures)
 
 
 def bench_writing(config: PipelineConfig, device: torch.device, directory: Path) -> ExtractionFigures:

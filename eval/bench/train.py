@@ -37,6 +37,7 @@ from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_json
 
 from .step_memory import tensor_bytes
 from .train_steps import (
@@ -75,7 +76,7 @@ def main(cfg: DictConfig) -> None:
         figures["lengths"] = bench_lengths(config, ranks, peak)
     print_tables(figures)
     if config.bench.out:
-        Path(config.bench.out).write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(Path(config.bench.out), figures)
 
 
 def check(config: PipelineConfig) -> None:

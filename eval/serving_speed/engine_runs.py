@@ -48,8 +48,7 @@ class Bench:
     @property
     def num_drafts(self) -> list[int]:
         """K of each engine, starting with 0."""
-        settings = self.config.serving_bench
-        return [0, *(settings.num_speculative_tokens or [self.config.acceptance.num_speculative_tokens])]
+        return [0, *drafting_depths(self.config)]
 
     @property
     def num_requests(self) -> int:
@@ -63,6 +62,11 @@ class Bench:
         vLLM's drafts become useless if a request comes within 2 K tokens of max_model_len.
         """
         return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.num_drafts)
+
+
+def drafting_depths(config: PipelineConfig) -> list[int]:
+    """Returns K of each engine that drafts."""
+    return config.serving_bench.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
 
 
 def check_device(generator: LoadGenerator) -> None:

@@ -27,6 +27,12 @@ VLLM_FILE, SGLANG_FILE, README = "vllm.json", "sglang.json", "README.md"
 FILES = (VLLM_FILE, SGLANG_FILE, README)
 
 
+def remove_engine_settings(output_dir: Path) -> None:
+    """Remove the files of an earlier `write_engine_settings`."""
+    for name in FILES:
+        (output_dir / name).unlink(missing_ok=True)
+
+
 def write_engine_settings(
     output_dir: Path,
     speeds: Speeds,
@@ -38,8 +44,7 @@ def write_engine_settings(
 ) -> str:
     """Write `vllm.json`, `sglang.json` if SGLang can vary K for the head, and `README.md` with the commands.
 
-    Files of an earlier run are deleted first. Nothing is written if decoding without drafts is the fastest at every
-    concurrency.
+    Nothing is written if decoding without drafts is the fastest at every concurrency.
 
     Args:
         output_dir: directory of the files.
@@ -53,8 +58,6 @@ def write_engine_settings(
     Returns:
         One line that summarises the result.
     """
-    for name in FILES:
-        (output_dir / name).unlink(missing_ok=True)
     best = best_num_drafts(speeds)
     if not any(best.values()):
         return "decoding without drafts was the fastest at every concurrency: serve the target without the head"

@@ -8,7 +8,7 @@ from pathlib import Path
 from mtptrain.config import AcceptanceConfig
 from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, require_prompts
 from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
-from mtptrain.decoding.speculate import check_prompts
+from mtptrain.decoding.speculate import check_prompts, tokens_to_fit
 from mtptrain.heads.base import Head
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
@@ -34,30 +34,32 @@ def read_prompts(settings: AcceptanceConfig, target: TargetFiles, prompts_dir: P
         prompts_dir: output of stage 1.
         spare_tokens: number of tokens of the target's context to keep free after prompt and answer.
     """
-    context_tokens = target.config.max_position_embeddings - spare_tokens
+    context_tokens = target.config.max_position_embeddings
     if settings.prompts_file is not None:
         prompts = read_prompts_file(Path(settings.prompts_file), target.tokenizer, target.config.vocab_size)
         names = [f"{settings.prompts_file}: id {prompt_id}" for prompt_id in prompts.input_ids]
-        check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens, names)
-        check_num_drafts(prompts.input_ids, settings.num_speculative_tokens, context_tokens)
+        check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens, names, spare_tokens)
+        check_num_drafts(prompts.input_ids, settings.num_speculative_tokens, context_tokens, spare_tokens)
         warn_of_trained_questions(prompts.questions, prompts_dir)
         return prompts
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
-    found = held_out_prompts(
-        documents, settings.num_prompts, settings.prompt_tokens, settings.max_new_tokens, context_tokens
-    )
-    check_num_drafts(found, settings.num_speculative_tokens, context_tokens)
+    lengths = settings.prompt_tokens, settings.max_new_tokens
+    found = held_out_prompts(documents, settings.num_prompts, *lengths, context_tokens, spare_tokens)
+    check_num_drafts(found, settings.num_speculative_tokens, context_tokens, spare_tokens)
     entries = DocumentEntry.read_all(prompts_dir)
     return Prompts(found, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in found})
 
 
-def check_num_drafts(prompts: Mapping[str, Sequence[int]], num_speculative_tokens: int, context_tokens: int) -> None:
-    """Raises UserError if the drafts after the longest prompt do not fit the target's context."""
+def check_num_drafts(
+    prompts: Mapping[str, Sequence[int]], num_speculative_tokens: int, context_tokens: int, spare_tokens: int = 0
+) -> None:
+    """Raises UserError if the drafts after the longest prompt, and `spare_tokens`, do not fit the target's context."""
     longest = max(map(len, prompts.values()))
-    if longest + num_speculative_tokens > context_tokens:
+    most = context_tokens - spare_tokens - longest
+    if num_speculative_tokens > most:
         raise UserError(
-            f"acceptance.num_speculative_tokens: must be at most {context_tokens - longest}, so that the drafts after "
-            f"the longest prompt of {longest} tokens fit a context of {context_tokens} tokens, but is "
+            f"acceptance.num_speculative_tokens: must be at most {most}, so that the drafts after the longest prompt "
+            f"of {longest} tokens fit a context of {tokens_to_fit(context_tokens, spare_tokens)}, but is "
             f"{num_speculative_tokens}; lower it, or use shorter prompts"
         )
 
@@ -81,8 +83,8 @@ def check_head_context(
     if head.context_tokens is not None and needed > head.context_tokens:
         raise UserError(
             f"{setting}: must read the longest prompt with its response and drafts, {needed} tokens, but has a context "
-            f"(max_position_embeddings) of {head.context_tokens}; leave out long prompts, lower "
-            "acceptance.num_speculative_tokens, or choose another model"
+            f"(max_position_embeddings) of {head.context_tokens}; leave out long prompts, draft fewer tokens, or "
+            "choose another model"
         )
 
 
@@ -201,12 +203,17 @@ def first_answers(documents: Documents, entries: list[DocumentEntry], indices: l
 
 
 def held_out_prompts(
-    documents: Documents, num_prompts: int, prompt_tokens: int, max_new_tokens: int, context_tokens: int
+    documents: Documents,
+    num_prompts: int,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    context_tokens: int,
+    spare_tokens: int = 0,
 ) -> dict[str, list[int]]:
     """Returns at most `num_prompts` prompts from held-out documents, by document id, ordered by the hash of the id.
 
     A conversation is cut before its first answer, and a document without turns after `prompt_tokens` tokens. Documents
-    that are too short are skipped, as are those whose prompt and answer would exceed the context.
+    that are too short are skipped, as are those whose prompt, answer and `spare_tokens` would exceed the context.
 
     Raises:
         UserError: no document yields a prompt.
@@ -215,7 +222,7 @@ def held_out_prompts(
     for index in sorted(range(len(documents)), key=lambda index: name_hash(str(documents.document_ids[index]))):
         mask = documents.mask(index)
         end = prompt_tokens if mask.all() else int(mask.argmax())
-        if 0 < end <= min(len(mask), context_tokens - max_new_tokens):
+        if 0 < end <= min(len(mask), context_tokens - spare_tokens - max_new_tokens):
             prompts[str(documents.document_ids[index])] = documents.tokens(index)[:end].tolist()
         if len(prompts) == num_prompts:
             break
@@ -223,7 +230,7 @@ def held_out_prompts(
         raise UserError(
             f"acceptance.prompt_tokens: held-out documents must hold a prompt of {prompt_tokens} tokens (in a "
             f"conversation: all tokens before its first answer) that leaves room for {max_new_tokens} new tokens in a "
-            f"context of {context_tokens}, but none of {len(documents)} does; lower it, acceptance.max_new_tokens or "
-            "train.validation_new_tokens, or raise prompts.validation_fraction"
+            f"context of {tokens_to_fit(context_tokens, spare_tokens)}, but none of {len(documents)} does; lower it, "
+            "acceptance.max_new_tokens or train.validation_new_tokens, or raise prompts.validation_fraction"
         )
     return prompts

@@ -287,10 +287,19 @@ def _round_counts(draft: Draft, num_accepted: torch.Tensor, num_depths: int) -> 
     return torch.cat([torch.stack([has_draft, 1 - has_draft, num_drafted], 1), accepted_at.long()], 1)
 
 
+def tokens_to_fit(context_tokens: int, spare_tokens: int) -> str:
+    """Returns the size of a context for an error message, such as "512 tokens with 10 to spare"."""
+    return f"{context_tokens} tokens" + (f" with {spare_tokens} to spare" if spare_tokens else "")
+
+
 def check_prompts(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, context_tokens: int, names: Sequence[str] = ()
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    context_tokens: int,
+    names: Sequence[str] = (),
+    spare_tokens: int = 0,
 ) -> None:
-    """Raises UserError if a prompt is empty, or if prompt and answer exceed the target's context.
+    """Raises UserError if a prompt is empty, or if prompt, answer and `spare_tokens` exceed the target's context.
 
     The message begins with the prompt's name if `names` are given, or else with its index.
     """
@@ -298,8 +307,9 @@ def check_prompts(
         name = names[index] if names else f"prompt {index}"
         if not len(prompt):
             raise UserError(f"{name}: must hold at least one token, but is empty; leave it out")
-        if len(prompt) + max_new_tokens > context_tokens:
+        if len(prompt) + max_new_tokens > context_tokens - spare_tokens:
             raise UserError(
-                f"{name}: prompt and answer must fit the target's context of {context_tokens} tokens, but are "
-                f"{len(prompt)} + {max_new_tokens}; shorten the prompt or lower max_new_tokens"
+                f"{name}: prompt and answer must fit the target's context of "
+                f"{tokens_to_fit(context_tokens, spare_tokens)}, but are {len(prompt)} + {max_new_tokens}; shorten the "
+                "prompt or lower max_new_tokens"
             )

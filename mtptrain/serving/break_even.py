@@ -124,7 +124,7 @@ def verdict(costs: Sequence[RoundCost], head_name: str) -> str:
     pays = f"K = {best.num_speculative_tokens} pays above {best.break_even_length:.2f} tokens per round"
     usual = usual_length(head_name, best.num_speculative_tokens)
     if usual is None:
-        return f"{pays}, if {best.break_even_rate:.0%} of the drafts are accepted"
+        return f"{pays}, that is, if more than {best.break_even_rate:.0%} of the drafts are accepted"
     low, high = usual
     reach = f"{head_name} heads usually reach {low:.1f} to {high:.1f}"
     if high <= best.break_even_length:

@@ -147,7 +147,7 @@ class ServingConfig:
     tensor_parallel_size: int = at_least(1, default=1)
     """Number of GPUs for the engine that is started."""
     head_dir: str | None = None
-    """The exported head; null is `run_dir/export/<engine>`."""
+    """The exported head; null is `export.output_dir`, or else `run_dir/export/<engine>`."""
     output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/serving_check`."""
 

@@ -73,7 +73,10 @@ def _take(path: Path, setting: str, command: str) -> int:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _release(path: Path) -> None:

@@ -3,15 +3,16 @@
 import json
 import shutil
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval.serving_bench import is_same_model
-from eval.serving_speed.engine_runs import check_device
+from eval.serving_bench import check_server, is_same_model, write_results
+from eval.serving_speed.engine_runs import Bench, check_device
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
@@ -22,9 +23,12 @@ from mtptrain.serving.depth_choice import (
     why_fixed,
 )
 from mtptrain.serving.load_generator import Latencies, Spread
+from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from tests.conftest import make_config, make_target, run_program
+from tests.mtptrain.serving.test_break_even import store as store_costs
+from tests.mtptrain.serving.test_vllm_server import FakeServer, address
 
 SPEEDS = {
     1: {0: 100.0, 1: 120.0, 3: 150.0},
@@ -133,7 +137,6 @@ def test_a_parallel_drafter_gets_one_k_and_the_reason(
 def test_no_settings_are_written_where_plain_decoding_always_wins(
     config_for: Callable[..., PipelineConfig], tmp_path: Path, tiny_target: Path
 ) -> None:
-    write(config_for, tmp_path, tiny_target)
     said, vllm, readme = write(config_for, tmp_path, tiny_target, speeds={1: {0: 5.0, 3: 4.0}})
     assert said.startswith("decoding without drafts was the fastest at every concurrency")
     assert vllm is None and readme == "" and not (tmp_path / "sglang.json").exists()
@@ -152,7 +155,7 @@ def test_a_vllm_for_cpus_is_refused_on_a_machine_with_gpus(monkeypatch: pytest.M
         check_device(OnCpus())  # type: ignore[arg-type]
 
 
-def row(depth: int, output_tokens: int, duration_s: float = 2.0, concurrency: int = 1) -> Row:
+def row(depth: int | None, output_tokens: int, duration_s: float = 2.0, concurrency: int = 1) -> Row:
     spread = Spread(1.0, 1.0, 1.0)
     return Row(depth, concurrency, Latencies(2, output_tokens, duration_s, spread, spread, spread, 1.0), None)
 
@@ -178,6 +181,59 @@ def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(tmp_pa
     assert not is_same_model(str(make_target(tmp_path / "other", seed=1)), TargetFiles(tiny_target, str(tiny_target)))
     assert is_same_model("/far/away/Llama-8B", TargetFiles(tiny_target, "meta/llama-8b"))
     assert not is_same_model("meta/llama-1b", TargetFiles(tiny_target, "meta/llama-8b"))
+
+
+@pytest.fixture
+def bench_of(
+    config_for: Callable[..., PipelineConfig], tiny_target: Path, tmp_path: Path
+) -> Iterator[Callable[[Path], Bench]]:
+    """Returns a function that makes the inputs for a running server, given the model with which it was started."""
+    with FakeServer() as fake:
+        threading.Thread(target=fake.serve_forever, daemon=True).start()
+
+        def build(root: Path) -> Bench:
+            models = {"data": [{"id": "a", "root": str(root), "max_model_len": 512}]}
+            fake.answers["/v1/models"] = json.dumps(models).encode()
+            target, server = TargetFiles(tiny_target, str(tiny_target)), VllmServer(address(fake))
+            inputs = [[1] * 8], Path(sys.executable), None, {}, tmp_path / "export", server
+            return Bench(config_for("serving_bench.concurrency=[1]"), tmp_path / "bench", target, *inputs)
+
+        yield build
+        fake.shutdown()
+
+
+def test_a_server_of_the_runs_own_export_is_accepted_although_it_holds_other_weights(
+    bench_of: Callable[[Path], Bench], tiny_target: Path, tmp_path: Path
+) -> None:
+    """An export of MiMo's layer holds the target with another layer, and vLLM serves the export itself."""
+    for name in ("export", "other"):
+        make_target(tmp_path / name, seed=1)
+    check_server(bench_of(tiny_target))
+    check_server(bench_of(tmp_path / "other/../export"))
+    with pytest.raises(
+        ValueError, match=rf"serving\.url: the server must serve {tiny_target}, but \S+ serves \S+/other"
+    ):
+        check_server(bench_of(tmp_path / "other"))
+
+
+def test_a_running_servers_report_leaves_no_settings_of_an_earlier_run_and_claims_neither_head_nor_prediction(
+    bench_of: Callable[[Path], Bench],
+    config_for: Callable[..., PipelineConfig],
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bench = bench_of(tiny_target)
+    bench.output_dir.mkdir()
+    write(config_for, bench.output_dir, tiny_target)
+    store_costs(bench.config, tiny_target)
+    before = {path.name for path in bench.output_dir.iterdir()}
+    assert before == {"vllm.json", "sglang.json", "README.md"}
+    write_results(bench, [row(None, 100)], "0.32.0")
+    assert {path.name for path in bench.output_dir.iterdir()} == {"report.json", "plot.svg"}
+    report = json.loads((bench.output_dir / "report.json").read_text())
+    assert report["head"] is None and report["url"] is None
+    assert "predicted" not in capsys.readouterr().out.lower()
 
 
 @pytest.mark.parametrize(

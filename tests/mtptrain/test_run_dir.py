@@ -104,6 +104,11 @@ def test_a_benchmark_replaces_only_its_own_figures(tmp_path: Path, content: str,
         make_config(f"bench.out={path}")
 
 
+def test_figures_are_refused_before_any_work_if_their_folder_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^bench\.out: must be a JSON file in a folder that exists, but is .*/none/a"):
+        make_config(f"bench.out={tmp_path}/none/a.json")
+
+
 def test_a_path_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "absent")

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from eval import serving_bench
+from eval.bench.decode import measure_decoding
 from mtptrain.convert.draft_model import copy_first_layers
 from mtptrain.convert.warm_start import load_init
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
+from mtptrain.run import Run
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
@@ -175,6 +178,22 @@ def test_a_model_with_a_short_context_is_refused_before_extraction(
     result = run_program("data_prep.hidden_states", *fresh_run[1], *DRAFT[:2], f"head.init_from={short}")
     assert result.returncode != 0
     assert "prompts.max_document_tokens: documents must have at most 100 tokens, the max_position" in result.stderr
+
+
+def test_benchmarks_refuse_prompts_that_the_model_cannot_read_with_answer_and_drafts(
+    tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, overrides = tiny_run  # prompts of 32 tokens and answers of 16
+    short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=50)
+    draft = (*DRAFT[:2], f"head.init_from={short}", "head.start_from_target=false", "acceptance.dtype=float32")
+    config = make_config(*overrides, f"run_dir={run_dir}", *draft, "bench.batch_sizes=[1]", "bench.draft_depths=[1,3]")
+    message = r"^head: must read the longest prompt with its response and drafts, 51 tokens, but has a context .* of 50"
+    with pytest.raises(UserError, match=message):
+        measure_decoding(config, tmp_path)
+    monkeypatch.setattr(serving_bench, "find_python", lambda _: Path("python"))
+    config.serving_bench.num_speculative_tokens = [1, 3]
+    with pytest.raises(UserError, match=message):
+        serving_bench.prepare(Run(config), tmp_path)
 
 
 @pytest.mark.parametrize(("num_drafts", "is_refused"), [(20, False), (21, True)])

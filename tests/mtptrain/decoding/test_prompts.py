@@ -3,11 +3,13 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mtptrain.config import AcceptanceConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.data.questions import question_group
 from mtptrain.decoding.prompts import (
@@ -15,9 +17,11 @@ from mtptrain.decoding.prompts import (
     check_num_drafts,
     held_out_documents,
     held_out_prompts,
+    read_prompts,
     warn_of_trained_questions,
 )
 from mtptrain.decoding.prompts_file import read_prompts_file
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.sealed import seal_prompts
@@ -310,6 +314,30 @@ def test_the_drafts_must_fit_the_context_after_the_longest_prompt() -> None:
         "of 100 tokens fit a context of 128 tokens, but is 29; lower it",
     ):
         check_num_drafts(prompts, 29, 128)
+
+
+def test_prompts_that_leave_no_tokens_to_spare_are_refused_with_the_targets_own_context(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    """The tiny target's context has 512 tokens, of which a caller keeps 10 free."""
+    write_held_out(tmp_path, ("a", 0, 0, [1] * 400))
+    path, target = tmp_path / "prompts.jsonl", TargetFiles(tiny_target)
+    path.write_text(json.dumps({"id": "a", "input_ids": [1] * 400}))
+    from_file = AcceptanceConfig(prompts_file=str(path), max_new_tokens=102)
+    assert read_prompts(from_file, target, tmp_path / "none", spare_tokens=10).input_ids == {"a": [1] * 400}
+    message = (
+        r"id a: prompt and answer must fit the target's context of 512 tokens with 10 to spare, but are 400 \+ 103"
+    )
+    with pytest.raises(UserError, match=message):
+        read_prompts(replace(from_file, max_new_tokens=103), target, tmp_path / "none", spare_tokens=10)
+    message = r"must be at most 102, .* of 400 tokens fit a context of 512 tokens with 10 to spare, but is 103; lower"
+    with pytest.raises(UserError, match=message):
+        read_prompts(replace(from_file, num_speculative_tokens=103), target, tmp_path / "none", spare_tokens=10)
+    from_documents = AcceptanceConfig(prompt_tokens=400, max_new_tokens=102)
+    assert len(read_prompts(from_documents, target, tmp_path, spare_tokens=10).input_ids["0"]) == 400
+    message = r"leaves room for 103 new tokens in a context of 512 tokens with 10 to spare, but none of 1 does"
+    with pytest.raises(UserError, match=message):
+        read_prompts(replace(from_documents, max_new_tokens=103), target, tmp_path, spare_tokens=10)
 
 
 def test_a_missing_prompts_file_is_named(tmp_path: Path) -> None:

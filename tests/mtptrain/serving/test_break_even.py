@@ -46,11 +46,11 @@ def test_a_text_takes_equally_long_with_and_without_drafts_at_the_break_even_len
 
 
 def test_the_usual_lengths_are_those_of_drafts_that_are_accepted_until_the_first_rejection() -> None:
-    for depths, rate, length in ((1, 0.69, 0), (3, 0.69, 0), (7, 0.79, 1)):
+    for depths, rate, bound in ((1, 0.69, 0), (3, 0.69, 0), (7, 0.79, 1)):
         # A round gives k + 1 tokens if exactly k drafts are accepted before the first rejection.
         expected = sum((k + 1) * rate**k * (1 - rate) for k in range(depths)) + (depths + 1) * rate**depths
         usual = usual_length("eagle3", depths)
-        assert usual is not None and usual[length] == pytest.approx(expected)
+        assert usual is not None and usual[bound] == pytest.approx(expected)
     assert usual_length("medusa", 3) is None
 
 
@@ -75,7 +75,9 @@ def test_the_verdict_names_the_k_that_is_fastest_at_the_usual_lengths() -> None:
     assert said == (
         "K = 2 pays above 1.80 tokens per round; mtp heads usually reach 2.1 to 2.4, 1.18 to 1.34 times plain decoding"
     )
-    assert verdict(costs, "medusa") == "K = 2 pays above 1.80 tokens per round, if 40% of the drafts are accepted"
+    assert verdict(costs, "medusa") == (
+        "K = 2 pays above 1.80 tokens per round, that is, if more than 40% of the drafts are accepted"
+    )
 
 
 def test_the_verdict_says_that_no_k_can_pay_or_that_usual_heads_do_not_reach_it() -> None:
@@ -85,6 +87,9 @@ def test_the_verdict_says_that_no_k_can_pay_or_that_usual_heads_do_not_reach_it(
     assert verdict([cost(1, 19.5)], "mtp") == (
         "K = 1 pays above 1.95 tokens per round, but mtp heads usually reach 1.7 to 1.8: drafting does not pay"
     )
+
+
+def test_every_engine_and_batch_size_has_a_verdict() -> None:
     assert [line.partition(":")[0] for line in verdicts([cost(1, 15.0), cost(1, 15.0, batch_size=2)], "mtp")] == [
         "vllm, batch 1",
         "vllm, batch 2",

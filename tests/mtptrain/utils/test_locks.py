@@ -39,18 +39,26 @@ def refused(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["data_prep.prompts", "data_prep.hidden_states", "mtptrain.train", "eval.acceptance"]
+    ("module", "folder"),
+    [
+        ("data_prep.prompts", "prompts"),
+        ("data_prep.hidden_states", "hidden_states"),
+        ("mtptrain.train", "train"),
+        ("eval.acceptance", "acceptance"),
+        ("eval.bench.decode", "bench_decode"),
+        ("eval.gpu_check", "gpu_check"),
+    ],
 )
 def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
-    fresh_run: tuple[Path, tuple[str, ...]], module: str
+    fresh_run: tuple[Path, tuple[str, ...]], module: str, folder: str
 ) -> None:
     run_dir, overrides = fresh_run
-    stage_dir = run_dir / module.rpartition(".")[2]
+    stage_dir = run_dir / folder
     stage_dir.mkdir(exist_ok=True)
     before = {path: path.read_bytes() for path in stage_dir.iterdir() if path.is_file()}
     process = hold(stage_dir / ".mtptrain.lock")
     try:
-        done = refused(program_command(module, *overrides))
+        done = refused(program_command(module, *overrides, "check.size=tiny"))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -107,6 +115,32 @@ def test_a_lock_that_its_holder_removes_in_between_is_taken_anew(
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
+    with locked(path, "run_dir", "mtptrain test"):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_lock_that_a_third_program_takes_and_removes_in_between_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock, stat = tmp_path / ".mtptrain.lock", fcntl.flock, Path.stat
+    of_others: list[Path] = []
+
+    def replace_first(descriptor: int, operation: int) -> None:
+        if not of_others:
+            path.unlink()
+            path.touch()
+            of_others.append(path)
+        lock(descriptor, operation)
+
+    def remove_after_a_look(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        found = stat(self, follow_symlinks=follow_symlinks)
+        if self in of_others:
+            path.unlink()
+            of_others[0] = tmp_path / "removed"
+        return found
+
+    monkeypatch.setattr(fcntl, "flock", replace_first)
+    monkeypatch.setattr(Path, "stat", remove_after_a_look)
     with locked(path, "run_dir", "mtptrain test"):
         assert path.read_text().startswith(f"process {os.getpid()} on ")
 
