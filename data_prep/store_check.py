@@ -1,6 +1,8 @@
-"""Checks every byte in the shards of a finished store of hidden states. The ranks share the shards.
+"""Checks every byte in the shards of a finished store of hidden states.
 
-torchrun --nproc-per-node 8 -m mtptrain hidden-states recipe=quickstart verify=true
+The ranks share the shards.
+
+    torchrun --nproc-per-node 8 -m mtptrain hidden-states recipe=quickstart verify=true
 """
 
 import time
@@ -18,8 +20,8 @@ def verify_store(directory: Path, ranks: Ranks) -> None:
     """Compare every shard of a store with its hash in the manifest, and print a table. Every rank must call this.
 
     Raises:
-        UserError: the store does not exist or is unfinished, or shards are changed, missing or truncated; the message
-            names each.
+        UserError: the store does not exist or is unfinished, or, on the first rank only, shards are changed, missing or
+            truncated; the message names each.
     """
     store, started = HiddenStore.open(directory), time.monotonic()
     shards = range(ranks.rank, len(store.manifest.shards), ranks.world_size)
@@ -27,8 +29,8 @@ def verify_store(directory: Path, ranks: Ranks) -> None:
     damaged = {index: problem for damage in damage_by_rank for index, problem in damage.items()}
     if ranks.is_first:
         print_table(store, len(damaged), time.monotonic() - started)
-    if damaged:
-        raise UserError("\n".join(damaged[index] for index in sorted(damaged)))
+        if damaged:
+            raise UserError("\n".join(damaged[index] for index in sorted(damaged)))
 
 
 def print_table(store: HiddenStore, num_damaged: int, seconds: float) -> None:

@@ -6,8 +6,8 @@ process with transformers, or on a server at `responses.url`. An interrupted run
 conversations fail, the others are kept and the exit code is 1, so that a script stops before the next stage. The next
 run retries the failed ones.
 
-    torchrun --nproc-per-node 8 -m mtptrain responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl]
-    mtptrain responses recipe=R prompts.source=responses prompts.paths=[chats.jsonl] responses.url=URL
+    torchrun --nproc-per-node 8 -m mtptrain responses recipe=R prompts.source=responses "prompts.paths=[chats.jsonl]"
+    mtptrain responses recipe=R prompts.source=responses "prompts.paths=[chats.jsonl]" responses.url=URL
 """
 
 import os
@@ -71,13 +71,19 @@ class Job:
     """The input and settings of a run."""
 
     target: TargetFiles
+    """The model that answers."""
     conversations: Conversations
+    """The conversations of `prompts.paths`."""
     survey: Survey
+    """The turns to generate in each of them."""
     sampling: Sampling
+    """How the target's tokens are chosen, and which of them end a response."""
     limits: Limits
+    """Limits of a response and of its conversation."""
     server: CompletionServer | None
     """None if the target runs in this process."""
     identity: ResponsesIdentity
+    """Facts that earlier responses in the folder must have in common with these."""
 
     def dialogue(self, row: int) -> Dialogue:
         conversations = self.conversations
@@ -91,9 +97,9 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
         The manifest on the first rank, None on the others.
 
     Raises:
-        UserError: the target or a file does not exist, or the server does not respond, or the settings do not fit, no
-            conversation is usable, the server does not serve the target, or the directory holds responses from a
-            different target, data or settings, or the server stopped responding, or no conversation has a response.
+        UserError: the target or a file does not exist, or the settings do not fit, or no conversation is usable, or the
+            server does not respond or does not serve the target, or the directory holds responses from a different
+            target, data or settings, or too many conversations failed in a row, or none has a response.
     """
     config = run.config
     check_settings(config, ranks)
@@ -138,6 +144,12 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
         raise UserError(
             f"prompts.source: must be {PromptSource.responses} to generate responses, but is {config.prompts.source}; "
             "set it, and prompts.paths=[...] to files of conversations"
+        )
+    if config.prompts.source is PromptSource.conversations and ranks.is_first:
+        warnings.warn(
+            f"prompts.source: should be {PromptSource.responses}, but is {config.prompts.source}, with which "
+            f"mtptrain prompts ignores the generated responses; set prompts.source={PromptSource.responses}",
+            stacklevel=2,
         )
     if not config.prompts.paths:
         raise UserError(
@@ -258,15 +270,18 @@ def fill(
     """Regenerate this rank's share of the missing conversations."""
     progress, started = ResponsesProgress(), time.monotonic()
     if missing:
-        with store.journal(ranks.rank) as journal, progress_bar(len(missing), ranks) as bar:
+        is_missing = set(missing)
+        # A response may depend on its batch, so if one conversation of a batch is missing, the whole batch is generated
+        # again.
+        batches = [rows for rows in job.survey.batches(settings.batch_size) if not is_missing.isdisjoint(rows)]
+        own = batches[ranks.rank :: ranks.world_size]
+        num_own = sum(len(is_missing.intersection(rows)) for rows in own)
+        with store.journal(ranks.rank) as journal, progress_bar(num_own, ranks) as bar:
             if job.server:
                 fill_from_server(job.server, map(job.dialogue, missing), settings.concurrency, journal, progress, bar)
             else:
                 target = load_on_rank(job.target, settings, ranks)
-                is_missing = set(missing)
-                # A response may depend on its batch, so a batch that lacks a conversation is generated as a whole.
-                batches = [rows for rows in job.survey.batches(settings.batch_size) if not is_missing.isdisjoint(rows)]
-                rank_batches = ([job.dialogue(row) for row in rows] for rows in batches[ranks.rank :: ranks.world_size])
+                rank_batches = ([job.dialogue(row) for row in rows] for rows in own)
                 for conversation in regenerate_with_target(target, rank_batches, job.sampling):
                     if conversation.row in is_missing:
                         save_conversation(conversation, journal, progress, bar)
@@ -281,9 +296,8 @@ def load_on_rank(target: TargetFiles, settings: ResponsesConfig, ranks: Ranks) -
 
 
 def progress_bar(num_rows: int, ranks: Ranks) -> tqdm:
-    share = -(-num_rows // ranks.world_size)
     name = "responses" if ranks.world_size == 1 else f"responses, rank 0 of {ranks.world_size}"
-    return tqdm(total=share, desc=name, unit="row", disable=not ranks.is_first)
+    return tqdm(total=num_rows, desc=name, unit="row", disable=not ranks.is_first)
 
 
 def fill_from_server(
@@ -313,9 +327,9 @@ def fill_from_server(
             bar.update()
             if failures_in_a_row >= max(MIN_FAILURES_TO_STOP, 2 * concurrency):
                 raise UserError(
-                    f"responses.url: {server.url} must keep responding, but {failures_in_a_row} consecutive "
-                    f"conversations failed, the last one because {reason}; correct the cause and run "
-                    "mtptrain responses again to generate the rest"
+                    f"mtptrain responses: conversations must not keep failing, but {failures_in_a_row} in a row did, "
+                    f"the last one with: {reason}; correct the cause and run mtptrain responses again to generate the "
+                    "rest"
                 )
 
 

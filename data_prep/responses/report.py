@@ -13,7 +13,7 @@ from .manifest import ResponsesManifest
 from .store import FAILURES
 from .survey import Survey
 
-EARLY_ENDS = {  # short forms of `ENDINGS`, for a table
+EARLY_ENDS = {  # short forms of `ENDINGS` in store.py, for a table
     Ending.empty: "empty response",
     Ending.context: "prompt too long",
     Ending.template: "refused by template",
@@ -25,8 +25,11 @@ class ResponsesProgress:
     """Counts for a run, or for one of its ranks."""
 
     rows: int = 0
+    """Number of conversations that were regenerated."""
     tokens: int = 0
+    """Number of generated tokens, including end-of-sequence tokens."""
     seconds: float = 0.0
+    """Seconds of generation, loading the target included."""
     failed: dict[int, str] = field(default_factory=dict)
     """Reason for each failure, by row."""
 

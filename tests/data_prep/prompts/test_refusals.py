@@ -88,9 +88,7 @@ def test_conversations_that_cannot_be_trained_on_are_refused(
 
 
 @pytest.mark.parametrize("num_files", [2, 40])
-def test_files_that_are_all_empty_are_refused_by_their_number(
-    tmp_path: Path, config_for: ConfigFor, num_files: int
-) -> None:
+def test_files_without_usable_text_are_counted_by_reason(tmp_path: Path, config_for: ConfigFor, num_files: int) -> None:
     for i in range(num_files):
         (tmp_path / f"{i}.py").touch()
     (tmp_path / "latin.py").write_bytes(b"# gr\xf6\xdfe\n")
@@ -102,7 +100,7 @@ def test_files_that_are_all_empty_are_refused_by_their_number(
     )
 
 
-def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_target(
+def test_if_every_mask_is_empty_the_error_names_the_target(
     tmp_path: Path, chat_config: Callable[..., PipelineConfig]
 ) -> None:
     template = "{% if messages[0]['content'].startswith('hello') %}{{ 1 // 0 }}{% endif %}" + GENERATION_TEMPLATE
@@ -113,7 +111,7 @@ def test_a_data_set_whose_every_mask_is_empty_is_refused_by_the_name_of_the_targ
         prepare_prompts(Run(chat_config(rows, f"target.path={target_dir}")))
 
 
-def test_a_file_without_drafts_is_refused_before_training(
+def test_answers_too_short_to_draft_are_refused_before_training(
     tmp_path: Path, chat_config: Callable[..., PipelineConfig]
 ) -> None:
     template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")

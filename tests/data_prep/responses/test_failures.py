@@ -147,7 +147,9 @@ def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: Confi
 
     server.behave, config = dies, by_server("responses.concurrency=2", "responses.max_retries=0", rows=rows)
     with pytest.raises(
-        UserError, match=r"16 consecutive conversations failed, the last one because the server answers 503: Service"
+        UserError,
+        match=r"^mtptrain responses: conversations must not keep failing, but 16 in a row did, the last one with: the "
+        r"server answers 503: Service",
     ):
         respond(config)
     assert len(server.requests) < 30

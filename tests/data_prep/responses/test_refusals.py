@@ -1,12 +1,13 @@
 """Tests which servers, keys, templates and settings the responses stage refuses."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses.__main__ import prepare_responses
+from data_prep.responses.__main__ import check_settings, prepare_responses
 from mtptrain.data import chat_template
 from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
@@ -95,6 +96,11 @@ def test_a_server_that_reads_other_tokens_is_refused(
     )
     with pytest.raises(ValueError, match=r"must read a prompt of 23 token ids unchanged, but counts 24 tokens"):
         respond(by_server())
+
+
+def test_a_server_that_does_not_complete_token_ids_is_refused(
+    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.data_prep.speaking.answer_by_prompt", lambda request: (200, {"object": "error"}))
     with pytest.raises(
         ValueError,
@@ -136,6 +142,17 @@ def test_a_template_that_never_ends_from_the_second_turn_is_stopped_before_anyth
 def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:
     with pytest.raises(ValueError, match=r"responses\.url: must be used by one process, but there are 2 ranks"):
         prepare_responses(Run(by_server()), Ranks(rank=0, world_size=2, local_rank=0))
+
+
+def test_answers_that_prompts_would_ignore_give_a_warning_on_the_first_rank(by_server: ConfigFor) -> None:
+    config = by_server("prompts.source=conversations", "responses.url=null")
+    message = r"^prompts\.source: should be responses, but is conversations, with which mtptrain prompts ignores the"
+    with pytest.warns(UserWarning, match=message):
+        check_settings(config, Ranks(rank=0, world_size=2, local_rank=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_settings(config, Ranks(rank=1, world_size=2, local_rank=1))
+        check_settings(by_server("responses.url=null"), Ranks(rank=0, world_size=2, local_rank=0))
 
 
 def test_a_path_that_is_named_twice_is_refused(by_server: ConfigFor, server: FakeServer, tmp_path: Path) -> None:

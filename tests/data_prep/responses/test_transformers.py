@@ -48,6 +48,8 @@ def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: 
     result = run_program("data_prep.responses", *overrides, num_ranks=2)
     assert result.returncode == 0, result.stderr[-3000:]
     assert output(configure()) == output(undisturbed)
+    # Of 7 batches of 3 conversations, the last of which has 2, the first rank has 4.
+    assert "rank 0 of 2: 100%" in result.stderr and " 11/11 " in result.stderr
 
     # Imitate a killed run: the journals of two ranks hold three complete rows and part of a fourth.
     directory = configure().stage_dir("responses")
