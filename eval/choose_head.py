@@ -3,8 +3,8 @@
 This is for targets too large for validation during training. With `train.validation_prompts=0`, training keeps a head
 every `train.validate_every` steps, and the last one, in `run_dir/train/heads/`. This program measures these heads on
 the prompts that validation would have used: `train.validation_prompts` of them, or the default number if that is 0. If
-`run_dir/train/best/` has a head from an earlier measurement, the program measures that head again too. Writes
-`run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
+`run_dir/train/best/` has a head from an earlier measurement that is none of these, the program measures that head again
+too. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a table.
 
     mtptrain choose-head recipe=llama3_3_70b_mtp
 """
@@ -19,13 +19,22 @@ from safetensors.torch import load_file
 
 from mtptrain.command_line.program import command, program
 from mtptrain.config import PipelineConfig, TrainConfig, load_config
-from mtptrain.heads.files import CHOICE, RESTORE, check_head_target, checked_weights, kept_heads, load_head, save_head
+from mtptrain.heads.files import (
+    CHOICE,
+    RESTORE,
+    WEIGHTS,
+    check_head_target,
+    checked_weights,
+    kept_heads,
+    load_head,
+    save_head,
+)
 from mtptrain.run import Run
 from mtptrain.run_dir import writing
 from mtptrain.training.validation import Validated, Validation, measured_with
 from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import read_sealed, write_sealed
+from mtptrain.utils.files import file_sha256, read_sealed, write_sealed
 
 
 @program
@@ -55,7 +64,8 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
 
     Raises:
         StageMissing: no head was kept.
-        UserError: a folder was renamed, or its `head.json` was changed.
+        UserError: a folder was renamed, or its `head.json` was changed, or the best head so far is another one than the
+            head that was kept at the same step.
     """
     heads = kept_heads(stage_dir)
     if not heads:
@@ -70,8 +80,17 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     best = stage_dir / "best/head.json"
     facts = read_sealed(best, RESTORE) if best.is_file() else {}
     if "acceptance_length" in facts:
-        heads.setdefault(facts["step"], best.parent)
+        refuse_two_heads(heads.setdefault(facts["step"], best.parent), best.parent)
     return dict(sorted(heads.items()))
+
+
+def refuse_two_heads(kept: Path, best: Path) -> None:
+    """Raises UserError if two heads of the same step have different weights."""
+    if file_sha256(kept / WEIGHTS) != file_sha256(best / WEIGHTS):
+        raise UserError(
+            f"{best}: must be the same head as {kept}, which is of the same step, but has other weights; move one of "
+            "the two away"
+        )
 
 
 def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Validated]:

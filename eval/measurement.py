@@ -65,8 +65,10 @@ class Measured:
     tokens_per_s: float
     """New tokens per second on this rank."""
     cut_conversations: int
-    """Number of conversations cut short because the next turn would have exceeded the target's context."""
+    """Number of conversations cut short because the next turn, its answer and drafts would not have fitted the context
+    of the target, the head or the draft model."""
     quality: QualityFigures | None
+    """None for baselines."""
 
     @property
     def generations(self) -> list[Generation]:
@@ -101,11 +103,12 @@ class Measured:
             str(first): [each.generation for each in answers if first <= each.prompt_tokens < end]
             for first, end in bounds
         }
+        bootstrapped = self.intervals
         categories = sorted({each.category for each in answers if each.category is not None})
         by_category = {name: [each.generation for each in answers if each.category == name] for name in categories}
         return {
             **asdict(self.pooled),
-            "intervals": None if self.intervals is None else asdict(self.intervals),
+            "intervals": None if bootstrapped is None else asdict(bootstrapped),
             "sources": len(self.sources),
             "conversations": len({prompt_id for prompt_id, _ in self.answers}),
             "cut_conversations": self.cut_conversations,
@@ -148,7 +151,7 @@ class Measurement:
         self,
         settings: AcceptanceConfig,
         target: Target,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: PreTrainedTokenizerBase,
         prompts: Prompts,
         ranks: Ranks,
         longest_prompt: int,
@@ -156,7 +159,7 @@ class Measurement:
         self.settings = settings
         self.target = target
         self.tokenizer = tokenizer
-        """Renders the later turns of conversations; None if no prompt is a conversation."""
+        """Renders the later turns of conversations."""
         self.prompts = prompts
         self.ranks = ranks
         self.longest_prompt = longest_prompt
@@ -219,7 +222,6 @@ class Measurement:
         share.num_cut += len(following) - len(share.waiting)
 
     def _next_prompt(self, share: Share, prompt_id: str, turn: int) -> list[int]:
-        assert self.tokenizer is not None
         messages = []
         for number, content in enumerate(self.prompts.turns[prompt_id][: turn + 1], 1):
             messages.append({"role": "user", "content": content})

@@ -32,7 +32,8 @@ def main() -> None:
     del sys.argv[1]
     try:
         runpy.run_module(python_module(STAGES[stage].program), run_name="__main__", alter_sys=True)
-    except KeyboardInterrupt:  # raised during imports; the program itself handles later ones
+    except KeyboardInterrupt:
+        # between imports: during one, prepare_process's handler ends the process, and later the program handles it
         exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
 
 

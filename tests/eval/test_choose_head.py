@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.heads.files import refuse_earlier_best, remove_stale_heads, save_head
+from eval.choose_head import heads_to_measure
+from mtptrain.heads.files import kept_head, refuse_earlier_best, remove_stale_heads, save_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.utils.errors import UserError
 from tests.conftest import run_program
@@ -55,6 +56,16 @@ def test_a_measured_best_head_stays_until_a_better_one_replaces_it(tmp_path: Pat
             refuse_earlier_best(tmp_path)
     else:
         refuse_earlier_best(tmp_path)
+
+
+def test_two_heads_of_one_step_are_refused_unless_they_are_the_same(tmp_path: Path) -> None:
+    config, kept_dir = MtpHead.Config(), kept_head(tmp_path, 9)
+    save_head(kept_dir, {"weight": torch.zeros(1)}, config, {"step": 9})
+    save_head(tmp_path / "best", {"weight": torch.zeros(1)}, config, {"step": 9, "acceptance_length": 2.5})
+    assert heads_to_measure(tmp_path) == {9: kept_dir}
+    save_head(tmp_path / "best", {"weight": torch.ones(1)}, config, {"step": 9, "acceptance_length": 2.5})
+    with pytest.raises(UserError, match=rf"best: must be the same head as {kept_dir}, .* but has other weights; move"):
+        heads_to_measure(tmp_path)
 
 
 def test_only_what_training_kept_is_removed(tmp_path: Path) -> None:
@@ -151,7 +162,7 @@ def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best
     assert facts(stage_dir / "best") == best and (stage_dir / "best/head.safetensors").read_bytes() == weights
 
 
-def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_came_later_and_their_choice(
+def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_came_later_but_not_the_best(
     fresh_run: Run,
 ) -> None:
     run_dir, overrides = fresh_run
@@ -163,7 +174,7 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     shutil.rmtree(stage_dir / "checkpoints/step_00000010")
     run("mtptrain.train", *settings, "train.max_steps=8")
     assert kept(run_dir) == ["step_00000005", "step_00000008"]
-    assert not (stage_dir / "best").exists() and not (stage_dir / "choice.json").exists()
+    assert (stage_dir / "best").exists() and not (stage_dir / "choice.json").exists()
     shutil.rmtree(stage_dir / "checkpoints/step_00000008")
     run("mtptrain.train", *settings, "train.max_steps=10")
     assert kept(run_dir) == ["step_00000005", "step_00000010"]
@@ -172,8 +183,8 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     run("eval.choose_head", *overrides)
     for name in ("heads", "checkpoints"):
         shutil.rmtree(stage_dir / name)
-    run("mtptrain.train", *settings, "train.max_steps=7")
-    assert not (stage_dir / "best").exists(), "a choice from a deleted run must not count"
+    anew = run_program("mtptrain.train", *settings, "train.max_steps=7", "train.validate_every=0")
+    assert anew.returncode == 1 and "best: must not exist if training starts anew and measures no head" in anew.stderr
 
 
 @pytest.mark.parametrize(
