@@ -75,9 +75,8 @@ def prepare_prompts(run: Run) -> PromptsReport:
     DocumentEntry.write_all(stage_dir, collector.entries())
     report = make_report(source, config.prompts.source, splits, collector, is_dated)
     write_json(stage_dir / "report.json", asdict(report))
-    make_manifest(TokenizerIdentity.of(tokenizer), vocab_size, config.prompts.max_document_tokens, splits).write(
-        stage_dir
-    )
+    identity = TokenizerIdentity.of(tokenizer, run.target.mode)
+    make_manifest(identity, vocab_size, config.prompts.max_document_tokens, splits).write(stage_dir)
     return report
 
 

@@ -216,8 +216,9 @@ def _left_out(report: PromptsReport) -> list[str]:
             report.answers_left_out
         ),
         "left out of the loss: {:,} assistant turns that are not to be trained": report.answers_untrained,
-        "chat template: {:,} answers begin with text that the template inserts, which the target then has to generate; "
-        "if your server's prompt holds it (enable_thinking=false), change the template": report.answers_inserted,
+        "chat template: {:,} answers begin or end with text that the template inserts, which the target then has to "
+        "generate unless it is an empty think block; if your server's prompt holds it, set prompts.template_kwargs="
+        "{{enable_thinking: false}}": report.answers_inserted,
         "chat template: it can write the date of this run into the prompts (strftime_now)": report.is_dated,
         "not drafted: {:,} documents whose answers are too short to draft a token": sum(
             split.without_drafts for split in report.splits.values()

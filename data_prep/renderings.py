@@ -6,9 +6,10 @@ additional text: its prompt and the turn as generated. In this text, earlier tur
 supervised too, unless another text already supervises them. Working backwards from the last turn gives the smallest
 number of texts.
 
-An assistant turn is what the template renders after the turn's prompt. If the template has `{% generation %}` blocks,
-only their text in it is supervised. A turn that is not rendered after its prompt is never supervised, since no server
-asks for it that way.
+An assistant turn is what the template renders after the turn's prompt, except an empty think block before an answer
+without reasoning, which a server's prompt holds where the target does not think. If the template has
+`{% generation %}` blocks, only their text in it is supervised. A turn that is not rendered after its prompt is never
+supervised, since no server asks for it that way.
 """
 
 import re
@@ -28,6 +29,7 @@ Span = tuple[int, int]
 NO_ANSWER = "no assistant turn"
 """Reason for refusing a conversation without an assistant turn."""
 OPEN, CLOSE = "<think>", "</think>"
+EMPTY_BLOCK = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def render_conversation(
     for turn in located:
         if not is_generated:
             _refuse_rewritten(turn, trained[turn.number])
-    renderings = _cover(whole, [turn for turn in located if turn.spans])
+    supervised = located if is_generated else [_without_empty_block(turn, trained[turn.number]) for turn in located]
+    renderings = _cover(whole, [turn for turn in supervised if turn.spans])
     if not renderings and located:
         raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
     if not renderings:
@@ -178,6 +181,15 @@ def _place_of(texts: Sequence[str], generated: str) -> Span | None:
         starts.append(start)
         end = start + len(text)
     return (starts[0], end) if starts else (0, 0)
+
+
+def _without_empty_block(turn: _Turn, message: Message) -> _Turn:
+    """Returns the turn without the empty think block that a template puts before an answer without reasoning."""
+    block = EMPTY_BLOCK.match(turn.text, turn.spans[0][0]) if turn.spans else None
+    if block is None or "reasoning_content" in message or message["content"].lstrip().startswith(OPEN):
+        return turn
+    spans = [(max(start, block.end()), end) for start, end in turn.spans]
+    return replace(turn, spans=[(start, end) for start, end in spans if start < end])
 
 
 def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -72,6 +73,9 @@ class PromptsConfig:
     metadata: list[str] = field(default_factory=list, metadata=each_named())
     """`conversations`: names of columns and message keys to pass over, because they only describe a row. A row with a
     column or key of an unknown name is refused otherwise."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """`conversations`, `responses`: variables of the target's chat template, such as `{enable_thinking: false}`. These
+    are a server's `chat_template_kwargs`. A head that is trained with them must be served with them."""
     max_document_tokens: int = at_least(4, default=2048)
     """Longer documents are cut into windows of at most this many tokens."""
     validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")

@@ -79,7 +79,7 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
     assert "left out: 11 conversations beyond prompts.max_train_tokens" in printed
     assert "refused: 4 (unknown role '[x]'): a.jsonl:1, a.jsonl:2, a.jsonl:3, ..." in printed
     assert "left out of the loss: 14 assistant turns that are not to be trained" in printed
-    assert "chat template: 15 answers begin with text that the template inserts, which the target" in printed
+    assert "chat template: 15 answers begin or end with text that the template inserts, which the" in printed
     assert "chat template: it can write the date of this run into the prompts (strftime_now)" in printed
     assert "not drafted: 6 documents whose answers are too short to draft a token" in printed
     assert printed.splitlines()[-1] == "refused: 4 of 1,250 conversations"

@@ -103,7 +103,7 @@ def test_an_answer_that_is_rendered_otherwise_than_written_is_refused(template: 
         (FORCED, "<think>\nodd</think>one", "odd</think>one", 0),
         (ALWAYS_OPEN, "odd</think>one", "odd</think>one", 0),
         (FILLED, "odd|one", "<think>odd</think>one", 0),
-        (FILLED, "one", "<think></think>one", 1),
+        (FILLED, "one", "one", 1),
         (CHATML.replace("m.content", "m.content + (' (end)' if m.role[0] == 'a' else '')"), "one", "one (end)", 1),
         (CHATML.replace("m.content", "m.content + (m.content if m.role[0] == 'a' else '')"), "one", "oneone", 1),
         (CLOSED_BLOCK, "one", "one", 0),
