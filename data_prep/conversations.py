@@ -15,6 +15,7 @@ from datasets.utils.logging import CRITICAL, set_verbosity
 from mtptrain.config import ConversationSchema
 from mtptrain.data.questions import question_group
 from mtptrain.data.rows import ConversationRefused, Message, Row, kind, parse_row, text_of
+from mtptrain.data.tool_calls import without_filled_nulls
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 
@@ -39,14 +40,20 @@ class Rows:
     def location(self, index: int) -> str:
         return f"{self.path}:{self.numbers[index]}"
 
+    def row(self, index: int) -> Row:
+        """Returns a row, without the nulls that parquet fills into tools and calls."""
+        row = self.rows[index]
+        return without_filled_nulls(row) if isinstance(self.rows, Dataset) else row
+
     def read(self) -> Iterator[tuple[int, Row]]:
-        """Yields every row with its index.
+        """Yields every row with its index, as `row` returns it.
 
         Raises:
             UserError: a row cannot be decoded, for example because a text in a parquet file is not UTF-8.
         """
         try:
-            yield from enumerate(self.rows)
+            for index in range(len(self.rows)):
+                yield index, self.row(index)
         except ValueError as error:
             raise UserError(
                 f"{self.path}: every row must be readable, but one is not ({error}); create the file again"
@@ -72,7 +79,7 @@ class Conversations:
         Parquet files and hub data sets are memory-mapped. The rows of jsonl and json files are in memory.
         """
         rows, row = self.origins[index]
-        return parse_row(rows.rows[row], self.schema, self.metadata)
+        return parse_row(rows.row(row), self.schema, self.metadata)
 
     def location(self, index: int) -> str:
         rows, row = self.origins[index]

@@ -12,6 +12,7 @@ without reasoning, which a server's prompt holds where the target does not think
 supervised, since no server asks for it that way.
 """
 
+import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template, special_tokens
+from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template, special_tokens, without_tools
 from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, refuse_dropped_prompts
+from mtptrain.data.tool_calls import call_words
 from mtptrain.utils.masking import printable
 
 Span = tuple[int, int]
@@ -127,11 +129,13 @@ def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) ->
     trained = {number: message for number, message in answers.items() if NOT_TRAINED not in message.items()}
     if not trained:
         raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
-    if not all(message["content"].strip() or "reasoning_content" in message for message in trained.values()):
+    parts = {"reasoning_content", "tool_calls"}
+    if not all(message["content"].strip() or parts & message.keys() for message in trained.values()):
         raise ConversationRefused("an answer without text")
     reasoning = [message.get("reasoning_content", "") for message in trained.values()]
+    calls = [json.dumps(message.get("tool_calls", ""), ensure_ascii=False) for message in trained.values()]
     for token in sorted(set(forbidden)):
-        if any(token in text for text in (*reasoning, *(message["content"] for message in trained.values()))):
+        if any(token in text for text in (*reasoning, *calls, *(message["content"] for message in trained.values()))):
             raise ConversationRefused(f"an answer with the special token {token} in its text")
     if any(tag in text for text in reasoning for tag in (OPEN, CLOSE)):
         raise ConversationRefused(f"reasoning with {OPEN} or {CLOSE} in its text")
@@ -153,6 +157,8 @@ def _refuse_rewritten(turn: _Turn, message: Message) -> None:
             if is_content_there
             else "an answer that the chat template does not render as it is written"
         )
+    if any(word not in generated for call in message.get("tool_calls", []) for word in call_words(call)):
+        raise ConversationRefused("a tool call that the chat template does not render")
     begins = bool(reasoning) or content.lstrip().startswith(OPEN)
     opened = prompt.endswith((OPEN, CLOSE)) + generated.count(OPEN)
     if begins and opened > content.count(OPEN) + bool(reasoning):
@@ -206,6 +212,8 @@ def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) 
         return True
     before, after = generated[: place[0]], generated[place[1] :]
     is_answer_alone = "reasoning_content" not in message and CLOSE not in message["content"]
+    if "tool_calls" in message:
+        after = ""
     for token in special:
         after = after.replace(token, "")
     return bool(after.strip() or (is_answer_alone and before.strip()))
@@ -315,9 +323,9 @@ def _render(
     # assistant turn that comes first). Its mask omits the last tokens of a span whose last character takes several.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
     with rendering(tokenizer, messages):
-        rendered: Any = render_jinja_template(
-            conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables
-        )
+        read, tools = without_tools(messages)
+        template = tokenizer.get_chat_template(tools=tools)
+        rendered: Any = render_jinja_template(conversations=[read], tools=tools, chat_template=template, **variables)
         texts, spans = rendered
         check_rendered(texts[0])
     return texts[0], spans[0] if spans else []
