@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,8 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.utils.logging import CRITICAL, set_verbosity
 
-from mtptrain.config import ConversationSchema
 from mtptrain.data.questions import question_group
-from mtptrain.data.rows import ConversationRefused, Message, Row, kind, parse_row, text_of
+from mtptrain.data.rows import ANY_SCHEMA, ConversationRefused, Message, Row, RowFormat, kind, parse_row, text_of
 from mtptrain.data.tool_calls import without_filled_nulls
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
@@ -66,9 +65,7 @@ class Conversations:
 
     names: list[str]
     refused: dict[str, str]
-    schema: ConversationSchema
-    metadata: Collection[str]
-    """Names of columns and message keys that the user passes over."""
+    form: RowFormat
     origins: list[tuple[Rows, int]]
     groups: list[str]
     """Group of each usable row. Rows with the same question share a group, which stays in one split."""
@@ -79,38 +76,32 @@ class Conversations:
         Parquet files and hub data sets are memory-mapped. The rows of jsonl and json files are in memory.
         """
         rows, row = self.origins[index]
-        return parse_row(rows.row(row), self.schema, self.metadata)
+        return parse_row(rows.row(row), self.form)
 
     def location(self, index: int) -> str:
         rows, row = self.origins[index]
         return rows.location(row)
 
 
-def read_conversations(
-    paths: Sequence[str],
-    schema: ConversationSchema = ConversationSchema.auto,
-    split: str = "train",
-    metadata: Collection[str] = (),
-) -> Conversations:
+def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split: str = "train") -> Conversations:
     """Reads all files and data sets, and finds the usable conversations.
 
     Args:
         paths: jsonl, json (one array) or parquet files, and names of data sets on the hub.
-        schema: format of the messages; `auto` recognises it by the keys of each row's messages.
+        form: how rows are read. With schema `auto`, rows of different schemas may share a file.
         split: split of hub data sets.
-        metadata: names of further columns and message keys that only describe a row.
 
     Raises:
         UserError: a path is neither a file nor a hub data set, or a path is given twice or is a directory, a file
             cannot be read or has another suffix than `FILE_SUFFIXES`, or all its rows are refused.
     """
     refuse_duplicate_paths(paths)
-    conversations = Conversations([], {}, schema, metadata, [], [])
+    conversations = Conversations([], {}, form, [], [])
     for rows in [_read_rows(path, split) for path in paths]:
         refused: dict[str, str] = {}
         for index, row in rows.read():
             try:
-                messages = parse_row(row, schema, metadata)
+                messages = parse_row(row, form)
                 conversations.names.append(conversation_name(row, messages))
                 conversations.groups.append(question_group(messages))
                 conversations.origins.append((rows, index))
@@ -128,7 +119,8 @@ def _all_refused(path: str, refused: Mapping[str, str]) -> UserError:
     counted = ", ".join(f"{count:,} refused ({reason})" for reason, count in reasons)
     return UserError(
         f"prompts.paths: every file must hold at least one usable conversation, but {path} holds none: {counted}"
-        f"; the first row is {next(iter(refused))}; convert the data, or correct prompts.paths or prompts.schema"
+        f"; the first row is {next(iter(refused))}; convert the data, or correct prompts.paths, prompts.schema or "
+        "prompts.roles"
     )
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.chat_template import EndlessTemplate, special_tokens
 from mtptrain.data.identity import TargetIdentity
-from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, Row
+from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, Row, RowFormat
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
@@ -162,7 +162,5 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
         return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer)
     if prompts.source is PromptSource.conversations:
         check_chat_template(tokenizer)
-        return ConversationSource(
-            read_conversations(prompts.paths, prompts.schema, prompts.split, prompts.metadata), tokenizer
-        )
+        return ConversationSource(read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split), tokenizer)
     return TextSource(read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)

@@ -8,12 +8,14 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mtptrain.config import ConversationSchema
+from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.questions import SYSTEM_ROLES
 from mtptrain.data.refusal import ConversationRefused as ConversationRefused
 from mtptrain.data.tool_calls import CALL_KEYS, RESULT_KEYS, TOOL_COLUMNS, read_calls, read_hermes, read_tools
+from mtptrain.settings.data import ROLES as KNOWN_ROLES
 from mtptrain.utils.files import unique_keys
 
 Message = dict[str, Any]
@@ -24,8 +26,7 @@ SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 """Columns whose text becomes the first message."""
 MESSAGE_KEYS = {ConversationSchema.messages: ("role", "content"), ConversationSchema.sharegpt: ("from", "value")}
 ROLES = {
-    ConversationSchema.messages: {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-    | {"function": "tool"},
+    ConversationSchema.messages: {role: role for role in KNOWN_ROLES} | {"function": "tool"},
     ConversationSchema.sharegpt: {
         "system": "system",
         "developer": "developer",
@@ -79,14 +80,28 @@ MEDIA_IN_TEXT = re.compile(
 TOOLS, MEDIA = "tools or tool calls in a place that is not read", "images, audio or video, which are not read"
 
 
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows are read, as the settings of the same names in `prompts` say."""
+
+    schema: ConversationSchema = ConversationSchema.auto
+    metadata: Collection[str] = ()
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(prompts: PromptsConfig) -> "RowFormat":
+        return RowFormat(prompts.schema, prompts.metadata, prompts.roles)
+
+
+ANY_SCHEMA = RowFormat()
+
+
 def refuse_unread_columns(columns: Row) -> None:
     """Raises ConversationRefused for a column beside the messages that is neither honoured nor describes its row."""
     _refuse_unread("column", [name for name, value in columns.items() if not _is_read_column(name, value)])
 
 
-def parse_row(
-    row: Row, schema: ConversationSchema = ConversationSchema.auto, metadata: Collection[str] = ()
-) -> list[Message]:
+def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> list[Message]:
     """Returns the messages of a row, with `role`, `content` and, if there is reasoning, `reasoning_content`.
 
     An answer that calls tools has `tool_calls`, and the first message of a row with tools has `tools`: see
@@ -94,21 +109,21 @@ def parse_row(
 
     Args:
         row: the columns of the row.
-        schema: format of the messages; `auto` recognises it by the keys of the first one.
-        metadata: names of further columns and message keys that only describe a row.
+        form: the schema of the messages, which `auto` recognises by the keys of the first one, the names of further
+            columns and message keys that only describe a row, and further names of roles.
 
     Raises:
         ConversationRefused: the row has no messages in a known schema, or something that cannot be honoured.
     """
     if not isinstance(row, Mapping):
         raise ConversationRefused(f"a row must be an object, but is {kind(row)}")
-    columns = {name: value for name, value in row.items() if name not in metadata and not _is_empty(value)}
+    columns = {name: value for name, value in row.items() if name not in form.metadata and not _is_empty(value)}
     lists = [_listed(name, columns.pop(name)) for name in MESSAGE_COLUMNS if name in columns]
     if not any(lists):
         if any(name in row for name in MESSAGE_COLUMNS):
             raise ConversationRefused("no messages")
         raise ConversationRefused(f"no column {' or '.join(MESSAGE_COLUMNS)}, but {', '.join(sorted(row)) or 'none'}")
-    parsed = [_parse_messages(listed, schema, metadata) for listed in lists if listed]
+    parsed = [_parse_messages(listed, form) for listed in lists if listed]
     if any(messages != parsed[0] for messages in parsed):
         raise ConversationRefused("different messages in two columns")
     messages = parsed[0]
@@ -169,14 +184,14 @@ def _listed(column: str, value: Any) -> list[Any]:
     return value
 
 
-def _parse_messages(listed: list[Any], schema: ConversationSchema, metadata: Collection[str]) -> list[Message]:
-    row_schema = _schema_of(listed[0], schema)
+def _parse_messages(listed: list[Any], form: RowFormat) -> list[Message]:
+    row_schema = _schema_of(listed[0], form.schema)
     if row_schema is None:
         keys = ", ".join(sorted(map(str, listed[0]))) if isinstance(listed[0], Mapping) else ""
-        known = " or ".join(", ".join(keys) for name, keys in MESSAGE_KEYS.items() if schema in ("auto", name))
+        known = " or ".join(", ".join(keys) for name, keys in MESSAGE_KEYS.items() if form.schema in ("auto", name))
         found = f"keys {keys}" if keys else kind(listed[0])
         raise ConversationRefused(f"unknown schema: messages must have keys {known}, but have {found}")
-    return [_parse_message(message, row_schema, metadata) for message in listed]
+    return [_parse_message(message, replace(form, schema=row_schema)) for message in listed]
 
 
 def _schema_of(message: Any, schema: ConversationSchema) -> ConversationSchema | None:
@@ -189,15 +204,15 @@ def _schema_of(message: Any, schema: ConversationSchema) -> ConversationSchema |
     return None
 
 
-def _parse_message(message: Any, schema: ConversationSchema, metadata: Collection[str]) -> Message:
-    if _schema_of(message, schema) is None:
+def _parse_message(message: Any, form: RowFormat) -> Message:
+    if _schema_of(message, form.schema) is None:
         raise ConversationRefused("messages of different schemas")
-    role_key, content_key = MESSAGE_KEYS[schema]
-    items = {key: value for key, value in message.items() if key not in metadata and not _is_empty(value)}
-    given_role = items.pop(role_key, None)
-    if not isinstance(given_role, str) or given_role not in ROLES[schema]:
+    role_key, content_key = MESSAGE_KEYS[form.schema]
+    items = {key: value for key, value in message.items() if key not in form.metadata and not _is_empty(value)}
+    given_role, roles = items.pop(role_key, None), {**ROLES[form.schema], **form.roles}
+    if not isinstance(given_role, str) or given_role not in roles:
         raise ConversationRefused(f"unknown role {given_role!r}")
-    role = ROLES[schema][given_role]
+    role = roles[given_role]
     is_answer = role == "assistant"
     items.pop(content_key, None)
     content = message.get(content_key)

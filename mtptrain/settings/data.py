@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mtptrain.utils.setting_bounds import at_least, each_named, proper_share, share
+from mtptrain.utils.setting_bounds import at_least, each_named, each_value_of, proper_share, share
 
 
 class Dtype(StrEnum):
@@ -43,6 +43,10 @@ class ConversationSchema(StrEnum):
     sharegpt = "sharegpt"
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages, by the names that chat templates read."""
+
+
 @dataclass
 class TargetConfig:
     """The frozen language model."""
@@ -76,6 +80,8 @@ class PromptsConfig:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """`conversations`, `responses`: variables of the target's chat template, such as `{enable_thinking: false}`. These
     are a server's `chat_template_kwargs`. A head that is trained with them must be served with them."""
+    roles: dict[str, str] = field(default_factory=dict, metadata=each_value_of(ROLES))
+    """`conversations`: further names of roles in the data, such as `{bot: assistant}`."""
     max_document_tokens: int = at_least(4, default=2048)
     """Longer documents are cut into windows of at most this many tokens."""
     validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")

@@ -32,6 +32,11 @@ ROOT = Path(__file__).parents[3]
             "did you mean acceptance.top_p?",
         ),
         (
+            ["prompts.roles.bot=assistant"],
+            "prompts.roles.bot: must be the name of a setting, but no setting has this name; did you mean "
+            "prompts.roles? (+prompts.roles.bot=VALUE adds a new one)",
+        ),
+        (
             ["deepspeed.steps=1"],
             "deepspeed.steps: must be the name of a setting, but no setting has this name; `--cfg job` shows all "
             "settings (+deepspeed.steps=VALUE adds a new one)",
@@ -191,8 +196,8 @@ def test_a_program_without_a_config_refuses_in_one_line_too(monkeypatch: pytest.
     assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"UserError: {message}\n")
 
 
-def test_variables_of_the_chat_template_may_be_added() -> None:
-    refuse_additions(["+prompts.template_kwargs.enable_thinking=false"])
+def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:
+    refuse_additions(["+prompts.roles.bot=assistant", "+prompts.template_kwargs.enable_thinking=false"])
     refuse_additions(["+prompts.template_kwargs={enable_thinking: false}", "+deepspeed.steps=1"])
     with pytest.raises(UserError, match=r"prompts\.role\.bot: must be the name of a setting"):
         refuse_additions(["+prompts.role.bot=assistant"])

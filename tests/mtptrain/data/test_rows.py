@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from data_prep.conversations import read_conversations
-from mtptrain.data.rows import MEDIA, NOT_TRAINED, TOOLS, ConversationRefused, parse_row
+from mtptrain.data.rows import MEDIA, NOT_TRAINED, TOOLS, ConversationRefused, RowFormat, parse_row
 
 QUESTION, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 PARSED = [QUESTION, ANSWER]
@@ -186,7 +186,7 @@ def test_answers_may_hold_the_names_of_media_tags() -> None:
 def test_the_user_may_pass_over_columns_and_keys(tmp_path: Path) -> None:
     odd = {**chat({"name": "ann"}, {"weight": 0}), "response": "no"}
     (tmp_path / "chats.jsonl").write_text(json.dumps(odd))
-    found = read_conversations([f"{tmp_path}/chats.jsonl"], metadata=["name", "response", "weight"])
+    found = read_conversations([f"{tmp_path}/chats.jsonl"], RowFormat(metadata=["name", "response", "weight"]))
     assert found.messages(0) == PARSED
 
 
