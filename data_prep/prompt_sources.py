@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.chat_template import EndlessTemplate, special_tokens
 from mtptrain.data.identity import TargetIdentity
-from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, Row, RowFormat
+from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, RowFormat
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
@@ -22,6 +22,7 @@ from .renderings import Rendering, render_conversation
 from .responses.dialogue import Ending
 from .responses.manifest import read_responses
 from .text_files import TextFiles, read_text_files
+from .token_rows import TokenRows, read_token_rows
 
 
 class Source(Protocol):
@@ -57,6 +58,20 @@ class TextSource:
         batch = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         documents = [np.array([*bos, *token_ids], np.int32) for token_ids in batch]  # [S] each
         return [[Encoding(ids, np.ones(len(ids), np.uint8))] for ids in documents]
+
+
+class TokenSource:
+    """Rows of tokens, of which the row's own mask says what is supervised."""
+
+    def __init__(self, rows: TokenRows) -> None:
+        self.names, self.groups, self.refused = rows.names, rows.groups, rows.refused
+        self._rows = rows
+
+    def location(self, index: int) -> str:
+        return self._rows.location(index)
+
+    def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
+        return [[self._rows.encoding(index)] for index in indices]
 
 
 class ConversationSource:
@@ -106,27 +121,23 @@ class ResponsesSource(ConversationSource):
         special_ids = list(special_tokens(self._tokenizer))
         documents = super().encode(indices)
         for index, encodings in zip(indices, documents, strict=True):
-            row = self._row(index)
+            row = self._conversations.row(index)
             if row["ended_by"] == Ending.length and row["texts_kept"][-1] and not isinstance(encodings, str):
                 whole = encodings[0]  # contains the last response
                 last = np.flatnonzero(whole.loss_mask)[-1:]
                 whole.loss_mask[last] = ~np.isin(whole.input_ids[last], special_ids)
         return documents
 
-    def _row(self, index: int) -> Row:
-        rows, row = self._conversations.origins[index]
-        return rows.rows[row]
-
     def _messages(self, index: int) -> list[Message]:
         """Returns the messages; answers that are rendered otherwise than generated are not to be trained."""
-        is_kept = iter(self._row(index)["texts_kept"])
+        is_kept = iter(self._conversations.row(index)["texts_kept"])
         return [
             message if message["role"] != "assistant" or next(is_kept) else message | dict([NOT_TRAINED])
             for message in super()._messages(index)
         ]
 
     def _render(self, index: int) -> list[Rendering] | str:
-        is_kept = self._row(index)["texts_kept"]
+        is_kept = self._conversations.row(index)["texts_kept"]
         if is_kept and not any(is_kept):
             return "the chat template renders no answer as it was generated"
         renderings = super()._render(index)
@@ -156,6 +167,8 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
             f"prompts.paths: must name at least one path with prompts.source={prompts.source}, but is empty; set "
             "prompts.paths=[...] in the recipe or on the command line"
         )
+    if prompts.source is PromptSource.tokens:
+        return TokenSource(read_token_rows(prompts.paths, prompts.metadata, prompts.split))
     tokenizer = target.tokenizer
     if prompts.source is PromptSource.responses:
         check_chat_template(tokenizer)

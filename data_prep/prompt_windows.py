@@ -175,7 +175,7 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
     highest = int(encoding.input_ids.max(initial=0))
     if highest >= vocab_size:
         raise UserError(
-            f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives "
-            f"{highest} in {location}; tokenizer and config.json belong to different models: correct target.path "
-            "or its files"
+            f"target.path: token ids must be below the model's vocab_size {vocab_size}, but {location} has {highest}; "
+            "the tokenizer, or the data of prompts.source=tokens, belongs to another model: correct target.path, its "
+            "files or prompts.paths"
         )

@@ -64,8 +64,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     check_any_supervised(collector, tokenizer)
     splits = {split: collector.documents(split) for split in Split}
     check_splits(splits, collector, config.prompts)
-    is_chat = config.prompts.source is not PromptSource.text_files
-    is_dated = is_chat and "strftime_now" in require_chat_template(tokenizer)
+    is_dated = config.prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer)
 
     stage_dir = run.stage_dir("prompts")
     write_provenance(stage_dir, config)
@@ -83,7 +82,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
 def check_names(source: Source, prompts: PromptsConfig) -> None:
     """Raise before the expensive work if there is no document, or if a split would be empty."""
     if not source.names:
-        wanted, advice = "usable conversation", "correct the paths or the data"
+        wanted, advice = "usable row", "correct the paths or the data"
         if prompts.source is PromptSource.text_files:
             wanted = f"file with text that matches {prompts.pattern!r}"
             advice = "correct the paths, prompts.pattern or the data"

@@ -191,8 +191,10 @@ def _rewritten(report: PromptsReport) -> list[str]:
 
 
 def _items(report: PromptsReport) -> str:
-    """Returns the word for the documents of the source: files or conversations."""
-    return "files" if report.source == PromptSource.text_files else "conversations"
+    """Returns the word for the documents of the source."""
+    return {PromptSource.text_files: "files", PromptSource.tokens: "rows"}.get(
+        PromptSource(report.source), "conversations"
+    )
 
 
 def _duplicates(report: PromptsReport) -> list[str]:

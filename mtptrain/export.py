@@ -17,7 +17,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from mtptrain.command_line.program import program
-from mtptrain.config import Dtype, ExportEngine, PromptSource, load_config
+from mtptrain.config import Dtype, ExportEngine, load_config
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
@@ -160,7 +160,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
         f"```\n{launch}\n```",
         measured,
         *form.notes(),
-        *([] if config.prompts.source is PromptSource.text_files else [mode_note(run.target.mode)]),
+        *([mode_note(run.target.mode)] if config.prompts.source.is_chat else []),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -135,7 +135,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
 
 
 def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
-    if config.prompts.source is PromptSource.text_files:
+    if not config.prompts.source.is_chat:
         raise UserError(
             f"prompts.source: must be {PromptSource.responses} to generate responses, but is {config.prompts.source}; "
             "set it, and prompts.paths=[...] to files of conversations"

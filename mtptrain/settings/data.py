@@ -35,6 +35,13 @@ class PromptSource(StrEnum):
     conversations = "conversations"
     responses = "responses"
     """The conversations of `prompts.paths` with the responses that mtptrain responses generated in this run_dir."""
+    tokens = "tokens"
+    """Rows that are tokenized already, with `input_ids` and `loss_mask`."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the target's chat template renders the prompts."""
+        return self in (PromptSource.conversations, PromptSource.responses)
 
 
 class ConversationSchema(StrEnum):
@@ -66,17 +73,17 @@ class PromptsConfig:
     source: PromptSource = PromptSource.text_files
     paths: list[str] = field(default_factory=list, metadata=each_named())
     """`text_files`: directories; `standard_library` stands for the directory of Python's standard library.
-    `conversations`: jsonl, json or parquet files, and names of datasets on the hub."""
+    All others: jsonl, json or parquet files, and names of datasets on the hub."""
     pattern: str = "*"
     """`text_files`: glob for file names."""
     exclude: list[str] = field(default_factory=list)
     """`text_files`: globs for paths to skip. Each is matched with a path relative to the directory in `paths`."""
     schema: ConversationSchema = ConversationSchema.auto
     split: str = "train"
-    """`conversations`: name of the split to read from hub datasets."""
+    """All but `text_files`: name of the split to read from hub datasets."""
     metadata: list[str] = field(default_factory=list, metadata=each_named())
-    """`conversations`: names of columns and message keys to pass over, because they only describe a row. A row with a
-    column or key of an unknown name is refused otherwise."""
+    """All but `text_files`: names of columns and message keys to pass over, because they only describe a row. A row
+    with a column or key of an unknown name is refused otherwise."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """`conversations`, `responses`: variables of the target's chat template, such as `{enable_thinking: false}`. These
     are a server's `chat_template_kwargs`. A head that is trained with them must be served with them."""

@@ -140,8 +140,8 @@ def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: P
     with pytest.raises(ValueError) as refused:
         read_conversations([good, path])
     assert str(refused.value) == (
-        f"prompts.paths: every file must hold at least one usable conversation, but {path} holds none: 2 refused "
-        f"({reason}), 1 refused (unknown role 'narrator'); the first row is {path}:1; convert the data, or correct "
+        f"prompts.paths: every file must hold at least one usable row, but {path} holds none: 2 refused ({reason}), 1 "
+        f"refused (unknown role 'narrator'); the first row is {path}:1; convert the data, or correct prompts.source, "
         "prompts.paths, prompts.schema or prompts.roles"
     )
     with_good = write_jsonl(tmp_path / "mixed.jsonl", row, MESSAGES)
