@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtptrain.data.questions import question_group
+from mtptrain.data.questions import first_user_turn, question_group
 from mtptrain.data.rows import ANY_SCHEMA, Message, Row, RowFormat, parse_row, text_of
 
 from .row_files import UsableRows
@@ -20,6 +20,12 @@ class Conversations(UsableRows):
     def messages(self, index: int) -> list[Message]:
         """Parses the row of a conversation again, because messages are not stored."""
         return parse_row(self.row(index), self.form)
+
+    def question(self, index: int) -> str:
+        """Returns the first user turn of a conversation; empty if there is none."""
+        messages = self.messages(index)
+        first = first_user_turn(messages)
+        return "" if first is None else str(messages[first]["content"])
 
 
 def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split: str = "train") -> Conversations:

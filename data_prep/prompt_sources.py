@@ -18,6 +18,7 @@ from mtptrain.utils.errors import UserError
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
 from .conversations import Conversations, read_conversations
+from .near_duplicates import join_near_duplicates
 from .renderings import Rendering, render_conversation
 from .responses.dialogue import Ending
 from .responses.manifest import read_responses
@@ -28,7 +29,9 @@ from .token_rows import TokenRows, read_token_rows
 class Source(Protocol):
     names: list[str]
     groups: list[str]
-    """Name of the group that each file or conversation belongs to. All members of a group go to the same split."""
+    """Name of the group that each file or conversation belongs to, which says what has the same question."""
+    clusters: list[str]
+    """Name of the cluster of near-duplicate groups that each belongs to. All members of a cluster go to one split."""
     refused: dict[str, str]
     """Why a file or row is not in `names`, by location."""
 
@@ -44,7 +47,7 @@ class TextSource:
 
     def __init__(self, files: TextFiles, tokenizer: PreTrainedTokenizerBase) -> None:
         texts = {name: text for name, text in files.texts.items() if text}
-        self.names = self.groups = list(texts)
+        self.names = self.groups = self.clusters = list(texts)
         self.refused = files.refused | {name: "empty" for name, text in files.texts.items() if not text}
         self._texts = list(texts.values())
         self._tokenizer = tokenizer
@@ -65,6 +68,7 @@ class TokenSource:
 
     def __init__(self, rows: TokenRows) -> None:
         self.names, self.groups, self.refused = rows.names, rows.groups, rows.refused
+        self.clusters = self.groups
         self._rows = rows
 
     def location(self, index: int) -> str:
@@ -80,9 +84,13 @@ class ConversationSource:
     is_generated = False
     """Whether the target generated the answers."""
 
-    def __init__(self, conversations: Conversations, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, conversations: Conversations, tokenizer: PreTrainedTokenizerBase, near_duplicate_similarity: float
+    ) -> None:
         self.names = conversations.names
-        self.groups = conversations.groups
+        self.groups = self.clusters = conversations.groups
+        if near_duplicate_similarity < 1.0:
+            self.clusters = join_near_duplicates(self.groups, conversations.question, near_duplicate_similarity)
         self.refused = conversations.refused
         self._conversations = conversations
         self._tokenizer = tokenizer
@@ -169,11 +177,12 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
         )
     if prompts.source is PromptSource.tokens:
         return TokenSource(read_token_rows(prompts.paths, prompts.metadata, prompts.split))
-    tokenizer = target.tokenizer
+    tokenizer, similarity = target.tokenizer, prompts.near_duplicate_similarity
     if prompts.source is PromptSource.responses:
         check_chat_template(tokenizer)
-        return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer)
+        return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer, similarity)
     if prompts.source is PromptSource.conversations:
         check_chat_template(tokenizer)
-        return ConversationSource(read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split), tokenizer)
+        conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
+        return ConversationSource(conversations, tokenizer, similarity)
     return TextSource(read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)

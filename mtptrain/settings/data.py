@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mtptrain.utils.setting_bounds import at_least, each_named, each_value_of, proper_share, share
+from mtptrain.utils.setting_bounds import at_least, between, each_named, each_value_of, proper_share, share
 
 
 class Dtype(StrEnum):
@@ -95,6 +95,9 @@ class PromptsConfig:
     """Share of files or conversations held out for validation. Files are chosen by a hash of their name. Conversations
     are chosen by a hash of their question (normalised system prompt and first user turn), so that no held-out question
     is trained on."""
+    near_duplicate_similarity: float = between(0.5, 1.0, default=1.0)
+    """`conversations`, `responses`: questions of at least this similarity stay in one split. It is the share of runs of
+    three words that two first user turns have in common. 1 joins only questions that are equal."""
     max_train_tokens: int = at_least(0, default=0)
     """Maximum number of training tokens; 0 keeps all. Files or conversations are taken in the order of the hashes that
     `validation_fraction` describes, until a window would exceed the maximum."""
