@@ -243,8 +243,8 @@ def _left_out(report: PromptsReport) -> list[str]:
         ),
         "left out of the loss: {:,} assistant turns that are not to be trained": report.answers_untrained,
         "chat template: {:,} answers begin or end with text that the template inserts, which the target then has to "
-        "generate unless it is an empty think block; if your server's prompt holds it, set prompts.template_kwargs="
-        "{{enable_thinking: false}}": report.answers_inserted,
+        "generate unless it is an empty think block; if your server's prompt holds it, use "
+        "+prompts.template_kwargs.enable_thinking=false": report.answers_inserted,
         "chat template: it can write the date of this run into the prompts (strftime_now)": report.is_dated,
         "not drafted: {:,} documents whose answers are too short to draft a token": sum(
             split.without_drafts for split in report.splits.values()

@@ -31,7 +31,8 @@ Span = tuple[int, int]
 NO_ANSWER = "no assistant turn"
 """Reason for refusing a conversation without an assistant turn."""
 OPEN, CLOSE = "<think>", "</think>"
-EMPTY_BLOCK = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
+EMPTY_BLOCK = re.compile(rf"\s*({OPEN})?\s*{CLOSE}\s*")
+"""An empty think block, which the prompt may begin."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _place_of(texts: Sequence[str], generated: str) -> Span | None:
 def _without_empty_block(turn: _Turn, message: Message) -> _Turn:
     """Returns the turn without the empty think block that a template puts before an answer without reasoning."""
     block = EMPTY_BLOCK.match(turn.text, turn.spans[0][0]) if turn.spans else None
-    if block is None or "reasoning_content" in message or message["content"].lstrip().startswith(OPEN):
+    if block is None or "reasoning_content" in message or CLOSE in message["content"]:
         return turn
     spans = [(max(start, block.end()), end) for start, end in turn.spans]
     return replace(turn, spans=[(start, end) for start, end in spans if start < end])

@@ -124,7 +124,9 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with _limited_memory(), _limited_by_signal() if is_main else _limited_by_watcher():
-            refuse_powers(tokenizer.get_chat_template())
+            given = tokenizer.chat_template
+            for template in given.values() if isinstance(given, dict) else (given or "",):
+                refuse_powers(template)
             yield
     except TemplateError:
         raise
