@@ -106,10 +106,10 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
                 raise ConversationRefused("an answer with text after a tool call")
             calls = [call for found in CALL_IN_TEXT.findall(content) for call in read_calls(found)]
             read.append({**message, "content": text.strip(), "tool_calls": calls})
-        elif message["role"] == "tool" and RESULT_IN_TEXT.sub("", content).strip() == "":
-            read += [{**message, "content": result} for result in RESULT_IN_TEXT.findall(content)]
         else:
-            read.append(message)
+            results = RESULT_IN_TEXT.findall(content) if message["role"] == "tool" else []
+            is_all = bool(results) and not RESULT_IN_TEXT.sub("", content).strip()
+            read += [{**message, "content": result} for result in results] if is_all else [message]
     return read, tools
 
 

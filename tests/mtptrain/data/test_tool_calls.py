@@ -90,6 +90,13 @@ def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_
     assert (calling["tool_calls"][0]["id"], result["tool_call_id"], result["name"]) == ("c1", "c1", "weather")
 
 
+@pytest.mark.parametrize("result", ["", "see <tool_response>a</tool_response>"])
+def test_a_result_that_is_not_all_between_tags_is_kept_as_it_is(result: str) -> None:
+    row = openai_row(content=None, tool_calls=[CALL])
+    row["messages"][2] = {**RESULT, "content": result}
+    assert parse_row(row) == [*PARSED[:2], {**RESULT, "content": result}, SAID]
+
+
 def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
     text = "Write <tool_call>{}</tool_call> and <tools> around it."
     row = {"messages": [{"role": "system", "content": text}, ASKED, {"role": "assistant", "content": text}]}
