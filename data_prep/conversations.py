@@ -2,136 +2,48 @@
 
 import hashlib
 import json
-import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from datasets.utils.logging import CRITICAL, set_verbosity
+from mtptrain.data.questions import first_user_turn, question_group
+from mtptrain.data.rows import ANY_SCHEMA, Message, Row, RowFormat, parse_row, text_of
 
-from mtptrain.config import ConversationSchema
-from mtptrain.data.questions import question_group
-from mtptrain.data.rows import ConversationRefused, Message, Row, kind, parse_row, text_of
-from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import parse_json
-
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
-CORRECT = "correct or remove it"
-REASONS_SHOWN = 3
-
-
-class SourceMissing(UserError):
-    """A path of `prompts.paths` is neither a file nor a data set that can be loaded."""
+from .row_files import UsableRows
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of one file or hub data set, with their line or row numbers."""
+class Conversations(UsableRows):
+    """Usable conversations, and why other rows were refused."""
 
-    path: str
-    rows: Sequence[Row]
-    numbers: Sequence[int]
-    """Line number in a jsonl file, otherwise row number, from 1."""
-
-    def location(self, index: int) -> str:
-        return f"{self.path}:{self.numbers[index]}"
-
-    def read(self) -> Iterator[tuple[int, Row]]:
-        """Yields every row with its index.
-
-        Raises:
-            UserError: a row cannot be decoded, for example because a text in a parquet file is not UTF-8.
-        """
-        try:
-            yield from enumerate(self.rows)
-        except ValueError as error:
-            raise UserError(
-                f"{self.path}: every row must be readable, but one is not ({error}); create the file again"
-            ) from error
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """Usable rows, and why the others were refused."""
-
-    names: list[str]
-    refused: dict[str, str]
-    schema: ConversationSchema
-    metadata: Collection[str]
-    """Names of columns and message keys that the user passes over."""
-    origins: list[tuple[Rows, int]]
-    groups: list[str]
-    """Group of each usable row. Rows with the same question share a group, which stays in one split."""
+    form: RowFormat = ANY_SCHEMA
 
     def messages(self, index: int) -> list[Message]:
-        """Parses the row of a conversation again, because messages are not stored.
+        """Parses the row of a conversation again, because messages are not stored."""
+        return parse_row(self.row(index), self.form)
 
-        Parquet files and hub data sets are memory-mapped. The rows of jsonl and json files are in memory.
-        """
-        rows, row = self.origins[index]
-        return parse_row(rows.rows[row], self.schema, self.metadata)
-
-    def location(self, index: int) -> str:
-        rows, row = self.origins[index]
-        return rows.location(row)
+    def question(self, index: int) -> str:
+        """Returns the first user turn of a conversation; empty if there is none."""
+        messages = self.messages(index)
+        first = first_user_turn(messages)
+        return "" if first is None else str(messages[first]["content"])
 
 
-def read_conversations(
-    paths: Sequence[str],
-    schema: ConversationSchema = ConversationSchema.auto,
-    split: str = "train",
-    metadata: Collection[str] = (),
-) -> Conversations:
+def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split: str = "train") -> Conversations:
     """Reads all files and data sets, and finds the usable conversations.
 
     Args:
-        paths: jsonl, json (one array) or parquet files, and names of data sets on the hub.
-        schema: format of the messages; `auto` recognises it by the keys of each row's messages.
+        paths: see `UsableRows.add_all`, which also lists the errors.
+        form: how rows are read. With schema `auto`, rows of different schemas may share a file.
         split: split of hub data sets.
-        metadata: names of further columns and message keys that only describe a row.
-
-    Raises:
-        UserError: a path is neither a file nor a hub data set, or a path is given twice or is a directory, a file
-            cannot be read or has another suffix than `FILE_SUFFIXES`, or all its rows are refused.
     """
-    refuse_duplicate_paths(paths)
-    conversations = Conversations([], {}, schema, metadata, [], [])
-    for rows in [_read_rows(path, split) for path in paths]:
-        refused: dict[str, str] = {}
-        for index, row in rows.read():
-            try:
-                messages = parse_row(row, schema, metadata)
-                conversations.names.append(conversation_name(row, messages))
-                conversations.groups.append(question_group(messages))
-                conversations.origins.append((rows, index))
-            except ConversationRefused as refusal:
-                refused[rows.location(index)] = str(refusal)
-        if refused and len(refused) == len(rows.rows):
-            raise _all_refused(rows.path, refused)
-        conversations.refused.update(refused)
+
+    def identify(row: Row) -> tuple[str, str]:
+        messages = parse_row(row, form)
+        return conversation_name(row, messages), question_group(messages)
+
+    conversations = Conversations(form=form)
+    conversations.add_all(paths, split, identify)
     return conversations
-
-
-def _all_refused(path: str, refused: Mapping[str, str]) -> UserError:
-    """Returns the error for a file of which no row can be used, with the most frequent reasons."""
-    reasons = Counter(refused.values()).most_common(REASONS_SHOWN)
-    counted = ", ".join(f"{count:,} refused ({reason})" for reason, count in reasons)
-    return UserError(
-        f"prompts.paths: every file must hold at least one usable conversation, but {path} holds none: {counted}"
-        f"; the first row is {next(iter(refused))}; convert the data, or correct prompts.paths or prompts.schema"
-    )
-
-
-def refuse_duplicate_paths(paths: Sequence[str]) -> None:
-    duplicates = [path for path, count in Counter(paths).items() if count > 1]
-    if duplicates:
-        raise UserError(
-            f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; "
-            "remove the duplicates"
-        )
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
@@ -146,66 +58,3 @@ def conversation_name(row: Row, messages: Sequence[Message]) -> str:
         if row.get(key) not in (None, ""):
             return text_of("id", str(row[key]))
     return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
-
-
-def _read_rows(path: str, split: str) -> Rows:
-    suffix = Path(path).suffix
-    if Path(path).is_dir():
-        raise UserError(
-            f"prompts.paths: conversations must be files or hub data sets, but {path!r} is a directory; list its files"
-        )
-    if Path(path).is_file() and suffix not in FILE_SUFFIXES:
-        raise UserError(
-            f"prompts.paths: files must end in {', '.join(FILE_SUFFIXES)}, but {path!r} does not; convert the file"
-        )
-    if Path(path).is_file():
-        return {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[suffix](path)
-    if suffix in FILE_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise SourceMissing(
-            f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path"
-        )
-    return _read_hub(path, split)
-
-
-def _read_jsonl(path: str) -> Rows:
-    numbered = list(_json_lines(path))
-    return Rows(path, [row for _, row in numbered], [number for number, _ in numbered])
-
-
-def _json_lines(path: str) -> Iterator[tuple[int, Row]]:
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, parse_json(line, f"{path}:{number}", CORRECT)
-
-
-def _read_json(path: str) -> Rows:
-    content = parse_json(Path(path).read_bytes(), path, CORRECT)
-    if not isinstance(content, list):
-        raise UserError(f"{path}: must hold one array of conversations, but holds {kind(content)}; convert it to jsonl")
-    return Rows(path, content, range(1, len(content) + 1))
-
-
-def _read_parquet(path: str) -> Rows:
-    set_verbosity(CRITICAL)  # datasets would also log the error that is raised here
-    try:
-        rows = Dataset.from_parquet(path)
-    except (ValueError, OSError, DatasetGenerationError) as error:
-        reason = str(error.__cause__ or error).strip()
-        raise UserError(
-            f"{path}: must be a parquet file with rows, but cannot be read ({reason}); create it again"
-        ) from error
-    return Rows(path, rows, range(1, len(rows) + 1))
-
-
-def _read_hub(name: str, split: str) -> Rows:
-    try:
-        rows = load_dataset(name, split=split)
-    except (OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        raise SourceMissing(
-            f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
-            f"cannot be loaded from the hub: {reason}; correct prompts.paths and prompts.split, or download it as "
-            "parquet"
-        ) from error
-    return Rows(name, rows, range(1, len(rows) + 1))

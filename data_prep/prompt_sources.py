@@ -12,22 +12,26 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.chat_template import EndlessTemplate, special_tokens
 from mtptrain.data.identity import TargetIdentity
-from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, Row
+from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, RowFormat
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
 from .assistant_masks import Encoding, check_chat_template, encode_renderings
 from .conversations import Conversations, read_conversations
+from .near_duplicates import join_near_duplicates
 from .renderings import Rendering, render_conversation
 from .responses.dialogue import Ending
 from .responses.manifest import read_responses
 from .text_files import TextFiles, read_text_files
+from .token_rows import TokenRows, read_token_rows
 
 
 class Source(Protocol):
     names: list[str]
     groups: list[str]
-    """Name of the group that each file or conversation belongs to. All members of a group go to the same split."""
+    """Name of the group that each file or conversation belongs to, which says what has the same question."""
+    clusters: list[str]
+    """Name of the cluster of near-duplicate groups that each belongs to. All members of a cluster go to one split."""
     refused: dict[str, str]
     """Why a file or row is not in `names`, by location."""
 
@@ -43,7 +47,7 @@ class TextSource:
 
     def __init__(self, files: TextFiles, tokenizer: PreTrainedTokenizerBase) -> None:
         texts = {name: text for name, text in files.texts.items() if text}
-        self.names = self.groups = list(texts)
+        self.names = self.groups = self.clusters = list(texts)
         self.refused = files.refused | {name: "empty" for name, text in files.texts.items() if not text}
         self._texts = list(texts.values())
         self._tokenizer = tokenizer
@@ -59,15 +63,34 @@ class TextSource:
         return [[Encoding(ids, np.ones(len(ids), np.uint8))] for ids in documents]
 
 
+class TokenSource:
+    """Rows of tokens, of which the row's own mask says what is supervised."""
+
+    def __init__(self, rows: TokenRows) -> None:
+        self.names, self.groups, self.refused = rows.names, rows.groups, rows.refused
+        self.clusters = self.groups
+        self._rows = rows
+
+    def location(self, index: int) -> str:
+        return self._rows.location(index)
+
+    def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
+        return [[self._rows.encoding(index)] for index in indices]
+
+
 class ConversationSource:
     """Conversations in the target's chat template; the tokens that the assistant generates are supervised."""
 
     is_generated = False
     """Whether the target generated the answers."""
 
-    def __init__(self, conversations: Conversations, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, conversations: Conversations, tokenizer: PreTrainedTokenizerBase, near_duplicate_similarity: float
+    ) -> None:
         self.names = conversations.names
-        self.groups = conversations.groups
+        self.groups = self.clusters = conversations.groups
+        if near_duplicate_similarity < 1.0:
+            self.clusters = join_near_duplicates(self.groups, conversations.question, near_duplicate_similarity)
         self.refused = conversations.refused
         self._conversations = conversations
         self._tokenizer = tokenizer
@@ -106,27 +129,23 @@ class ResponsesSource(ConversationSource):
         special_ids = list(special_tokens(self._tokenizer))
         documents = super().encode(indices)
         for index, encodings in zip(indices, documents, strict=True):
-            row = self._row(index)
+            row = self._conversations.row(index)
             if row["ended_by"] == Ending.length and row["texts_kept"][-1] and not isinstance(encodings, str):
                 whole = encodings[0]  # contains the last response
                 last = np.flatnonzero(whole.loss_mask)[-1:]
                 whole.loss_mask[last] = ~np.isin(whole.input_ids[last], special_ids)
         return documents
 
-    def _row(self, index: int) -> Row:
-        rows, row = self._conversations.origins[index]
-        return rows.rows[row]
-
     def _messages(self, index: int) -> list[Message]:
         """Returns the messages; answers that are rendered otherwise than generated are not to be trained."""
-        is_kept = iter(self._row(index)["texts_kept"])
+        is_kept = iter(self._conversations.row(index)["texts_kept"])
         return [
             message if message["role"] != "assistant" or next(is_kept) else message | dict([NOT_TRAINED])
             for message in super()._messages(index)
         ]
 
     def _render(self, index: int) -> list[Rendering] | str:
-        is_kept = self._row(index)["texts_kept"]
+        is_kept = self._conversations.row(index)["texts_kept"]
         if is_kept and not any(is_kept):
             return "the chat template renders no answer as it was generated"
         renderings = super()._render(index)
@@ -156,13 +175,14 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
             f"prompts.paths: must name at least one path with prompts.source={prompts.source}, but is empty; set "
             "prompts.paths=[...] in the recipe or on the command line"
         )
-    tokenizer = target.tokenizer
+    if prompts.source is PromptSource.tokens:
+        return TokenSource(read_token_rows(prompts.paths, prompts.metadata, prompts.split))
+    tokenizer, similarity = target.tokenizer, prompts.near_duplicate_similarity
     if prompts.source is PromptSource.responses:
         check_chat_template(tokenizer)
-        return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer)
+        return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer, similarity)
     if prompts.source is PromptSource.conversations:
         check_chat_template(tokenizer)
-        return ConversationSource(
-            read_conversations(prompts.paths, prompts.schema, prompts.split, prompts.metadata), tokenizer
-        )
+        conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
+        return ConversationSource(conversations, tokenizer, similarity)
     return TextSource(read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)

@@ -54,7 +54,7 @@ class Collector:
         self._train_tokens = 0
         self._seen: set[bytes] = set()
 
-    def add(self, name: str, group: str, location: str, encodings: Sequence[Encoding]) -> None:
+    def add(self, name: str, group: str, cluster: str, location: str, encodings: Sequence[Encoding]) -> None:
         """Add the windows of a file or conversation that fit within prompts.max_train_tokens.
 
         The limit does not apply to validation windows.
@@ -69,7 +69,7 @@ class Collector:
             check_vocabulary(encoding, self._vocab_size, location)
         if self._is_copy(encodings):
             return
-        split = Split.validation if is_held_out(group, self._prompts.validation_fraction) else Split.train
+        split = Split.validation if is_held_out(cluster, self._prompts.validation_fraction) else Split.train
         if split is Split.train and self.is_full:
             self.beyond_max_train_tokens += 1
             return
@@ -133,14 +133,14 @@ class Collector:
 
 
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
-    """Tokenize, cut and split documents until the training split is full, in the order of their groups' hashes.
+    """Tokenize, cut and split documents until the training split is full, in the order of their clusters' hashes.
 
-    A group is a file, or all conversations with the same question. Held-out groups have the smallest hashes. The
-    validation split is therefore complete before the training split can be full, and a file that has copies in both
+    A cluster is a file, or all conversations with nearly the same question. Held-out clusters have the smallest hashes.
+    The validation split is therefore complete before the training split can be full, and a file that has copies in both
     splits is kept in the validation split.
     """
-    names, groups = source.names, source.groups
-    order = sorted(range(len(names)), key=lambda i: (name_hash(groups[i]), groups[i], names[i], i))
+    names, groups, clusters = source.names, source.groups, source.clusters
+    order = sorted(range(len(names)), key=lambda i: (name_hash(clusters[i]), clusters[i], groups[i], names[i], i))
     collector = Collector(prompts, vocab_size)
     collector.refused.update(source.refused)
     with tqdm(total=len(order), desc="prompts", unit="doc") as bar:
@@ -162,7 +162,8 @@ def _add_batch(collector: Collector, source: Source, batch: Sequence[int]) -> No
         if isinstance(encodings, str):
             collector.refused[source.location(index)] = encodings
         else:
-            collector.add(source.names[index], source.groups[index], source.location(index), encodings)
+            name, group, cluster = source.names[index], source.groups[index], source.clusters[index]
+            collector.add(name, group, cluster, source.location(index), encodings)
 
 
 def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
@@ -175,7 +176,7 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
     highest = int(encoding.input_ids.max(initial=0))
     if highest >= vocab_size:
         raise UserError(
-            f"target.path: token ids must be below the model's vocab_size {vocab_size}, but the tokenizer gives "
-            f"{highest} in {location}; tokenizer and config.json belong to different models: correct target.path "
-            "or its files"
+            f"target.path: token ids must be below the model's vocab_size {vocab_size}, but {location} has {highest}; "
+            "the tokenizer, or the data of prompts.source=tokens, belongs to another model: correct target.path, its "
+            "files or prompts.paths"
         )

@@ -64,8 +64,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     check_any_supervised(collector, tokenizer)
     splits = {split: collector.documents(split) for split in Split}
     check_splits(splits, collector, config.prompts)
-    is_chat = config.prompts.source is not PromptSource.text_files
-    is_dated = is_chat and "strftime_now" in require_chat_template(tokenizer)
+    is_dated = config.prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer)
 
     stage_dir = run.stage_dir("prompts")
     write_provenance(stage_dir, config)
@@ -73,18 +72,17 @@ def prepare_prompts(run: Run) -> PromptsReport:
     for split, documents in splits.items():
         documents.save(stage_dir / f"{split}.safetensors")
     DocumentEntry.write_all(stage_dir, collector.entries())
-    report = make_report(source, config.prompts.source, splits, collector, is_dated)
+    report = make_report(source, config.prompts, splits, collector, is_dated)
     write_json(stage_dir / "report.json", asdict(report))
-    make_manifest(TokenizerIdentity.of(tokenizer), vocab_size, config.prompts.max_document_tokens, splits).write(
-        stage_dir
-    )
+    identity = TokenizerIdentity.of(tokenizer, run.target.mode)
+    make_manifest(identity, vocab_size, config.prompts.max_document_tokens, splits).write(stage_dir)
     return report
 
 
 def check_names(source: Source, prompts: PromptsConfig) -> None:
     """Raise before the expensive work if there is no document, or if a split would be empty."""
     if not source.names:
-        wanted, advice = "usable conversation", "correct the paths or the data"
+        wanted, advice = "usable row", "correct the paths or the data"
         if prompts.source is PromptSource.text_files:
             wanted = f"file with text that matches {prompts.pattern!r}"
             advice = "correct the paths, prompts.pattern or the data"
@@ -93,10 +91,10 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
             f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; "
             f"{advice}"
         )
-    num_held_out = sum(is_held_out(group, prompts.validation_fraction) for group in source.groups)
-    for split, count in ((Split.validation, num_held_out), (Split.train, len(source.groups) - num_held_out)):
+    num_held_out = sum(is_held_out(cluster, prompts.validation_fraction) for cluster in source.clusters)
+    for split, count in ((Split.validation, num_held_out), (Split.train, len(source.clusters) - num_held_out)):
         if not count:
-            num_groups = len(set(source.groups))
+            num_groups = len(set(source.clusters))
             shared = f" (different questions: {num_groups:,})" if num_groups < len(source.names) else ""
             raise _empty_split(split, f": none of {len(source.names)} documents{shared} belongs to it", prompts)
 
@@ -151,7 +149,7 @@ def _reasons(refused: Mapping[str, str]) -> str:
 
 def make_report(
     source: Source,
-    source_kind: PromptSource,
+    prompts: PromptsConfig,
     splits: Mapping[Split, Documents],
     collector: Collector,
     is_dated: bool,
@@ -159,7 +157,7 @@ def make_report(
     rewritten = collector.rewritten_documents()
     num_tokens = len(rewritten.input_ids)
     return PromptsReport(
-        source=source_kind,
+        source=prompts.source,
         splits={split: SplitReport.of(documents) for split, documents in splits.items()},
         documents_cut=collector.documents_cut,
         windows_cut=collector.windows_cut,
@@ -170,7 +168,7 @@ def make_report(
             num_tokens,
             num_tokens - int(rewritten.loss_mask.sum(dtype=np.int64)),
         ),
-        duplicates=DuplicatesReport.of(source.groups, collector.copies),
+        duplicates=DuplicatesReport.of(source.groups, source.clusters, prompts.validation_fraction, collector.copies),
         answers_left_out=collector.answers_left_out,
         answers_untrained=collector.answers_untrained,
         answers_inserted=collector.answers_inserted,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.config import PromptSource
-from mtptrain.data.prompt_files import Documents, Split
+from mtptrain.data.prompt_files import Documents, Split, is_held_out
 from mtptrain.training.batches import draft_spans
 
 _NAMES_SHOWN = 3
@@ -74,10 +74,29 @@ class DuplicatesReport:
     dropped: int
     """Number of files or conversations left out because an earlier one has the same tokens and loss mask."""
 
+    near: int = 0
+    """Number of questions that nearly repeat another one (prompts.near_duplicate_similarity)."""
+    near_moved: int = 0
+    """Number of conversations with such a question that would have been on the other side of the split."""
+
     @staticmethod
-    def of(groups: Sequence[str], copies: int) -> "DuplicatesReport":
+    def of(
+        groups: Sequence[str], clusters: Sequence[str], validation_fraction: float, copies: int
+    ) -> "DuplicatesReport":
         sizes = Counter(groups)
-        return DuplicatesReport(len(sizes), max(sizes.values(), default=0), len(groups) - len(sizes), copies)
+        members = Counter(dict(zip(groups, clusters, strict=True)).values())
+        moved = sum(
+            is_held_out(group, validation_fraction) != is_held_out(cluster, validation_fraction)
+            for group, cluster in zip(groups, clusters, strict=True)
+        )
+        return DuplicatesReport(
+            questions=len(sizes),
+            largest=max(sizes.values(), default=0),
+            same_question=len(groups) - len(sizes),
+            dropped=copies,
+            near=sum(count for count in members.values() if count > 1),
+            near_moved=moved,
+        )
 
 
 @dataclass(frozen=True)
@@ -191,8 +210,10 @@ def _rewritten(report: PromptsReport) -> list[str]:
 
 
 def _items(report: PromptsReport) -> str:
-    """Returns the word for the documents of the source: files or conversations."""
-    return "files" if report.source == PromptSource.text_files else "conversations"
+    """Returns the word for the documents of the source."""
+    return {PromptSource.text_files: "files", PromptSource.tokens: "rows"}.get(
+        PromptSource(report.source), "conversations"
+    )
 
 
 def _duplicates(report: PromptsReport) -> list[str]:
@@ -202,6 +223,11 @@ def _duplicates(report: PromptsReport) -> list[str]:
             f"same question: {duplicates.same_question:,} {items} repeat an earlier question; each of the "
             f"{duplicates.questions:,} different questions occurs in at most {duplicates.largest:,} {items}, all of "
             "them in one split"
+        )
+    if duplicates.near:
+        lines.append(
+            f"near duplicates: {duplicates.near:,} different questions nearly repeat another one; "
+            f"{duplicates.near_moved:,} {items} changed sides, so that such questions are in one split"
         )
     if duplicates.dropped:
         lines.append(f"left out: {duplicates.dropped:,} {items} with the same tokens as another one")
@@ -216,8 +242,9 @@ def _left_out(report: PromptsReport) -> list[str]:
             report.answers_left_out
         ),
         "left out of the loss: {:,} assistant turns that are not to be trained": report.answers_untrained,
-        "chat template: {:,} answers begin with text that the template inserts, which the target then has to generate; "
-        "if your server's prompt holds it (enable_thinking=false), change the template": report.answers_inserted,
+        "chat template: {:,} answers begin or end with text that the template inserts, which the target then has to "
+        "generate unless it is an empty think block; if your server's prompt holds it, use "
+        "+prompts.template_kwargs.enable_thinking=false": report.answers_inserted,
         "chat template: it can write the date of this run into the prompts (strftime_now)": report.is_dated,
         "not drafted: {:,} documents whose answers are too short to draft a token": sum(
             split.without_drafts for split in report.splits.values()

@@ -6,11 +6,13 @@ additional text: its prompt and the turn as generated. In this text, earlier tur
 supervised too, unless another text already supervises them. Working backwards from the last turn gives the smallest
 number of texts.
 
-An assistant turn is what the template renders after the turn's prompt. If the template has `{% generation %}` blocks,
-only their text in it is supervised. A turn that is not rendered after its prompt is never supervised, since no server
-asks for it that way.
+An assistant turn is what the template renders after the turn's prompt, except an empty think block before an answer
+without reasoning, which a server's prompt holds where the target does not think. If the template has
+`{% generation %}` blocks, only their text in it is supervised. A turn that is not rendered after its prompt is never
+supervised, since no server asks for it that way.
 """
 
+import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +22,17 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template, special_tokens
+from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template, special_tokens, without_tools
 from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, refuse_dropped_prompts
+from mtptrain.data.tool_calls import call_words
 from mtptrain.utils.masking import printable
 
 Span = tuple[int, int]
 NO_ANSWER = "no assistant turn"
 """Reason for refusing a conversation without an assistant turn."""
 OPEN, CLOSE = "<think>", "</think>"
+EMPTY_BLOCK = re.compile(rf"\s*({OPEN})?\s*{CLOSE}\s*")
+"""An empty think block, which the prompt may begin."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ def render_conversation(
     for turn in located:
         if not is_generated:
             _refuse_rewritten(turn, trained[turn.number])
-    renderings = _cover(whole, [turn for turn in located if turn.spans])
+    supervised = located if is_generated else [_without_empty_block(turn, trained[turn.number]) for turn in located]
+    renderings = _cover(whole, [turn for turn in supervised if turn.spans])
     if not renderings and located:
         raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
     if not renderings:
@@ -124,11 +130,13 @@ def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) ->
     trained = {number: message for number, message in answers.items() if NOT_TRAINED not in message.items()}
     if not trained:
         raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
-    if not all(message["content"].strip() or "reasoning_content" in message for message in trained.values()):
+    parts = {"reasoning_content", "tool_calls"}
+    if not all(message["content"].strip() or parts & message.keys() for message in trained.values()):
         raise ConversationRefused("an answer without text")
     reasoning = [message.get("reasoning_content", "") for message in trained.values()]
+    calls = [json.dumps(message.get("tool_calls", ""), ensure_ascii=False) for message in trained.values()]
     for token in sorted(set(forbidden)):
-        if any(token in text for text in (*reasoning, *(message["content"] for message in trained.values()))):
+        if any(token in text for text in (*reasoning, *calls, *(message["content"] for message in trained.values()))):
             raise ConversationRefused(f"an answer with the special token {token} in its text")
     if any(tag in text for text in reasoning for tag in (OPEN, CLOSE)):
         raise ConversationRefused(f"reasoning with {OPEN} or {CLOSE} in its text")
@@ -150,6 +158,8 @@ def _refuse_rewritten(turn: _Turn, message: Message) -> None:
             if is_content_there
             else "an answer that the chat template does not render as it is written"
         )
+    if any(word not in generated for call in message.get("tool_calls", []) for word in call_words(call)):
+        raise ConversationRefused("a tool call that the chat template does not render")
     begins = bool(reasoning) or content.lstrip().startswith(OPEN)
     opened = prompt.endswith((OPEN, CLOSE)) + generated.count(OPEN)
     if begins and opened > content.count(OPEN) + bool(reasoning):
@@ -180,6 +190,15 @@ def _place_of(texts: Sequence[str], generated: str) -> Span | None:
     return (starts[0], end) if starts else (0, 0)
 
 
+def _without_empty_block(turn: _Turn, message: Message) -> _Turn:
+    """Returns the turn without the empty think block that a template puts before an answer without reasoning."""
+    block = EMPTY_BLOCK.match(turn.text, turn.spans[0][0]) if turn.spans else None
+    if block is None or "reasoning_content" in message or CLOSE in message["content"]:
+        return turn
+    spans = [(max(start, block.end()), end) for start, end in turn.spans]
+    return replace(turn, spans=[(start, end) for start, end in spans if start < end])
+
+
 def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) -> bool:
     """Returns whether the template adds text to an answer beyond the prompt: after it, or before one without reasoning.
 
@@ -194,6 +213,8 @@ def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) 
         return True
     before, after = generated[: place[0]], generated[place[1] :]
     is_answer_alone = "reasoning_content" not in message and CLOSE not in message["content"]
+    if "tool_calls" in message:
+        after = ""
     for token in special:
         after = after.replace(token, "")
     return bool(after.strip() or (is_answer_alone and before.strip()))
@@ -303,9 +324,9 @@ def _render(
     # assistant turn that comes first). Its mask omits the last tokens of a span whose last character takes several.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
     with rendering(tokenizer, messages):
-        rendered: Any = render_jinja_template(
-            conversations=[list(messages)], chat_template=tokenizer.get_chat_template(), **variables
-        )
+        read, tools = without_tools(messages)
+        template = tokenizer.get_chat_template(tools=tools)
+        rendered: Any = render_jinja_template(conversations=[read], tools=tools, chat_template=template, **variables)
         texts, spans = rendered
         check_rendered(texts[0])
     return texts[0], spans[0] if spans else []

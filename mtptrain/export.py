@@ -160,8 +160,20 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
         f"```\n{launch}\n```",
         measured,
         *form.notes(),
+        *([mode_note(run.target.mode)] if config.prompts.source.is_chat else []),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def mode_note(mode: str) -> str:
+    """Returns what the README says about the mode of the chat template that the head was trained in."""
+    if mode == "{}":
+        return "Trained on chats in the mode that the target's chat template has by default."
+    return (
+        f"Trained on chats with the chat template's arguments `{mode}`. In another mode, the target writes other text "
+        f'and accepts fewer drafts. Send them with each request, as `"chat_template_kwargs": {mode}`, or start vLLM '
+        f"with `--default-chat-template-kwargs '{mode}'`."
+    )
 
 
 def hide_homes(directory: Path) -> None:

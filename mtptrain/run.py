@@ -7,15 +7,17 @@ import torch
 
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
-from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity
+from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.prompts_file import Prompts
+from mtptrain.heads.files import RESTORE
 from mtptrain.hidden_states.store import HiddenStates, HiddenStore
 from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.template_kwargs import override_of
 from mtptrain.utils.distributed import Ranks, StopSignal
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import read_sealed
 
 
 class Run:
@@ -35,7 +37,8 @@ class Run:
         Raises:
             UserError: there is no such target.
         """
-        return TargetFiles.find(self.config.target.path, self.config.target.revision)
+        config = self.config
+        return TargetFiles.find(config.target.path, config.target.revision, config.prompts.template_kwargs)
 
     def prompts_file(self, split: Split) -> Path:
         """Returns the file of a split, after comparing its bytes with the manifest.
@@ -61,12 +64,11 @@ class Run:
         """
         prompts_file, settings = self.prompts_file(Split.train), self.config.hidden_states
         stored = PromptsManifest.read(prompts_file.parent).tokenizer
-        for name, value in vars(TokenizerIdentity.of(self.target.tokenizer)).items():
-            if getattr(stored, name) != value:
-                raise UserError(
-                    f"{prompts_file.parent / 'manifest.json'}: {name} must be {value}, as for target "
-                    f"{self.target.path}, but is {getattr(stored, name)}; run mtptrain prompts again with this target"
-                )
+        expected = TokenizerIdentity.of(self.target.tokenizer, self.target.mode)
+        remedy = (
+            f"run mtptrain prompts again with target {self.target.path} and {override_of(expected.template_kwargs)}"
+        )
+        refuse_different_facts(prompts_file.parent / "manifest.json", vars(expected), vars(stored), remedy)
         target = TargetIdentity.of(self.target)
         return StoreIdentity.of(
             target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend
@@ -93,8 +95,17 @@ class Run:
         )
 
     def head(self, dtype: torch.dtype | None, device: torch.device) -> RunHead:
-        """Returns the head that the run trained, or else that of `head.init_from`: see `trained_or_initial_head`."""
-        return trained_or_initial_head(self.stage_dir("train"), self.config.head, self.target, dtype, device)
+        """Returns the head that the run trained, or else that of `head.init_from`: see `trained_or_initial_head`.
+
+        Raises:
+            UserError: see `trained_or_initial_head`; or the head was trained with other `prompts.template_kwargs`.
+        """
+        found = trained_or_initial_head(self.stage_dir("train"), self.config.head, self.target, dtype, device)
+        if found.is_trained:
+            path, name, mode = found.directory / "head.json", "template_kwargs", self.target.mode
+            stored = read_sealed(path, RESTORE).get(name, mode)
+            refuse_different_facts(path, {name: mode}, {name: stored}, f"use {override_of(str(stored))}")
+        return found
 
     def measured_prompts(self, spare_tokens: int = 0) -> Prompts:
         """Returns the prompts that `acceptance` selects: see `read_prompts`."""

@@ -166,7 +166,11 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         remove_stale_heads(run.stage_dir("train"), progress.step)
     flops = step_flops(config.head, run.target.config)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
-    head_facts: dict[str, object] = {TARGET_WEIGHTS: identity.target.weights_sha256, "seed": config.seed}
+    head_facts: dict[str, object] = {
+        TARGET_WEIGHTS: identity.target.weights_sha256,
+        "seed": config.seed,
+        "template_kwargs": run.target.mode,
+    }
     states.release(progress.step, progress.step == num_steps, ranks.is_first)
     return Training(config, states, schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
 

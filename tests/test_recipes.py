@@ -46,6 +46,7 @@ OUT_OF_RANGE = [
     ("head.num_attention_heads", "0", "null or a number from 1 to 1,048,576, but is 0"),
     ("head.num_attention_heads", "1048577", "null or a number from 1 to 1,048,576, but is 1048577"),
     ("prompts.paths", "['']", "a list of paths or names, none of them empty, but is"),
+    ("prompts.roles", "{bot: ai}", "one of system, developer, user, assistant, tool, but is {'bot': 'ai'}; correct it"),
     ("bench.draft_depths", "[]", "at least one number, each at least 1, but is []"),
     ("bench.draft_depths", "[1,0]", "each at least 1, but is [1, 0]"),
     ("train.betas", "[0.9,1.0]", "in [0, 1), but is [0.9, 1.0]"),
@@ -54,7 +55,7 @@ OUT_OF_RANGE = [
     ("serving_bench.concurrency", "[1,1]", "must increase, but is [1, 1]; sort it and name each number once"),
 ]
 """For each kind of bound, a setting, a value out of range, and a part of the error message."""
-WRONG = {"-1": -1, "README.md": "README.md", "['']": [""], "[0]": [0]}
+WRONG = {"-1": -1, "README.md": "README.md", "['']": [""], "[0]": [0], "{bot: x}": {"bot": "x"}}
 """Values, one of which is out of range for each setting that has a range."""
 
 
@@ -115,7 +116,7 @@ def test_every_head_composes_with_the_quickstart(head: str) -> None:
 @pytest.mark.parametrize(("setting", "value", "message"), OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str, message: str) -> None:
     with pytest.raises(ValueError) as refused:
-        make_config(f"{setting}={value}")
+        make_config(f"++{setting}={value}")
     assert str(refused.value).startswith(f"{setting}: must ")
     assert message in str(refused.value)
 
@@ -124,7 +125,7 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str, messa
 def test_every_range_of_a_setting_is_checked(setting: str) -> None:
     bound, _ = bounded_settings(make_config())[setting]
     with pytest.raises(ValueError, match=rf"^{re.escape(setting)}: must {re.escape(bound.requirement)}, but is"):
-        make_config(f"{setting}={wrong_value(bound)}")
+        make_config(f"++{setting}={wrong_value(bound)}")
 
 
 def wrong_value(bound: Bound) -> str:

@@ -29,6 +29,7 @@ from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_config
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
+from mtptrain.data.rows import RowFormat
 from mtptrain.planning.costs import target_costs
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
@@ -140,7 +141,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
 
 
 def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
-    if config.prompts.source is PromptSource.text_files:
+    if not config.prompts.source.is_chat:
         raise UserError(
             f"prompts.source: must be {PromptSource.responses} to generate responses, but is {config.prompts.source}; "
             "set it, and prompts.paths=[...] to files of conversations"
@@ -185,7 +186,7 @@ def make_job(run: Run) -> Job:
     )
     limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
     prompts = config.prompts
-    conversations = read_conversations(prompts.paths, prompts.schema, prompts.split, prompts.metadata)
+    conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
     survey = survey_conversations(conversations, prompts.paths)
     if server:  # a template that never ends would fail each conversation only after its limit
         check_template_ends(tokenizer, conversations.messages(max(survey.turns, key=lambda row: survey.turns[row])))

@@ -7,11 +7,13 @@ from typing import ClassVar
 
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts
+from mtptrain.data.rows import RowFormat
 from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import manifest_of, read_sealed
 
-from ..conversations import Conversations, SourceMissing, read_conversations, refuse_duplicate_paths
+from ..conversations import Conversations, read_conversations
+from ..row_files import SourceMissing, refuse_duplicate_paths
 from .dialogue import Ending, RegeneratedConversation
 from .survey import hash_sources
 
@@ -141,7 +143,7 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
         )
     conversations = directory / CONVERSATIONS
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
-    return read_conversations([str(conversations)], ConversationSchema.messages, metadata=written)
+    return read_conversations([str(conversations)], RowFormat(ConversationSchema.messages, written))
 
 
 def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:
@@ -156,7 +158,7 @@ def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for path in prompts.paths:
         try:
-            conversations = read_conversations([path], prompts.schema, prompts.split, prompts.metadata)
+            conversations = read_conversations([path], RowFormat.of(prompts), prompts.split)
             hashes |= hash_sources(conversations, [path])
         except SourceMissing:
             print(f"{path} cannot be read any more, so the responses cannot be checked against it", flush=True)

@@ -18,6 +18,9 @@ from mtptrain.utils.errors import one_line
 CONFIG_GROUPS = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()} | {"head"}
 """Names of Hydra's config groups: each selects a file in recipes/ or a head."""
 
+OPEN_SECTIONS = ("deepspeed.", "prompts.roles.", "prompts.template_kwargs.")
+"""Sections to which the command line may add names that no recipe has."""
+
 
 def mistake(error: Exception, arguments: Sequence[str]) -> str:
     """Returns what is wrong with the arguments for which Hydra or OmegaConf raised `error`."""
@@ -53,7 +56,7 @@ def wrong_choice(name: str, given: str, options: Sequence[str]) -> str:
 
 def unknown_name(name: str, arguments: Sequence[str]) -> str:
     names = setting_names(arguments)
-    free = f" (+{name}=VALUE adds a new one)" if name.startswith("deepspeed.") else ""
+    free = f" (+{name}=VALUE adds a new one)" if name.startswith(OPEN_SECTIONS) else ""
     return (
         f"{name}: must be the name of a setting, but no setting has this name; "
         f"{advice(nearest(name, names), '`--cfg job` shows all settings')}{free}"

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtptrain.command_line.mistakes import CONFIG_GROUPS, mistake, setting_names, unknown_name
+from mtptrain.command_line.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, mistake, setting_names, unknown_name
 from mtptrain.command_line.stages import KEPT_STAGES, STAGES
 from mtptrain.config import RECIPES
 from mtptrain.settings.hardware import announce_hardware
@@ -93,10 +93,10 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:
-    """Raises UserError if +NAME=VALUE adds a setting, which Hydra accepts but nothing reads; `deepspeed` is open."""
+    """Raises UserError if +NAME=VALUE adds a setting, which Hydra accepts but nothing reads."""
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+")
-        is_open = name in CONFIG_GROUPS or name.startswith("deepspeed.")
+        is_open = name in CONFIG_GROUPS or name.startswith(OPEN_SECTIONS)
         if argument.startswith("+") and not is_open and name not in setting_names(arguments):
             raise UserError(unknown_name(name, arguments))
 

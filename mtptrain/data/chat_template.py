@@ -61,12 +61,18 @@ def render_text(
         EndlessTemplate: the template takes too long.
     """
     with rendering(tokenizer, messages):
-        rendered = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=is_prompt, tokenize=False
-        )
+        read, tools = without_tools(messages)
+        rendered = tokenizer.apply_chat_template(read, tools=tools, add_generation_prompt=is_prompt, tokenize=False)
         assert isinstance(rendered, str)
         check_rendered(rendered)
     return rendered
+
+
+def without_tools(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Returns the messages as templates read them, and the tools, which stand in the first message."""
+    first = dict(messages[0]) if messages else {}
+    tools = first.pop("tools", None)
+    return [first, *map(dict, messages[1:])] if messages else [], tools
 
 
 def render_prompt(
@@ -118,7 +124,9 @@ def rendering(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with _limited_memory(), _limited_by_signal() if is_main else _limited_by_watcher():
-            refuse_powers(tokenizer.get_chat_template())
+            given = tokenizer.chat_template
+            for template in given.values() if isinstance(given, dict) else (given or "",):
+                refuse_powers(template)
             yield
     except TemplateError:
         raise

@@ -20,12 +20,15 @@ class TokenizerIdentity:
 
     tokenizer_sha256: str
     chat_template_sha256: str
+    template_kwargs: str = "{}"
+    """JSON of `prompts.template_kwargs`, which say in which mode the chat template is used."""
 
     @staticmethod
-    def of(tokenizer: PreTrainedTokenizerBase) -> "TokenizerIdentity":
+    def of(tokenizer: PreTrainedTokenizerBase, mode: str = "{}") -> "TokenizerIdentity":
+        """Returns the identity of a tokenizer whose chat template is used in this mode."""
         vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
         template = json.dumps(tokenizer.chat_template, sort_keys=True)
-        return TokenizerIdentity(_sha256(vocabulary.encode()), _sha256(template.encode()))
+        return TokenizerIdentity(_sha256(vocabulary.encode()), _sha256(template.encode()), mode)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class TargetIdentity:
     """Hash of the file headers and of samples of every tensor. It is fast to compute, and fine-tuning changes it."""
     tokenizer_sha256: str
     chat_template_sha256: str
+    template_kwargs: str = "{}"
 
     @staticmethod
     def of(target: TargetFiles) -> "TargetIdentity":
@@ -49,7 +53,7 @@ class TargetIdentity:
             revision=target.revision,
             config_sha256=_sha256(json.dumps(config, sort_keys=True).encode()),
             weights_sha256=target.weights_sha256,
-            **asdict(TokenizerIdentity.of(target.tokenizer)),
+            **asdict(TokenizerIdentity.of(target.tokenizer, target.mode)),
         )
 
     def facts(self) -> dict[str, object]:
@@ -59,6 +63,7 @@ class TargetIdentity:
             "the hash of the target's weights": self.weights_sha256,
             "the hash of the tokenizer": self.tokenizer_sha256,
             "the hash of the chat template": self.chat_template_sha256,
+            "the mode of the chat template (prompts.template_kwargs)": self.template_kwargs,
         }
 
 

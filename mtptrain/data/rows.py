@@ -8,13 +8,17 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mtptrain.config import ConversationSchema
+from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.questions import SYSTEM_ROLES
+from mtptrain.data.refusal import ConversationRefused as ConversationRefused
+from mtptrain.data.tool_calls import CALL_KEYS, RESULT_KEYS, TOOL_COLUMNS, read_calls, read_hermes, read_tools
+from mtptrain.settings.data import ROLES as KNOWN_ROLES
 from mtptrain.utils.files import unique_keys
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Row = Mapping[str, Any]
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
@@ -22,7 +26,7 @@ SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 """Columns whose text becomes the first message."""
 MESSAGE_KEYS = {ConversationSchema.messages: ("role", "content"), ConversationSchema.sharegpt: ("from", "value")}
 ROLES = {
-    ConversationSchema.messages: {role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    ConversationSchema.messages: {role: role for role in KNOWN_ROLES} | {"function": "tool"},
     ConversationSchema.sharegpt: {
         "system": "system",
         "developer": "developer",
@@ -31,8 +35,10 @@ ROLES = {
         "gpt": "assistant",
         "chatgpt": "assistant",
         "assistant": "assistant",
+        "function_call": "assistant",
         "tool": "tool",
         "observation": "tool",
+        "function_response": "tool",
     },
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -71,11 +77,23 @@ MEDIA_IN_TEXT = re.compile(
     re.IGNORECASE,
 )
 """Places of images, audio and video in the text of a prompt."""
-TOOLS, MEDIA = "tools or tool calls, which are not rendered", "images, audio or video, which are not read"
+TOOLS, MEDIA = "tools or tool calls in a place that is not read", "images, audio or video, which are not read"
 
 
-class ConversationRefused(ValueError):
-    """Raised for a row that must be left out. Its message is the reason shown in the report."""
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows are read, as the settings of the same names in `prompts` say."""
+
+    schema: ConversationSchema = ConversationSchema.auto
+    metadata: Collection[str] = ()
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(prompts: PromptsConfig) -> "RowFormat":
+        return RowFormat(prompts.schema, prompts.metadata, prompts.roles)
+
+
+ANY_SCHEMA = RowFormat()
 
 
 def refuse_unread_columns(columns: Row) -> None:
@@ -83,36 +101,39 @@ def refuse_unread_columns(columns: Row) -> None:
     _refuse_unread("column", [name for name, value in columns.items() if not _is_read_column(name, value)])
 
 
-def parse_row(
-    row: Row, schema: ConversationSchema = ConversationSchema.auto, metadata: Collection[str] = ()
-) -> list[Message]:
+def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> list[Message]:
     """Returns the messages of a row, with `role`, `content` and, if there is reasoning, `reasoning_content`.
 
-    A message that is not to be trained also has the item `NOT_TRAINED`.
+    An answer that calls tools has `tool_calls`, and the first message of a row with tools has `tools`: see
+    `mtptrain.data.tool_calls`. A message that is not to be trained also has the item `NOT_TRAINED`.
 
     Args:
         row: the columns of the row.
-        schema: format of the messages; `auto` recognises it by the keys of the first one.
-        metadata: names of further columns and message keys that only describe a row.
+        form: the schema of the messages, which `auto` recognises by the keys of the first one, the names of further
+            columns and message keys that only describe a row, and further names of roles.
 
     Raises:
         ConversationRefused: the row has no messages in a known schema, or something that cannot be honoured.
     """
     if not isinstance(row, Mapping):
         raise ConversationRefused(f"a row must be an object, but is {kind(row)}")
-    columns = {name: value for name, value in row.items() if name not in metadata and not _is_empty(value)}
+    columns = {name: value for name, value in row.items() if name not in form.metadata and not _is_empty(value)}
     lists = [_listed(name, columns.pop(name)) for name in MESSAGE_COLUMNS if name in columns]
     if not any(lists):
         if any(name in row for name in MESSAGE_COLUMNS):
             raise ConversationRefused("no messages")
         raise ConversationRefused(f"no column {' or '.join(MESSAGE_COLUMNS)}, but {', '.join(sorted(row)) or 'none'}")
-    parsed = [_parse_messages(listed, schema, metadata) for listed in lists if listed]
+    parsed = [_parse_messages(listed, form) for listed in lists if listed]
     if any(messages != parsed[0] for messages in parsed):
         raise ConversationRefused("different messages in two columns")
     messages = parsed[0]
     system = [text_of(name, columns.pop(name)) for name in SYSTEM_COLUMNS if name in columns]
     if any(MEDIA_IN_TEXT.search(text) for text in system):
         raise ConversationRefused(MEDIA)
+    tools = [read_tools(columns.pop(name)) for name in TOOL_COLUMNS if name in columns]
+    tools += [message.pop("tools") for message in messages[:1] if "tools" in message]
+    if any(each != tools[0] for each in tools) or any("tools" in message for message in messages):
+        raise ConversationRefused("different tools in two places")
     contents = {message["content"].strip() for message in messages}
     described = {
         name: value
@@ -122,7 +143,10 @@ def parse_row(
     refuse_unread_columns(described)
     for text in system:
         messages = _with_system(messages, text)
-    return messages
+    messages, found = read_hermes(messages, tools[0] if tools else [])
+    if not messages:
+        raise ConversationRefused("no messages")
+    return [{**messages[0], "tools": found}, *messages[1:]] if found else messages
 
 
 def kind(value: Any) -> str:
@@ -160,46 +184,57 @@ def _listed(column: str, value: Any) -> list[Any]:
     return value
 
 
-def _parse_messages(listed: list[Any], schema: ConversationSchema, metadata: Collection[str]) -> list[Message]:
-    row_schema = _schema_of(listed[0], schema)
+def _parse_messages(listed: list[Any], form: RowFormat) -> list[Message]:
+    row_schema = _schema_of(listed[0], form.schema)
     if row_schema is None:
         keys = ", ".join(sorted(map(str, listed[0]))) if isinstance(listed[0], Mapping) else ""
-        known = " or ".join(", ".join(keys) for name, keys in MESSAGE_KEYS.items() if schema in ("auto", name))
+        known = " or ".join(", ".join(keys) for name, keys in MESSAGE_KEYS.items() if form.schema in ("auto", name))
         found = f"keys {keys}" if keys else kind(listed[0])
         raise ConversationRefused(f"unknown schema: messages must have keys {known}, but have {found}")
-    return [_parse_message(message, row_schema, metadata) for message in listed]
+    return [_parse_message(message, replace(form, schema=row_schema)) for message in listed]
 
 
 def _schema_of(message: Any, schema: ConversationSchema) -> ConversationSchema | None:
     candidates = MESSAGE_KEYS if schema is ConversationSchema.auto else {schema: MESSAGE_KEYS[schema]}
     for name, (role_key, content_key) in candidates.items():
-        if isinstance(message, Mapping) and message.get(role_key) is not None and content_key in message:
+        if not isinstance(message, Mapping) or message.get(role_key) is None:
+            continue
+        if content_key in message or any(not _is_empty(message.get(key)) for key in CALL_KEYS):
             return name
     return None
 
 
-def _parse_message(message: Any, schema: ConversationSchema, metadata: Collection[str]) -> Message:
-    if _schema_of(message, schema) is None:
+def _parse_message(message: Any, form: RowFormat) -> Message:
+    if _schema_of(message, form.schema) is None:
         raise ConversationRefused("messages of different schemas")
-    role_key, content_key = MESSAGE_KEYS[schema]
-    items = {key: value for key, value in message.items() if key not in metadata and not _is_empty(value)}
-    given_role = items.pop(role_key, None)
-    if given_role == "function_call" or any(_has_word(key, TOOL_NAMES) for key in items):
-        raise ConversationRefused(TOOLS)
-    if not isinstance(given_role, str) or given_role not in ROLES[schema]:
+    role_key, content_key = MESSAGE_KEYS[form.schema]
+    items = {key: value for key, value in message.items() if key not in form.metadata and not _is_empty(value)}
+    given_role, roles = items.pop(role_key, None), {**ROLES[form.schema], **form.roles}
+    if not isinstance(given_role, str) or given_role not in roles:
         raise ConversationRefused(f"unknown role {given_role!r}")
-    role = ROLES[schema][given_role]
+    role = roles[given_role]
     is_answer = role == "assistant"
     items.pop(content_key, None)
+    content = message.get(content_key)
+    calls = [call for key in CALL_KEYS if key in items for call in read_calls(items.pop(key))]
+    if given_role == "function_call":
+        content, calls = "", [*calls, *read_calls(content)]
+    if calls and not is_answer:
+        raise ConversationRefused(f"a {role} message that calls a tool, but only answers do")
+    kept: Message = {key: text_of(key, items.pop(key)) for key in RESULT_KEYS if role == "tool" and key in items}
+    if "tools" in items:
+        kept["tools"] = read_tools(items.pop("tools"))
     reasoning = {text_of(key, items.pop(key)) for key in REASONING_KEYS if key in items}
     flags = {_is_trained(key, items.pop(key)) for key in TRAIN_FLAGS if key in items}
     if True in flags and not is_answer:
         raise ConversationRefused(f"a {role} message that is to be trained, but only answers are")
     _refuse_unread("message key", [key for key, value in items.items() if not _is_read_key(key, value)])
-    content = _content(message[content_key])
+    content = "" if calls and content is None else _content(content)
     if not is_answer and MEDIA_IN_TEXT.search(content):
         raise ConversationRefused(MEDIA)
-    parsed = {"role": role, "content": content}
+    parsed: Message = {"role": role, "content": content, **kept}
+    if calls:
+        parsed["tool_calls"] = calls
     if reasoning:
         parsed["reasoning_content"] = _only_reasoning(reasoning, content, is_answer)
     return parsed | (dict([NOT_TRAINED]) if False in flags and is_answer else {})
@@ -328,18 +363,27 @@ def _with_system(messages: list[Message], text: str) -> list[Message]:
 
 
 def refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
-    """Raises ConversationRefused if the template leaves out a text that is not an answer. White space may differ.
+    """Raises ConversationRefused if the template leaves out a tool, or a text that is not an answer.
 
-    Each message needs a place of its own: a short text may also occur within another one.
+    White space may differ, and a tool's result may be written as a JSON string. Each message needs a place of its own:
+    a short text may also occur within another one.
     """
     rest = _squeeze(whole)
     with_text = [message for message in messages if message["content"].strip()]
     for message in sorted(with_text, key=lambda message: len(message["content"]), reverse=True):
-        before, found, after = rest.partition(_squeeze(message["content"]))
-        if found:
-            rest = f"{before}\0{after}"
+        forms = [message["content"]]
+        if message["role"] == "tool":
+            forms.append(json.dumps(message["content"], ensure_ascii=False)[1:-1])
+        form = next((form for form in map(_squeeze, forms) if form in rest), None)
+        if form is not None:
+            rest = rest.replace(form, "\0", 1)
         elif message["role"] != "assistant":
             raise ConversationRefused(f"a {message['role']} message that the chat template does not render")
+    called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
+    for tool in messages[0].get("tools", []):
+        name = tool["function"]["name"]
+        if rest.count(_squeeze(name)) <= called.count(name):
+            raise ConversationRefused("tools that the chat template does not render")
 
 
 def _squeeze(text: str) -> str:

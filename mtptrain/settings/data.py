@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from omegaconf import MISSING
 
-from mtptrain.utils.setting_bounds import at_least, each_named, proper_share, share
+from mtptrain.utils.setting_bounds import at_least, between, each_named, each_value_of, proper_share, share
 
 
 class Dtype(StrEnum):
@@ -34,12 +35,23 @@ class PromptSource(StrEnum):
     conversations = "conversations"
     responses = "responses"
     """The conversations of `prompts.paths` with the responses that mtptrain responses generated in this run_dir."""
+    tokens = "tokens"
+    """Rows that are tokenized already, with `input_ids` and `loss_mask`."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the target's chat template renders the prompts."""
+        return self in (PromptSource.conversations, PromptSource.responses)
 
 
 class ConversationSchema(StrEnum):
     auto = "auto"
     messages = "messages"
     sharegpt = "sharegpt"
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages, by the names that chat templates read."""
 
 
 @dataclass
@@ -61,23 +73,31 @@ class PromptsConfig:
     source: PromptSource = PromptSource.text_files
     paths: list[str] = field(default_factory=list, metadata=each_named())
     """`text_files`: directories; `standard_library` stands for the directory of Python's standard library.
-    `conversations`: jsonl, json or parquet files, and names of datasets on the hub."""
+    All others: jsonl, json or parquet files, and names of datasets on the hub."""
     pattern: str = "*"
     """`text_files`: glob for file names."""
     exclude: list[str] = field(default_factory=list)
     """`text_files`: globs for paths to skip. Each is matched with a path relative to the directory in `paths`."""
     schema: ConversationSchema = ConversationSchema.auto
     split: str = "train"
-    """`conversations`: name of the split to read from hub datasets."""
+    """All but `text_files`: name of the split to read from hub datasets."""
     metadata: list[str] = field(default_factory=list, metadata=each_named())
-    """`conversations`: names of columns and message keys to pass over, because they only describe a row. A row with a
-    column or key of an unknown name is refused otherwise."""
+    """All but `text_files`: names of columns and message keys to pass over, because they only describe a row. A row
+    with a column or key of an unknown name is refused otherwise."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """`conversations`, `responses`: variables of the target's chat template, such as `{enable_thinking: false}`. These
+    are a server's `chat_template_kwargs`. A head that is trained with them must be served with them."""
+    roles: dict[str, str] = field(default_factory=dict, metadata=each_value_of(ROLES))
+    """`conversations`: further names of roles in the data, such as `{bot: assistant}`."""
     max_document_tokens: int = at_least(4, default=2048)
     """Longer documents are cut into windows of at most this many tokens."""
     validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")
     """Share of files or conversations held out for validation. Files are chosen by a hash of their name. Conversations
     are chosen by a hash of their question (normalised system prompt and first user turn), so that no held-out question
     is trained on."""
+    near_duplicate_similarity: float = between(0.5, 1.0, default=1.0)
+    """`conversations`, `responses`: questions of at least this similarity stay in one split. It is the share of runs of
+    three words that two first user turns have in common. 1 joins only questions that are equal."""
     max_train_tokens: int = at_least(0, default=0)
     """Maximum number of training tokens; 0 keeps all. Files or conversations are taken in the order of the hashes that
     `validation_fraction` describes, until a window would exceed the maximum."""

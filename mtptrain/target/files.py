@@ -1,14 +1,18 @@
 """A target on disk: where it is, and its config, tokenizer and fingerprint for whoever holds it."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import is_gguf
 from mtptrain.target.hub import DEMO, load_tokenizer, resolve_target, weights_fingerprint
+from mtptrain.target.template_kwargs import set_template_kwargs
 
 
 @dataclass(frozen=True)
@@ -20,16 +24,23 @@ class TargetFiles:
     """The setting that chose the target: `demo`, a directory, a GGUF file or a hub name; empty for a directory."""
     revision: str | None = None
     """Revision of the hub repository."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as `prompts.template_kwargs` sets them."""
 
     @staticmethod
-    def find(path: str, revision: str | None = None) -> "TargetFiles":
+    def find(path: str, revision: str | None = None, template_kwargs: Mapping[str, Any] | None = None) -> "TargetFiles":
         """Returns the target at `path`, after downloading or dequantising it if necessary: see `resolve_target`."""
-        return TargetFiles(resolve_target(path, revision), path, revision)
+        return TargetFiles(resolve_target(path, revision), path, revision, template_kwargs or {})
 
     @property
     def name_for_engines(self) -> str:
         """The name or path by which a serving engine loads the target."""
         return str(self.directory) if self.path in ("", DEMO) or is_gguf(self.path) else self.path
+
+    @property
+    def mode(self) -> str:
+        """JSON of the `template_kwargs`, which say in which mode the chat template is used."""
+        return json.dumps(dict(self.template_kwargs), sort_keys=True)
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -38,8 +49,10 @@ class TargetFiles:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, read by `load_tokenizer`."""
-        return load_tokenizer(self.directory)
+        """The tokenizer, read by `load_tokenizer`, with the `template_kwargs` in its chat template."""
+        tokenizer = load_tokenizer(self.directory)
+        set_template_kwargs(tokenizer, self.template_kwargs)
+        return tokenizer
 
     @cached_property
     def weights_sha256(self) -> str:

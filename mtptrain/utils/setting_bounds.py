@@ -1,7 +1,7 @@
 """Declares bounds of settings in dataclass fields, such as `epochs: int = at_least(1, default=1)`, and checks them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,6 +63,12 @@ def each_named() -> dict[str, Bound]:
     """Returns the metadata of a field that is a list of names or paths, none of them empty."""
     requirement = "be a list of paths or names, none of them empty"
     return {BOUND: Bound(lambda names: all(isinstance(x, str) and x.strip() for x in names), requirement, "correct it")}
+
+
+def each_value_of(choices: Sequence[str]) -> dict[str, Bound]:
+    """Returns the metadata of a field that maps names to some of the choices."""
+    requirement = f"give each name one of {', '.join(choices)}"
+    return {BOUND: Bound(lambda given: set(given.values()) <= set(choices), requirement, "correct it")}
 
 
 def random_seed(default: int = 0) -> int:

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from data_prep.conversations import conversation_name, read_conversations
 from mtptrain.config import ConversationSchema
-from mtptrain.data.rows import parse_row
+from mtptrain.data.rows import RowFormat, parse_row
 from mtptrain.utils.errors import UserError
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
@@ -140,9 +140,9 @@ def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: P
     with pytest.raises(ValueError) as refused:
         read_conversations([good, path])
     assert str(refused.value) == (
-        f"prompts.paths: every file must hold at least one usable conversation, but {path} holds none: 2 refused "
-        f"({reason}), 1 refused (unknown role 'narrator'); the first row is {path}:1; convert the data, or correct "
-        "prompts.paths or prompts.schema"
+        f"prompts.paths: every file must hold at least one usable row, but {path} holds none: 2 refused ({reason}), 1 "
+        f"refused (unknown role 'narrator'); the first row is {path}:1; convert the data, or correct prompts.source, "
+        "prompts.paths, prompts.schema or prompts.roles"
     )
     with_good = write_jsonl(tmp_path / "mixed.jsonl", row, MESSAGES)
     assert read_conversations([with_good]).refused == {f"{with_good}:1": reason}
@@ -159,8 +159,8 @@ def test_a_system_prompt_in_a_column_distinguishes_questions(tmp_path: Path) -> 
 def test_a_schema_that_the_config_names_is_required(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "chats.jsonl", SHAREGPT)
     with pytest.raises(ValueError, match="messages must have keys role, content, but have keys from, value"):
-        read_conversations([path], ConversationSchema.messages)
-    assert len(read_conversations([path], ConversationSchema.sharegpt).names) == 1
+        read_conversations([path], RowFormat(ConversationSchema.messages))
+    assert len(read_conversations([path], RowFormat(ConversationSchema.sharegpt)).names) == 1
 
 
 @pytest.mark.parametrize("path", ["/no/such/chats.jsonl", "chats.parquet", "/no/such/place"])

@@ -187,6 +187,6 @@ def test_choosing_before_the_prompts_exist_says_what_to_run(config_for: Callable
 def test_prompts_of_another_tokenizer_are_refused(config: PipelineConfig, tmp_path: Path) -> None:
     config.target.path = str(make_target(tmp_path / "other", chat_template=None))
     with pytest.raises(
-        ValueError, match=r"manifest\.json: chat_template_sha256 must be \w+, as for target .*; run mtptrain prompts"
+        ValueError, match=r"manifest\.json: chat_template_sha256 must be \w+, but is \w+; run mtptrain prompts again"
     ):
         prepare_draft_vocab(Run(config))

@@ -21,6 +21,6 @@ def test_windows_join_to_the_document(num_tokens: int, lengths: list[int]) -> No
 def test_the_highest_token_id_must_be_below_the_vocabulary() -> None:
     check_vocabulary(encoding_of(8), 8, "a.py")
     with pytest.raises(
-        ValueError, match=r"below the model's vocab_size 7, but the tokenizer gives 7 in a\.py; tokenizer and config"
+        ValueError, match=r"below the model's vocab_size 7, but a\.py has 7; the tokenizer, or the data of prompts.so"
     ):
         check_vocabulary(encoding_of(8), 7, "a.py")

@@ -51,7 +51,9 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
             windows_cut=7,
             windows_unsupervised=2,
             rewritten=RewrittenReport(answers=9, documents=8, tokens=6913, history_tokens=3457),
-            duplicates=DuplicatesReport(questions=900, largest=12, same_question=300, dropped=13),
+            duplicates=DuplicatesReport(
+                questions=900, largest=12, same_question=300, dropped=13, near=40, near_moved=16
+            ),
             answers_left_out=5,
             answers_untrained=14,
             answers_inserted=15,
@@ -71,6 +73,7 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
         "same question: 300 conversations repeat an earlier question; each of the 900 different questions occurs in at "
         "most 12 conversations, all of them in one split" in printed
     )
+    assert "near duplicates: 40 different questions nearly repeat another one; 16 conversations changed" in printed
     assert "left out: 13 conversations with the same tokens as another one" in printed
     assert (
         "chat template: 9 assistant turns change once later turns follow, and are also stored as generated, in 8 "
@@ -79,7 +82,7 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
     assert "left out: 11 conversations beyond prompts.max_train_tokens" in printed
     assert "refused: 4 (unknown role '[x]'): a.jsonl:1, a.jsonl:2, a.jsonl:3, ..." in printed
     assert "left out of the loss: 14 assistant turns that are not to be trained" in printed
-    assert "chat template: 15 answers begin with text that the template inserts, which the target" in printed
+    assert "chat template: 15 answers begin or end with text that the template inserts, which the" in printed
     assert "chat template: it can write the date of this run into the prompts (strftime_now)" in printed
     assert "not drafted: 6 documents whose answers are too short to draft a token" in printed
     assert printed.splitlines()[-1] == "refused: 4 of 1,250 conversations"

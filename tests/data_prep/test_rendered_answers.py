@@ -52,6 +52,8 @@ FILLED = CHATML.replace(
     "'\n' + ('<think>' + (m.reasoning_content or '') + '</think>' if m.role[0] == 'a' else '') + m.content",
 )
 """It always renders reasoning, which may be empty."""
+CLOSING = FILLED.replace("assistant\n'", "assistant\n<think>'")
+"""Its prompt begins the reasoning, which may be empty."""
 CLOSED_BLOCK = CHATML.replace("assistant\n'", "assistant\n<think></think>'").replace(
     "'\n' + m.content", "'\n' + ('<think></think>' if m.role[0] == 'a' else '') + m.content"
 )
@@ -103,7 +105,9 @@ def test_an_answer_that_is_rendered_otherwise_than_written_is_refused(template: 
         (FORCED, "<think>\nodd</think>one", "odd</think>one", 0),
         (ALWAYS_OPEN, "odd</think>one", "odd</think>one", 0),
         (FILLED, "odd|one", "<think>odd</think>one", 0),
-        (FILLED, "one", "<think></think>one", 1),
+        (FILLED, "one", "one", 1),
+        (CLOSING, "odd|one", "odd</think>one", 0),
+        (CLOSING, "one", "one", 1),
         (CHATML.replace("m.content", "m.content + (' (end)' if m.role[0] == 'a' else '')"), "one", "one (end)", 1),
         (CHATML.replace("m.content", "m.content + (m.content if m.role[0] == 'a' else '')"), "one", "oneone", 1),
         (CLOSED_BLOCK, "one", "one", 0),

@@ -30,7 +30,7 @@ from mtptrain.target.model import load_target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sealed
-from tests.conftest import make_config, make_target
+from tests.conftest import GENERATION_TEMPLATE, make_config, make_target, make_tokenizer
 from tests.mtptrain.convert.conftest import random_head
 from tests.programs import largest_file
 from tests.sealed import seal_prompts
@@ -111,6 +111,31 @@ def test_an_export_holds_all_that_serving_needs(tmp_path: Path, target_of_four_l
     assert all(torch.equal(tensor, trained_head[name]) for name, tensor in form.state(tensors).items())
     if "d2t" in tensors:
         assert tensors["d2t"].dtype is torch.int64 and int(tensors["t2d"].sum()) == 96
+
+
+def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the_readme(
+    tmp_path: Path, target_of_four_layers: Path
+) -> None:
+    target = Path(shutil.copytree(target_of_four_layers, tmp_path / "target"))
+    make_tokenizer(GENERATION_TEMPLATE + "{{ enable_thinking }}").save_pretrained(target)
+    overrides = ("prompts=conversations", "+prompts.template_kwargs={enable_thinking: false}")
+    config = trained(tmp_path / "run", target, "export.engine=vllm", *overrides)
+    export(Run(config))
+    readme = (tmp_path / "run/export/vllm/README.md").read_text()
+    assert """--default-chat-template-kwargs '{"enable_thinking": false}'""" in readme
+    assert """`"chat_template_kwargs": {"enable_thinking": false}`""" in readme
+    head = random_head(config.head, read_target_config(target))
+    facts = {TARGET_WEIGHTS: weights_fingerprint(target), "template_kwargs": "{}"}
+    save_head(tmp_path / "run/train/best", head.state_dict(), config.head, facts)
+    with pytest.raises(
+        ValueError,
+        match=r'json: template_kwargs must be {"enable_thinking": false}, but is {}; use no prompts.template_kwargs$',
+    ):
+        export(Run(config))
+    config.prompts.template_kwargs = {}
+    export(Run(config))
+    readme = (tmp_path / "run/export/vllm/README.md").read_text()
+    assert "in the mode that the target's chat template has by default" in readme
 
 
 def test_what_is_refused_is_refused_before_anything_is_read_or_written(

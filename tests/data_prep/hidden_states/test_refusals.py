@@ -68,7 +68,8 @@ def test_prompts_of_another_tokenizer_or_template_are_refused(
         tokenizer.save_pretrained(other)
     config.target.path = str(other)
     with pytest.raises(
-        ValueError, match=rf"prompts/manifest.json: {name} must be .*, as for target {other}, but is .*; run mtptrain"
+        ValueError,
+        match=rf"prompts/manifest.json: {name} must be \w+, but is \w+; run mtptrain prompts again with target {other}",
     ):
         extract_hidden_states(Run(config), ONE_RANK)
 

@@ -73,3 +73,23 @@ def test_windows_without_an_answer_are_left_out_and_counted(chat_config: Callabl
     assert report.windows_unsupervised == 302 // 64 == windows[0][0].window
     assert sum(sum(mask) for _, _, mask in windows) == 101
     assert (report.documents_cut, report.windows_cut) == (1, -(-404 // 64))
+
+
+def test_questions_that_nearly_repeat_each_other_are_on_one_side_and_counted(
+    chat_config: Callable[..., PipelineConfig],
+) -> None:
+    topics = [" ".join(f"topic{i}word{j}" for j in range(40)) for i in range(30)]
+    rows = [
+        chat(f"{i}.{copy}", f"{topic} {copy}", f"answer {copy}") for i, topic in enumerate(topics) for copy in range(4)
+    ]
+    sides: dict[float, list[set[str]]] = {}
+    for least in (1.0, 0.8):
+        config = chat_config(rows, f"prompts.near_duplicate_similarity={least}")
+        report = prepare_prompts(Run(config))
+        splits = {name: entry.split for name, [(entry, _, _)] in read_output(config).items()}
+        sides[least] = [{splits[f"{i}.{copy}"] for copy in range(4)} for i in range(30)]
+    assert len(splits) == 120 and all(len(found) == 1 for found in sides[0.8])
+    assert {split for [split] in sides[0.8]} == {"train", "validation"}
+    assert sum(len(found) == 2 for found in sides[1.0]) > 10, "without the setting, the copies are on both sides"
+    assert (report.duplicates.questions, report.duplicates.near) == (120, 120)
+    assert report.duplicates.near_moved > 10

@@ -63,7 +63,7 @@ def test_settings_that_leave_a_split_without_text_are_refused(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], r"at least one usable conversation, but .*chats\.jsonl holds none; correct the paths"),
+        ([], r"at least one usable row, but .*chats\.jsonl holds none; correct the paths"),
         (
             [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)],
             r"split must hold .*: none of 20 documents \(different questions: 1\) belongs to it; add",
@@ -163,8 +163,8 @@ def test_a_conversation_that_renders_for_ever_is_named(
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, text_config: ConfigFor) -> None:
     target_dir = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
     match = (
-        r"token ids must be below the model's vocab_size 100, but the tokenizer gives \d+ in .*\.py; tokenizer and "
-        r"config\.json"
+        r"token ids must be below the model's vocab_size 100, but file_\d+\.py has \d+; the tokenizer, or the data of "
+        r"prompts\.source=tokens, belongs to another model"
     )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(Run(text_config(f"target.path={target_dir}")))

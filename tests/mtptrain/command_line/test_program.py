@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mtptrain.command_line.program import refuse_additions
 from mtptrain.command_line.stages import STAGES
+from mtptrain.utils.errors import UserError
 from tests.programs import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -28,6 +30,11 @@ ROOT = Path(__file__).parents[3]
             ["~acceptance.topp"],
             "acceptance.topp: must be the name of a setting, but no setting has this name; "
             "did you mean acceptance.top_p?",
+        ),
+        (
+            ["prompts.roles.bot=assistant"],
+            "prompts.roles.bot: must be the name of a setting, but no setting has this name; did you mean "
+            "prompts.roles? (+prompts.roles.bot=VALUE adds a new one)",
         ),
         (
             ["deepspeed.steps=1"],
@@ -187,3 +194,10 @@ def test_a_program_without_a_config_refuses_in_one_line_too(monkeypatch: pytest.
     result = run_ranks("eval.compare", ["/none/report.json"])
     assert result.returncode == 1
     assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"UserError: {message}\n")
+
+
+def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:
+    refuse_additions(["+prompts.roles.bot=assistant", "+prompts.template_kwargs.enable_thinking=false"])
+    refuse_additions(["+prompts.template_kwargs={enable_thinking: false}", "+deepspeed.steps=1"])
+    with pytest.raises(UserError, match=r"prompts\.role\.bot: must be the name of a setting"):
+        refuse_additions(["+prompts.role.bot=assistant"])

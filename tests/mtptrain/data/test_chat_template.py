@@ -138,3 +138,10 @@ def test_the_limit_of_a_thread_ends_with_its_rendering(
     render_text(tokenizer, [{"role": "user", "content": 20_000}])
     monkeypatch.setattr(chat_template, "LIMIT_S", time.thread_time() - begun)
     thread.submit(render_many).result()  # raises what is raised between two renderings
+
+
+def test_a_template_for_tools_is_limited_like_the_other_one() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ 9 ** 9 ** 9 }}"}
+    with pytest.raises(TemplateError, match="must not compute powers"):
+        render_text(tokenizer, [{**QUESTION[0], "tools": [{"type": "function", "function": {"name": "f"}}]}])

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from data_prep.conversations import read_conversations
-from mtptrain.data.rows import MEDIA, NOT_TRAINED, TOOLS, ConversationRefused, parse_row
+from mtptrain.data.rows import MEDIA, NOT_TRAINED, TOOLS, ConversationRefused, RowFormat, parse_row
 
 QUESTION, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 PARSED = [QUESTION, ANSWER]
@@ -113,11 +113,7 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
         (row(loss=0.7), "loss must be 0, 1, true or false, but is 0.7"),
         (chat({"train": True}), "a user message that is to be trained, but only answers are"),
         (row(system=7), "system must be text, but is a number"),
-        *((row(**{name: [{"name": "search"}]}), TOOLS) for name in ("tools", "functions", "tool_choice")),
-        (row(tools=json.dumps([{"name": "search"}])), TOOLS),
-        *((chat(None, {"content": "", name: {"name": "f"}}), TOOLS) for name in ("tool_calls", "function_call")),
-        ({"messages": [QUESTION, {"role": "tool", "content": "7", "tool_call_id": "a"}, ANSWER]}, TOOLS),
-        ({"conversations": [{"from": "function_call", "value": "{}"}]}, TOOLS),
+        (row(tool_choice=[{"name": "search"}]), TOOLS),
         *((row(**{name: ["x.png"]}), MEDIA) for name in ("image", "images", "videos", "audio_url")),
         (chat({"images": ["x.png"]}), MEDIA),
         (chat(None, {"audio": {"id": "x"}}), MEDIA),
@@ -190,7 +186,7 @@ def test_answers_may_hold_the_names_of_media_tags() -> None:
 def test_the_user_may_pass_over_columns_and_keys(tmp_path: Path) -> None:
     odd = {**chat({"name": "ann"}, {"weight": 0}), "response": "no"}
     (tmp_path / "chats.jsonl").write_text(json.dumps(odd))
-    found = read_conversations([f"{tmp_path}/chats.jsonl"], metadata=["name", "response", "weight"])
+    found = read_conversations([f"{tmp_path}/chats.jsonl"], RowFormat(metadata=["name", "response", "weight"]))
     assert found.messages(0) == PARSED
 
 

@@ -246,7 +246,7 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": HI, "tools": [{"name": "f"}]}, "tools or tool calls"),
+        ({"messages": HI, "tools": [{"name": "f"}]}, "tools that the chat template does not render"),
         ({"messages": HI, "enable_thinking": False}, "column enable_thinking, which is not read"),
         ({"turns": ["hi"], "system": "Talk like a pirate."}, "column system, which is not read"),
         ({"text": "hi", "image": "a.png"}, "images, audio or video"),

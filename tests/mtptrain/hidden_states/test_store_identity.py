@@ -20,6 +20,7 @@ OTHERS = {
     "the hash of the target's weights": target_with(weights_sha256="x"),
     "the hash of the tokenizer": target_with(tokenizer_sha256="x"),
     "the hash of the chat template": target_with(chat_template_sha256="x"),
+    r"the mode of the chat template \(prompts.template_kwargs\)": target_with(template_kwargs="x"),
     "the list of captured layers": dataclasses.replace(IDENTITY, capture_layers=(1,)),
     r"the compute dtype \(hidden_states.dtype\)": dataclasses.replace(IDENTITY, compute_dtype="x"),
     r"the hash of the prompts \(train.safetensors\)": dataclasses.replace(IDENTITY, prompts_sha256="x"),

@@ -43,6 +43,7 @@ def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_me
     assert sorted(measured) == [5, 10, 15, 20]
     best = json.loads((stage_dir / "best/head.json").read_text())
     assert best["acceptance_length"] == max(measured.values()) == measured[best["step"]]
+    assert best["template_kwargs"] == "{}", "the mode of the chat template, which acceptance and export compare"
     assert sorted(path.name for path in (stage_dir / "checkpoints").glob("step_*")) == [
         "step_00000015",
         "step_00000020",

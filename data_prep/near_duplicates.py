@@ -1,0 +1,58 @@
+"""Joins questions that nearly repeat each other, so that a split keeps them on one side.
+
+Two questions are near duplicates if their sets of runs of three words have a large Jaccard similarity, as MinHash
+estimates it. Texts of fewer than `MIN_WORDS` words are not compared: a single other word makes another question of
+them.
+"""
+
+from collections.abc import Callable, Sequence
+
+from rensa import RMinHash, RMinHashLSH
+from tqdm import tqdm
+
+from mtptrain.data.questions import normalise
+
+RUN_WORDS, MIN_WORDS = 3, 8
+NUM_HASHES, NUM_BANDS = 128, 32
+"""With 32 bands of 4 hashes, two questions of similarity 0.8 are compared with probability 1 - (1 - 0.8**4)**32."""
+QUIET_QUESTIONS = 10_000
+"""Minimum number of questions for which a progress bar is shown."""
+
+
+def join_near_duplicates(groups: Sequence[str], question: Callable[[int], str], similarity: float) -> list[str]:
+    """Returns the name of each conversation's cluster: the first name of all groups that are joined to its own.
+
+    The names do not depend on the order of the conversations.
+
+    Args:
+        groups: the group of each conversation, which names its question.
+        question: returns the text of a conversation's question by its index.
+        similarity: least similarity of near duplicates, in (0, 1].
+    """
+    index_of = {group: index for index, group in reversed(list(enumerate(groups)))}
+    names = sorted(index_of)
+    joined = list(range(len(names)))  # a tree of each cluster, whose root is its smallest number
+    signatures: dict[int, RMinHash] = {}
+    table = RMinHashLSH(threshold=similarity, num_perm=NUM_HASHES, num_bands=NUM_BANDS)
+
+    def root(number: int) -> int:
+        while joined[number] != number:
+            joined[number] = number = joined[joined[number]]
+        return number
+
+    for number, name in enumerate(
+        tqdm(names, desc="near duplicates", unit="question", disable=len(names) < QUIET_QUESTIONS)
+    ):
+        words = normalise(question(index_of[name])).split()
+        if len(words) < MIN_WORDS:
+            continue
+        signature = RMinHash(num_perm=NUM_HASHES, seed=0)
+        signature.update([" ".join(words[i : i + RUN_WORDS]) for i in range(len(words) - RUN_WORDS + 1)])
+        for other in table.query(signature):
+            first, second = sorted((root(number), root(other)))
+            if first != second and signature.jaccard(signatures[other]) >= similarity:
+                joined[second] = first
+        table.insert(number, signature)
+        signatures[number] = signature
+    cluster_of = {name: names[root(number)] for number, name in enumerate(names)}
+    return [cluster_of[group] for group in groups]

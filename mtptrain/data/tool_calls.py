@@ -1,0 +1,163 @@
+"""Reads the tools of a conversation, its tool calls and their results into the form that chat templates read.
+
+This is OpenAI's: a list of tools, `tool_calls` in an answer, whose arguments are an object, and messages of role
+`tool`. It is read from OpenAI's rows, from ShareGPT's (`function_call`, `observation`) and from Hermes', which write
+calls and results between tags in the text.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.utils.files import unique_keys
+
+CALL_KEYS = ("tool_calls", "function_call")
+"""Keys of an answer that hold its calls: a list, or a single call of OpenAI's older form."""
+RESULT_KEYS = ("tool_call_id", "name")
+"""Keys of a tool's result that templates read beside its content."""
+TOOL_COLUMNS = ("tools", "functions")
+CALL_IN_TEXT = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+RESULT_IN_TEXT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
+HERMES_SYSTEM = re.compile(r"\s*You are a function calling AI model\b.*<tools>\s*(.*?)\s*</tools>.*", re.DOTALL)
+"""The system prompt of Hermes' data, which describes the tools as the chat template does."""
+
+Message = dict[str, Any]
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """Returns tools as `{"type": "function", "function": {"name": ...}}`, from a list or its JSON text.
+
+    Raises:
+        ConversationRefused: a tool has no name, or is not an object.
+    """
+    listed = _parsed(value, "tools")
+    tools = []
+    for tool in listed if isinstance(listed, list) else [listed]:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not _is_name(function.get("name")):
+            raise ConversationRefused("a tool without a name")
+        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+    return _as_json(tools)
+
+
+def read_calls(value: Any) -> list[dict[str, Any]]:
+    """Returns calls as `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with their `id` if any.
+
+    Args:
+        value: a call or a list of them, as an object or as its JSON text.
+
+    Raises:
+        ConversationRefused: a call has no name, its arguments are not an object, or it has a key that is not read.
+    """
+    calls = []
+    listed = _parsed(value, "a tool call")
+    for call in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(call, Mapping):
+            raise ConversationRefused("a tool call that is not an object")
+        outer = {key: each for key, each in call.items() if each is not None and key != "index"}
+        function = outer.pop("function", None) or {
+            key: outer.pop(key) for key in ("name", "arguments", "parameters") if key in outer
+        }
+        if not isinstance(function, Mapping) or not _is_name(function.get("name")):
+            raise ConversationRefused("a tool call without a name")
+        arguments = function.get("arguments", function.get("parameters"))
+        arguments = {} if arguments in (None, "") else _parsed(arguments, "the arguments of a tool call")
+        if not isinstance(arguments, Mapping):
+            raise ConversationRefused("arguments of a tool call that are not an object")
+        outer.setdefault("type", "function")
+        unread = {*outer} - {"id", "type"} | {*function} - {"name", "arguments", "parameters"}
+        if unread or outer["type"] != "function":
+            raise ConversationRefused(
+                f"a tool call with {', '.join(sorted(unread)) or outer['type']}, which is not read"
+            )
+        calls.append({**outer, "function": {"name": function["name"], "arguments": dict(arguments)}})
+    return _as_json(calls)
+
+
+def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Returns the messages with the calls and results that their texts hold between tags, and the tools.
+
+    The system prompt of Hermes' data is left out, because the chat template describes the tools in its own words.
+
+    Args:
+        messages: the conversation.
+        tools: those of the row's columns; if there are none, they are read from Hermes' system prompt.
+
+    Raises:
+        ConversationRefused: a call cannot be read, or stands before text, or another system prompt describes the tools.
+    """
+    preambles = [HERMES_SYSTEM.fullmatch(message["content"]) for message in messages if message["role"] == "system"]
+    tools = tools or [tool for preamble in preambles if preamble for tool in _tools_in_text(preamble[1])]
+    if not tools:
+        return messages, []
+    read: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "system" and "<tools>" in content:
+            if HERMES_SYSTEM.fullmatch(content) is None:
+                raise ConversationRefused("a system prompt with <tools>, which the chat template writes itself")
+        elif message["role"] == "assistant" and "<tool_call>" in content and "tool_calls" not in message:
+            text, _, rest = content.partition("<tool_call>")
+            if CALL_IN_TEXT.sub("", "<tool_call>" + rest).strip():
+                raise ConversationRefused("an answer with text after a tool call")
+            calls = [call for found in CALL_IN_TEXT.findall(content) for call in read_calls(found)]
+            read.append({**message, "content": text.strip(), "tool_calls": calls})
+        else:
+            results = RESULT_IN_TEXT.findall(content) if message["role"] == "tool" else []
+            is_all = bool(results) and not RESULT_IN_TEXT.sub("", content).strip()
+            read += [{**message, "content": result} for result in results] if is_all else [message]
+    return read, tools
+
+
+def call_words(call: Mapping[str, Any]) -> list[str]:
+    """Returns words that every rendering of a call holds: its name and those of its arguments."""
+    return [call["function"]["name"], *call["function"]["arguments"]]
+
+
+def without_filled_nulls(value: Any, is_tool: bool = False) -> Any:
+    """Returns a row of a parquet file without the nulls in tools and calls.
+
+    Parquet gives each call the arguments of all calls in the file, and each tool the parameters of all tools.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: without_filled_nulls(each, is_tool or key in (*TOOL_COLUMNS, *CALL_KEYS))
+            for key, each in value.items()
+            if each is not None or not is_tool
+        }
+    return [without_filled_nulls(each, is_tool) for each in value] if isinstance(value, list) else value
+
+
+def _as_json(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the list. Refuses values that only parquet has, such as dates."""
+    try:
+        json.dumps(found)
+    except TypeError as error:
+        raise ConversationRefused(f"a tool or call with a value that JSON does not have ({error})") from None
+    return found
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
+def _tools_in_text(text: str) -> list[dict[str, Any]]:
+    """Returns the tools in a system prompt: one JSON list, or an object in each line."""
+    with suppress(ConversationRefused):
+        return read_tools(text)
+    return [tool for line in text.splitlines() if line.strip() for tool in read_tools(line)]
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """Returns a value, or what its JSON text holds. Hermes' data also have the text of Python's dicts."""
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError, RecursionError):
+        return json.loads(value, object_pairs_hook=unique_keys)
+    with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return json.loads(json.dumps(ast.literal_eval(value.strip())))
+    raise ConversationRefused(f"{name} in text that is not JSON")

@@ -1,0 +1,54 @@
+"""Sets variables of a target's chat template, such as `enable_thinking`, which servers call `chat_template_kwargs`."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from jinja2 import Environment
+from jinja2.exceptions import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+
+from mtptrain.utils.errors import UserError
+
+RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Variables of a template that differ from one rendering to the next."""
+
+
+def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+    """Sets variables of a tokenizer's chat template for all that is rendered from now on.
+
+    The values become the beginning of the template itself, so no rendering can miss them and its hash shows them.
+
+    Raises:
+        UserError: a variable is one that the template does not read, or of `RENDERED`.
+    """
+    if not kwargs:
+        return
+    given: str | dict[str, str] = tokenizer.chat_template or ""
+    templates = given if isinstance(given, dict) else {"": given}
+    read = set().union(*map(_names_in, templates.values())) - set(RENDERED)
+    if wrong := [name for name in kwargs if name not in read]:
+        raise UserError(
+            f"prompts.template_kwargs: must name variables that the chat template of {tokenizer.name_or_path} reads, "
+            f"except {', '.join(RENDERED)}, but names {', '.join(wrong)}; correct or remove it"
+        )
+    # A plus sign keeps the line break after a block, with which a template may begin.
+    settings = "".join(f"{{%+ set {name} = {value!r} +%}}" for name, value in kwargs.items())
+    extended = {name: settings + template for name, template in templates.items()}
+    tokenizer.chat_template = extended if isinstance(given, dict) else extended[""]
+
+
+def override_of(mode: str) -> str:
+    """Returns what sets a mode (`TargetFiles.mode`) on the command line."""
+    kwargs = json.loads(mode)
+    value = yaml.safe_dump(kwargs, default_flow_style=True, width=float("inf")).strip()
+    return f"'+prompts.template_kwargs={value}'" if kwargs else "no prompts.template_kwargs"
+
+
+def _names_in(template: str) -> set[str]:
+    """Returns the names in a template's code, those of its variables among them."""
+    try:
+        return {value for _, kind, value in Environment().lex(template) if kind == "name"}
+    except TemplateSyntaxError:  # rendering it says what is wrong
+        return set()

@@ -1,0 +1,117 @@
+"""Tests that conversations with tools are rendered by the target's chat template, and their calls supervised."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.prompts import prepare_prompts
+from data_prep.responses.__main__ import prepare_responses
+from mtptrain.config import PipelineConfig
+from mtptrain.run import Run
+from mtptrain.target.hub import load_tokenizer
+from tests.conftest import make_target
+from tests.data_prep.hidden_states.stage import ONE_RANK
+from tests.data_prep.prompts.documents import read_output
+from tests.data_prep.speaking import fake_server, make_speaking_target
+from tests.mtptrain.data.test_tool_calls import CALL, PARSED, TEXT_CALL, TOOL, hermes_row, openai_row, sharegpt_row
+
+ConfigFor = Callable[..., PipelineConfig]
+
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+# Like Qwen's template, this writes calls between tags and results into a user turn.
+QWEN = (
+    "{% if tools %}<system># Tools{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<user><tool_response>\n{{ m.content }}\n</tool_response><|end|>"
+    "{% else %}{{ '<' + m.role + '>' + m.content }}{% for call in m.tool_calls or [] %}{{ '<tool_call>\n' }}"
+    "{{ '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + (call.function.arguments | tojson) + '}' }}"
+    "{{ '\n</tool_call>' }}{% endfor %}<|end|>{% endif %}{% endfor %}" + PROMPT
+)
+# Like Llama 3.1's template, this writes one call as JSON, and results as JSON strings.
+LLAMA = (
+    "{% if tools %}<system>{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<ipython>{{ m.content | tojson }}<|end|>{% elif m.tool_calls %}"
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    '<assistant>{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
+    "{{ m.tool_calls[0].function.arguments | tojson }}}<|end|>"
+    "{% else %}{{ '<' + m.role + '>' + m.content + '<|end|>' }}{% endif %}{% endfor %}" + PROMPT
+)
+WITHOUT_TOOLS = QWEN[QWEN.index("{% for m in messages %}") :]
+WITHOUT_CALLS = QWEN.replace("m.tool_calls or []", "[]")
+GENERATED = {
+    QWEN: f"<tool_call>\n{TEXT_CALL}\n</tool_call><|end|>",
+    LLAMA: TEXT_CALL.replace('"arguments"', '"parameters"') + "<|end|>",
+}
+
+
+def asking(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """Returns the row with another question."""
+    return json.loads(
+        json.dumps({"id": f"chat{number}", **row}).replace("How is Rome?", f"How is Rome on day {number}?")
+    )
+
+
+def rows() -> list[dict[str, Any]]:
+    """Returns a file in which OpenAI's, ShareGPT's and Hermes' rows follow one another."""
+    kinds = [openai_row(content=None, tool_calls=[CALL]), sharegpt_row(TEXT_CALL, json.dumps([TOOL])), hermes_row()]
+    return [asking(kinds[i % 3], i) for i in range(18)]
+
+
+@pytest.mark.parametrize("template", GENERATED)
+def test_calls_are_supervised_as_the_template_renders_them_after_the_prompt_of_a_server(
+    chat_config: ConfigFor, tmp_path: Path, template: str
+) -> None:
+    target = make_target(tmp_path / "target", chat_template=template, max_position_embeddings=2048)
+    config = chat_config(rows(), f"target.path={target}")
+    assert prepare_prompts(Run(config)).refused == []
+    tokenizer = load_tokenizer(target)
+    documents = read_output(config)
+    assert len(documents) == 18
+    for name, [(_, tokens, mask)] in documents.items():
+        messages = [{key: value for key, value in message.items() if key != "tools"} for message in PARSED]
+        messages[0]["content"] = f"How is Rome on day {name.removeprefix('chat')}?"
+        whole = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+        prompt = tokenizer.apply_chat_template(messages[:1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(tokens) == whole and tokenizer.decode(tokens[: mask.index(1)]) == prompt
+        supervised = tokenizer.decode([token for token, is_set in zip(tokens, mask, strict=True) if is_set])
+        assert supervised == GENERATED[template] + "Sunny.<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (WITHOUT_TOOLS, "tools that the chat template does not render"),
+        (WITHOUT_CALLS, "a tool call that the chat template does not render"),
+        (
+            QWEN.replace("m.content }}\n</tool", "'' }}\n</tool"),
+            "a tool message that the chat template does not render",
+        ),
+    ],
+)
+def test_what_the_template_leaves_out_of_tools_refuses_the_rows(
+    chat_config: ConfigFor, tmp_path: Path, template: str, reason: str
+) -> None:
+    plain = [{"messages": [{"role": "user", "content": f"q {i}"}, PARSED[-1]]} for i in range(12)]
+    target = make_target(tmp_path / "target", chat_template=template, max_position_embeddings=2048)
+    report = prepare_prompts(Run(chat_config([*rows(), *plain], f"target.path={target}")))
+    assert [(group.reason, group.count) for group in report.refused] == [(reason, 18)]
+
+
+def test_the_target_answers_with_the_tools_in_its_prompt_and_its_calls_are_supervised(
+    chat_config: ConfigFor, tmp_path: Path
+) -> None:
+    target = make_speaking_target(tmp_path / "target", chat_template=QWEN, max_position_embeddings=2048)
+    tokenizer = load_tokenizer(target)
+    with fake_server() as server:
+        server.models = {"data": [{"id": "tiny", "max_model_len": 2048}]}
+        config = chat_config(
+            rows(), f"target.path={target}", "prompts.source=responses", "responses.max_new_tokens=16",
+            f"responses.url={server.url}",
+        )  # fmt: skip
+        prepare_responses(Run(config), ONE_RANK)
+        asked = [tokenizer.decode(request["prompt"]) for request in server.requests]
+    assert len(asked) == 36 and all(prompt.startswith("<system># Tools\n" + json.dumps(TOOL)) for prompt in asked)
+    report = prepare_prompts(Run(config))
+    assert (report.refused, report.answers_left_out) == ([], 0)

@@ -1,0 +1,169 @@
+"""Tests that rows with tools, whatever their schema, become the messages that chat templates read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from data_prep.conversations import read_conversations
+from mtptrain.data.rows import ConversationRefused, parse_row
+
+FUNCTION = {"name": "weather", "description": "Returns the weather.", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+ASKED = {"role": "user", "content": "How is Rome?"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "days": 2}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": '{"sky": "blue"}'}
+SAID = {"role": "assistant", "content": "Sunny."}
+PARSED = [{**ASKED, "tools": [TOOL]}, CALLING, RESULT, SAID]
+TEXT_CALL = json.dumps(CALL["function"])
+
+
+def openai_row(tools: Any = (TOOL,), **calling: Any) -> dict[str, Any]:
+    tools = list(tools) if isinstance(tools, tuple) else tools
+    return {"messages": [ASKED, {"role": "assistant", **calling}, RESULT, SAID], "tools": tools}
+
+
+def sharegpt_row(call: str, tools: Any, role: str = "function_call", answer: str = "observation") -> dict[str, Any]:
+    turns = [("human", ASKED["content"]), (role, call), (answer, RESULT["content"]), ("gpt", SAID["content"])]
+    return {"conversations": [{"from": name, "value": value} for name, value in turns], "tools": tools}
+
+
+def hermes_row(**columns: Any) -> dict[str, Any]:
+    system = f"You are a function calling AI model. Use <tools>\n{json.dumps(TOOL)}\n</tools> and <tool_call> tags."
+    call = f"<tool_call>\n{TEXT_CALL}\n</tool_call>\n"
+    turns = [
+        *(("system", system), ("human", ASKED["content"]), ("gpt", call)),
+        *(("tool", f"<tool_response>\n{RESULT['content']}\n</tool_response>\n"), ("gpt", SAID["content"])),
+    ]
+    return {"conversations": [{"from": name, "value": value} for name, value in turns], **columns}
+
+
+ARGUMENTS = CALL["function"]["arguments"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        openai_row(content=None, tool_calls=[CALL]),
+        openai_row(tool_calls=[CALL]),
+        openai_row(content="", tool_calls=[{"function": {**CALL["function"], "arguments": json.dumps(ARGUMENTS)}}]),  # type: ignore[dict-item]
+        openai_row(content=None, tool_calls=json.dumps([CALL])),
+        openai_row(content=None, tool_calls=[{**CALL, "index": 0, "id": None}]),
+        openai_row(content=None, function_call={"name": "weather", "arguments": json.dumps(ARGUMENTS)}),
+        openai_row(content=None, tool_calls=[{"name": "weather", "parameters": ARGUMENTS}]),
+        openai_row(tools=json.dumps([FUNCTION]), content=None, tool_calls=[CALL]),
+        openai_row(tools=json.dumps([json.loads(json.dumps(TOOL))]), content=None, tool_calls=[CALL]),
+        {**openai_row(tools=None, content=None, tool_calls=[CALL]), "functions": [FUNCTION]},
+        sharegpt_row(TEXT_CALL, json.dumps([FUNCTION])),
+        sharegpt_row(f"[{TEXT_CALL}]", [TOOL], answer="function_response"),
+        sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call>", [TOOL], "gpt", "tool"),
+        sharegpt_row(f"<tool_call>{CALL['function']}</tool_call>", [TOOL], "gpt"),
+        hermes_row(),
+        hermes_row(tools=json.dumps([TOOL])),
+        {"messages": PARSED},
+    ],
+)  # fmt: skip
+def test_the_schemas_of_tool_calls_give_the_same_messages(row: dict[str, Any]) -> None:
+    assert parse_row(row) == PARSED
+
+
+def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_and_the_text_before_them() -> None:
+    second = {"name": "time", "arguments": {}}
+    text = f"Let me see.\n<tool_call>{TEXT_CALL}</tool_call>\n<tool_call>{json.dumps(second)}</tool_call>"
+    results = "<tool_response>a</tool_response><tool_response>b</tool_response>"
+    parsed = parse_row(hermes_row() | {"conversations": [
+        *hermes_row()["conversations"][:2], {"from": "gpt", "value": text}, {"from": "tool", "value": results},
+    ]})  # fmt: skip
+    assert parsed[1:] == [
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, {"type": "function", "function": second}]},
+        {"role": "tool", "content": "a"},
+        {"role": "tool", "content": "b"},
+    ]
+    with_ids = {"messages": [
+        ASKED, {"role": "assistant", "content": None, "tool_calls": [{**CALL, "id": "c1"}]},
+        {**RESULT, "tool_call_id": "c1", "name": "weather"}, SAID,
+    ]}  # fmt: skip
+    [_, calling, result, _] = parse_row(with_ids)
+    assert (calling["tool_calls"][0]["id"], result["tool_call_id"], result["name"]) == ("c1", "c1", "weather")
+
+
+@pytest.mark.parametrize("result", ["", "see <tool_response>a</tool_response>"])
+def test_a_result_that_is_not_all_between_tags_is_kept_as_it_is(result: str) -> None:
+    row = openai_row(content=None, tool_calls=[CALL])
+    row["messages"][2] = {**RESULT, "content": result}
+    assert parse_row(row) == [*PARSED[:2], {**RESULT, "content": result}, SAID]
+
+
+def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
+    text = "Write <tool_call>{}</tool_call> and <tools> around it."
+    row = {"messages": [{"role": "system", "content": text}, ASKED, {"role": "assistant", "content": text}]}
+    assert parse_row(row) == row["messages"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (openai_row(content=None), "content must be text, but is null"),
+        (openai_row(content=None, tool_calls=[{"function": {"arguments": "{}"}}]), "a tool call without a name"),
+        (openai_row(content=None, tool_calls=["weather"]), "a tool call that is not an object"),
+        (openai_row(content=None, tool_calls="weather"), "a tool call in text that is not JSON"),
+        (sharegpt_row("{}", [TOOL]), "a tool call without a name"),
+        (sharegpt_row("I call it", [TOOL]), "a tool call in text that is not JSON"),
+        (
+            openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+            "the arguments of a tool call in text that is not JSON",
+        ),
+        (
+            openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]),
+            "arguments of a tool call that are not an object",
+        ),
+        (
+            openai_row(content=None, tool_calls=[{"type": "custom", "name": "f"}]),
+            "a tool call with custom, which is not read",
+        ),
+        (
+            openai_row(content=None, tool_calls=[{"name": "f", "retries": 3}]),
+            "a tool call with retries, which is not read",
+        ),
+        (openai_row(tools=[{"description": "x"}], content="yes"), "a tool without a name"),
+        (openai_row(tools="weather", content="yes"), "tools in text that is not JSON"),
+        ({**openai_row(content="yes"), "functions": [{"name": "f"}]}, "different tools in two places"),
+        ({"messages": [ASKED, {**SAID, "tools": [TOOL]}]}, "different tools in two places"),
+        (
+            {"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]},
+            "a user message that calls a tool, but only answers do",
+        ),
+        (sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call> Y", [TOOL], "gpt"), "an answer with text after a tool call"),
+        (
+            {**openai_row(content="yes"), "system": "Choose one of <tools>.</tools>"},
+            "a system prompt with <tools>, which the chat template writes itself",
+        ),
+        ({"conversations": hermes_row()["conversations"][:1]}, "no messages"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_read_refuse_the_row_with_the_reason(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConversationRefused) as refused:
+        parse_row(row)
+    assert str(refused.value) == reason
+
+
+def test_nulls_that_parquet_fills_into_tools_and_calls_are_left_out_and_those_of_jsonl_are_kept(tmp_path: Path) -> None:
+    def row(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {
+            "messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, SAID],
+            "tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}],
+        }
+
+    rows = [row("weather", {"city": "Rome"}), row("time", {"zone": "CET"})]
+    Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
+    nullable = row("weather", {"city": None})
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*rows, nullable]))
+    stored, written = (read_conversations([f"{tmp_path}/chats.{suffix}"]) for suffix in ("parquet", "jsonl"))
+    assert [stored.messages(i) for i in range(2)] == [written.messages(i) for i in range(2)]
+    assert written.messages(0)[0]["tools"] == rows[0]["tools"]
+    assert written.messages(2)[1]["tool_calls"][0]["function"]["arguments"] == {"city": None}

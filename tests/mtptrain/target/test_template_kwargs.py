@@ -1,0 +1,48 @@
+"""Tests that a chat template is used in the mode that `prompts.template_kwargs` choose."""
+
+import json
+import shlex
+
+import pytest
+
+from mtptrain.target.template_kwargs import override_of, set_template_kwargs
+from tests.conftest import make_config, make_tokenizer
+
+QUESTION = [{"role": "user", "content": "hi"}]
+VALUES = [False, True, None, 7, 0.5, "plain", 'it\'s "odd" \\ \n {{ x }} é 😀', ["a", {"b": None}], {"c": [1, False]}]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_template_reads_the_values_as_a_server_passes_them(value: object) -> None:
+    template = "\n{% macro shown() %}{{ mode | tojson }}{% endmacro %}{% for m in messages %}{{ shown() }}{% endfor %}"
+    passed = make_tokenizer(template).apply_chat_template(QUESTION, tokenize=False, mode=value)
+    tokenizer = make_tokenizer(template)
+    set_template_kwargs(tokenizer, {"mode": value})
+    assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == passed
+
+
+def test_without_values_the_template_stays_as_it_is() -> None:
+    tokenizer = make_tokenizer("{{ mode }}")
+    set_template_kwargs(tokenizer, {})
+    assert tokenizer.chat_template == "{{ mode }}"
+
+
+def test_each_of_several_templates_gets_the_values() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ mode }}", "tool_use": "{{ mode }}{{ tools }}"}
+    set_template_kwargs(tokenizer, {"mode": "x"})
+    assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == "x"
+    assert str(tokenizer.apply_chat_template(QUESTION, tools=[{"n": 1}], tokenize=False)).startswith("x[")
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}{{ enable_thinking }}", None, "{{ 'a }}"])
+def test_a_variable_that_the_template_does_not_read_is_refused_by_name(template: str | None) -> None:
+    tokenizer = make_tokenizer(template)
+    with pytest.raises(ValueError, match=r"template_kwargs: must name variables that .* but names enable_thinkin, mes"):
+        set_template_kwargs(tokenizer, {"enable_thinkin": False, "messages": []})
+
+
+@pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {"effort": "high", "depth": 2, "tags": ["a b"]}])
+def test_the_advice_of_an_error_can_be_typed(kwargs: dict[str, object]) -> None:
+    [override] = shlex.split(override_of(json.dumps(kwargs)))
+    assert make_config(override).prompts.template_kwargs == kwargs
