@@ -27,7 +27,7 @@ from mtptrain.command_line.program import program
 from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
-from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams
+from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.hidden_states.store import StoreManifest
@@ -39,7 +39,7 @@ from mtptrain.run import Run
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
-from mtptrain.target.model import check_placement, load_target
+from mtptrain.target.loading import check_placement, load_target
 from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
 from mtptrain.utils.errors import UserError
 
@@ -207,6 +207,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             python=config.serving.python,
         )
     model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
+    check_streams(model)
     return nullcontext(TransformersStreams(model, layers, settings.batch_tokens, settings.compile))
 
 

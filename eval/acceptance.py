@@ -44,7 +44,8 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing_output
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.metrics import METRICS, read_metrics, track_report

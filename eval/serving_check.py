@@ -37,7 +37,8 @@ from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_mod
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun, GenerateJob, VllmProcess, find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import eos_token_ids
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed

@@ -40,7 +40,7 @@ from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
-from mtptrain.target.model import needs_several_devices
+from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError

@@ -7,7 +7,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.target.model import Target
-from mtptrain.target.position_cache import PositionCache
 
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
 
@@ -25,7 +24,7 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
     sampler = Sampler(sampling.temperature, prompts[0].seed, sampling.top_p, sampling.top_k)
     lengths, device = torch.tensor([len(prompt.token_ids) for prompt in prompts]), target.device
     padded = pad_sequence([torch.tensor(prompt.token_ids) for prompt in prompts], batch_first=True)  # [B, S]
-    cache = PositionCache(padded.shape[1] + sampling.max_new_tokens)
+    cache = target.cache(padded.shape[1] + sampling.max_new_tokens, lengths.tolist())
     states = target.forward(
         padded.to(device), torch.arange(padded.shape[1], device=device).expand(len(prompts), -1), cache
     )

@@ -38,7 +38,8 @@ from mtptrain.heads.base import Head
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
 from mtptrain.serving.break_even import OWN_LOOP, RoundCost, predicted_speed_up, read_costs
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json, write_sealed

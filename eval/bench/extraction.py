@@ -39,6 +39,7 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
     PACKED,
     TransformersStreams,
     packed_forward,
+    padded_forward,
     token_budget_batches,
 )
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
@@ -46,7 +47,8 @@ from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
 from mtptrain.run import Run
 from mtptrain.serving.vllm_client import find_python
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.distributed import init_ranks
@@ -130,8 +132,9 @@ def seconds_of(candidates: Mapping[str, Callable[[], object]], repeats: int, dev
 
 def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:
     target.model.set_attn_implementation(PACKED)
-    for batch in token_budget_batches(documents.lengths.tolist(), batch_tokens):
-        packed_forward(target, [torch.from_numpy(documents.tokens(i)) for i in batch])
+    forward = padded_forward if target.form.keeps_states else packed_forward
+    for batch in token_budget_batches(documents.lengths.tolist(), batch_tokens, target.form.keeps_states):
+        forward(target, [torch.from_numpy(documents.tokens(i)) for i in batch])
 
 
 def fill_store(

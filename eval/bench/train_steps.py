@@ -20,7 +20,7 @@ from mtptrain.heads.layer_head import LayerHead
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.planning.costs import step_flops
 from mtptrain.settings.precision import compute_dtype
-from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
+from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, make_batch
 from mtptrain.training.trainer import Trainer
@@ -171,12 +171,12 @@ def random_parts(target: LlamaConfig, device: torch.device, dtype: torch.dtype) 
     table = (target.vocab_size, target.hidden_size)
     make = {"device": device, "dtype": dtype}
     scale = target.hidden_size**-0.5
-    tensors = {
-        EMBED_TOKENS: torch.randn(table, **make) * scale,  # type: ignore[call-overload]
-        FINAL_NORM: torch.ones(target.hidden_size, **make),  # type: ignore[call-overload]
-        LM_HEAD: torch.randn(table, **make) * scale,  # type: ignore[call-overload]
-    }
-    return FrozenParts.of(target, tensors)
+    return FrozenParts(
+        torch.randn(table, **make) * scale,  # type: ignore[call-overload]
+        torch.ones(target.hidden_size, **make),  # type: ignore[call-overload]
+        torch.randn(table, **make) * scale,  # type: ignore[call-overload]
+        find_form(target),
+    )
 
 
 def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: int) -> Batch:

@@ -21,8 +21,7 @@ from mtptrain.run import Run
 from mtptrain.serving.divergence import first_answer_divergence
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.families import eos_token_ids
-from mtptrain.target.model import load_target
-from mtptrain.target.position_cache import PositionCache
+from mtptrain.target.loading import load_target
 from mtptrain.training.batches import pack_states
 from mtptrain.training.checkpoint import complete_checkpoints
 from mtptrain.training.metrics import METRICS
@@ -116,7 +115,7 @@ class Stages:
             document = store.document(index)
             tokens = document.input_ids[None].long().to(self.device)
             positions = torch.arange(tokens.shape[1], device=self.device)[None]
-            plain = target.forward(tokens, positions, PositionCache(tokens.shape[1])).post_norm_states[0]
+            plain = target.forward(tokens, positions, target.cache(tokens.shape[1])).post_norm_states[0]
             wanted.append(plain.cpu())
             found.append(target.parts.final_norm(stored_states(store, index).to(self.device)).cpu())
         return at_most(

@@ -47,7 +47,8 @@ from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.layers import HeadDims, head_dims
-from mtptrain.target.families import head_rope_parameters
+from mtptrain.target.families import head_rope_parameters, norm_eps
 from mtptrain.utils.errors import UserError
 
 Tensors = dict[str, torch.Tensor]
@@ -99,7 +99,7 @@ class Format(ABC):
             "head_dim": self.dims.head_dim,
             "max_position_embeddings": self.target.max_position_embeddings,
             "hidden_act": "silu",
-            "rms_norm_eps": self.target.rms_norm_eps,
+            "rms_norm_eps": norm_eps(self.target),
             "rope_parameters": head_rope_parameters(self.target),
             # False even if the target ties them, because the head has no embeddings to tie an lm_head to.
             "tie_word_embeddings": False,

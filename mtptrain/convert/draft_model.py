@@ -186,7 +186,7 @@ def project_embeddings(head: DraftModelHead, target_dir: Path) -> None:
     parts, size = load_frozen_parts(target_dir), head.config.hidden_size
     # The target multiplies its states by the weight of its final norm before lm_head. The draft model's own norm starts
     # at 1, so that weight goes into the columns of the output table.
-    output = parts.lm_head.float() * (parts.norm_weight.float() + parts.has_offset_norm)
+    output = parts.lm_head.float() * (parts.norm_weight.float() + parts.form.norm_offset)
     scale = head.config.initializer_range
     if head.lm_head is not None:
         head.lm_head.weight.copy_(principal_components(output, size, scale))

@@ -10,7 +10,7 @@ from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.target.families import head_dim, sliding_window
+from mtptrain.target.families import head_dim, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
 
@@ -116,7 +116,7 @@ def different_sizes(head: LayerConfig, target: PreTrainedConfig) -> object:
     """Returns the head's sizes if they differ from those of the target's layers, otherwise None."""
     dims = head_dims(head, target)
     ours = (dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim, dims.intermediate_size)
-    theirs = (target.num_attention_heads, target.num_key_value_heads, head_dim(target), target.intermediate_size)
+    theirs = (target.num_attention_heads, key_heads(target), head_dim(target), mlp_size(target))
     return None if ours == theirs else f"one with {ours} instead of {theirs}"
 
 

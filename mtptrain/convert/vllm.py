@@ -22,7 +22,7 @@ from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead, mask_token_id
-from mtptrain.target.families import WINDOW_IN_ALL_LAYERS, sliding_window
+from mtptrain.target.families import has_window_in_all_layers, sliding_window
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.utils.files import save_tensors
 
@@ -42,7 +42,7 @@ class VllmFormat(Format):
         return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'{overrides}"
 
     def notes(self) -> list[str]:
-        window = sliding_window(self.target) if self.target.model_type in WINDOW_IN_ALL_LAYERS else None
+        window = sliding_window(self.target) if has_window_in_all_layers(self.target) else None
         if window is None or window >= self.target.max_position_embeddings:
             return []
         return [

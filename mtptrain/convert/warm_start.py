@@ -111,7 +111,7 @@ def start_from_target(head: Head, target: TargetFiles) -> None:
     for name, parameter in head.named_parameters():
         weight = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
-            parameter.copy_(parts.norm_weight.float() + parts.has_offset_norm)
+            parameter.copy_(parts.norm_weight.float() + parts.form.norm_offset)
         elif weight is not None and fits(name, parameter, weight):
             parameter[..., -weight.shape[-1] :].copy_(weight)
             copied.append(name)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.target.model import Target, Verified
-from mtptrain.target.position_cache import PositionCache, TreeSlots
+from mtptrain.target.position_cache import TreeSlots
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import eager
 from mtptrain.utils.errors import UserError
@@ -175,7 +175,10 @@ def speculate(
     # 1. Allocate the sequences and a cache, with room for a round that goes past the last token.
     check_prompts(prompts, max_new_tokens, target.config.max_position_embeddings)
     batch = _Batch(prompts, max_new_tokens, num_speculative_tokens, drafter.draft_slots, eos_token_ids, target.device)
-    cache, clock = PositionCache(batch.num_slots), clock or PhaseClock(target.device)
+    cache, clock = (
+        target.cache(batch.num_slots, [len(prompt) for prompt in prompts]),
+        clock or PhaseClock(target.device),
+    )
     drafter.start(len(prompts), batch.num_slots)
     # 2. The target reads the prompts and chooses the first new token of each.
     with clock.phase("prompt"):

@@ -20,6 +20,7 @@ from mtptrain.heads.eagle3 import check_capture_layers, default_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.heads.peagle import mask_token_id
+from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
@@ -35,8 +36,8 @@ class NormedAttention(Attention):
 
     def __init__(self, dims: HeadDims, target_config: PreTrainedConfig) -> None:
         super().__init__(dims.hidden_size, dims, target_config)
-        self.q_norm = RmsNorm(dims.head_dim, target_config.rms_norm_eps)
-        self.k_norm = RmsNorm(dims.head_dim, target_config.rms_norm_eps)
+        self.q_norm = RmsNorm(dims.head_dim, norm_eps(target_config))
+        self.k_norm = RmsNorm(dims.head_dim, norm_eps(target_config))
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns the rotated queries [..., heads, head_dim]."""
@@ -53,9 +54,9 @@ class DflashLayer(nn.Module):
 
     def __init__(self, dims: HeadDims, target_config: PreTrainedConfig) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(dims.hidden_size, target_config.rms_norm_eps)
+        self.input_layernorm = RmsNorm(dims.hidden_size, norm_eps(target_config))
         self.self_attn = NormedAttention(dims, target_config)
-        self.post_attention_layernorm = RmsNorm(dims.hidden_size, target_config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(dims.hidden_size, norm_eps(target_config))
         self.mlp = SwiGlu(dims.hidden_size, dims.intermediate_size)
 
     @fused
@@ -121,7 +122,7 @@ class DflashHead(Head):
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config, config.head_dim)
-        hidden_size, eps = dims.hidden_size, target_config.rms_norm_eps
+        hidden_size, eps = dims.hidden_size, norm_eps(target_config)
         self.mask_token_id = mask_token_id(config, target_config)
         self.drafts_per_document = config.anchors_per_document
         self.fc = nn.Linear(len(self.capture_layers) * hidden_size, hidden_size, bias=False)

@@ -21,10 +21,19 @@ from mtptrain.heads.attention.documents import DOCUMENTS_OR_CACHE, longer_docume
 from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE, HeadConfig, config_of
 from mtptrain.heads.packing import PackedTokens
-from mtptrain.target.families import head_rope_parameters, read_target_config, sliding_window
+from mtptrain.target.causal_attention import SeenSlots
+from mtptrain.target.families import (
+    head_rope_parameters,
+    key_heads,
+    mlp_size,
+    norm_eps,
+    read_target_config,
+    sliding_window,
+)
+from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.hub import config_dir
-from mtptrain.target.model import Verified, family_mask
+from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed
@@ -144,9 +153,10 @@ class DraftModelHead(Head):
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor, cache: PositionCache) -> torch.Tensor:
         """Returns the states after the final norm [B, S, H] of tokens [B, S] at these positions."""
         self._checkpoint_layers(False)
-        mask = family_mask(self.config.model_type, sliding_window(self.config), cache.begin(positions), positions)
+        mask = cache.begin(positions)
+        seen = SeenSlots(find_form(self.config).masks, mask, positions, num_read=cache.get_seq_length())
         output = self.model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, seen_slots=seen
         )
         states: torch.Tensor = output.last_hidden_state
         return states
@@ -156,10 +166,9 @@ class DraftModelHead(Head):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
-        """Returns the model's logits [..., V], soft-capped if its family caps them."""
-        logits = super().logits(states, parts)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        """Returns the model's logits [..., V], scaled and capped as in its family."""
+        form = find_form(self.config)
+        return form.scaled_logits(super().logits(form.scaled_states(states), parts))
 
     def _checkpoint_layers(self, is_on: bool) -> None:
         for layer in self.model.layers:
@@ -225,11 +234,17 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
     directory = config_dir(path, setting=setting)
     try:
         found = read_target_config(directory)
+        form = find_form(found)
     except UserError as error:
         raise UserError(
             f"{setting}: must be a language model that mtptrain can run, but {directory} is not: "
             f"{str(error).removeprefix('target.path: ')}"
         ) from error
+    if form.keeps_states or form.has_lm_head_bias or (form.decoder, form.norm) != ("model", "model.norm"):
+        raise UserError(
+            f"{setting}: a draft model must have plain decoder layers, no bias in lm_head, and tensors named model.* "
+            f"with model.norm.weight, but {directory}, a {found.model_type}, lacks one of these; choose another model"
+        )
     if getattr(found, "quantization_config", None) is not None:
         raise UserError(
             f"{setting}: must be an unquantised model, whose weights can be trained, but {directory} has a "
@@ -247,7 +262,8 @@ def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> P
     """Returns the config of a model of the target's family if that family can be trained, else of a Llama."""
     sizes = {name: getattr(config, name) for name in SIZES}
     sizes["num_hidden_layers"] = 1 if sizes["num_hidden_layers"] is None else sizes["num_hidden_layers"]
-    sizes = {name: getattr(target, name) if size is None else size for name, size in sizes.items()}
+    theirs = {"num_key_value_heads": key_heads(target), "intermediate_size": mlp_size(target)}
+    sizes = {name: theirs.get(name) or getattr(target, name) if size is None else size for name, size in sizes.items()}
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"head.{name}: must be a number of at least 1, but is {size}; correct it")
@@ -267,7 +283,7 @@ def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> P
         vocab_size=target.vocab_size,
         head_dim=head_dim or sizes["hidden_size"] // heads,
         max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
+        rms_norm_eps=norm_eps(target),
         rope_parameters=head_rope_parameters(target),
         tie_word_embeddings=tied,
         bos_token_id=target.bos_token_id,

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.target.families import norm_eps
 
 
 class EagleHead(LayerHead):
@@ -30,7 +31,7 @@ class EagleHead(LayerHead):
         dims = head_dims(config, target_config, config.head_dim)
         self.fc = nn.Linear(2 * dims.hidden_size, dims.hidden_size, bias=False)  # columns: embedding, then hidden state
         self.self_attn = Attention(dims.hidden_size, dims, target_config)
-        self.post_attention_layernorm = RmsNorm(dims.hidden_size, target_config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(dims.hidden_size, norm_eps(target_config))
         self.mlp = SwiGlu(dims.hidden_size, dims.intermediate_size)
         initialise(self, dims.hidden_size, target_config.num_hidden_layers)
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.config import MAX_SIZE, LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.target.families import norm_eps
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import between_or_none
 
@@ -48,7 +49,7 @@ class Eagle3Head(LayerHead):
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config, config.head_dim)
-        hidden_size, eps, num_captured = dims.hidden_size, target_config.rms_norm_eps, len(self.capture_layers)
+        hidden_size, eps, num_captured = dims.hidden_size, norm_eps(target_config), len(self.capture_layers)
         self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         self.input_norm = RmsNorm(num_captured * hidden_size, eps) if config.norm_before_fc else None
         self.fc_norm = (

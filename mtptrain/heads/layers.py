@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtptrain.heads.config import LayerConfig
-from mtptrain.target.families import check_rope, head_rope_parameters
+from mtptrain.target.families import check_rope, head_rope_parameters, key_heads, mlp_size
 from mtptrain.utils.errors import UserError
 
 SERVED_HEAD_DIMS = (64, 128)
@@ -99,7 +99,7 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
     """
     hidden_size = target_config.hidden_size
     heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)
-    default_kv_heads = target_config.num_key_value_heads if heads % target_config.num_key_value_heads == 0 else heads
+    default_kv_heads = key_heads(target_config) if heads % key_heads(target_config) == 0 else heads
     kv_heads = config.num_key_value_heads or default_kv_heads
     if head_dim is None and (hidden_size % heads or hidden_size // heads not in SERVED_HEAD_DIMS):
         counts = [str(hidden_size // dim) for dim in reversed(SERVED_HEAD_DIMS) if hidden_size % dim == 0]
@@ -119,7 +119,7 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: in
             f"head.num_key_value_heads: must divide the {heads} attention heads, but is {kv_heads}; set "
             "head.num_key_value_heads"
         )
-    intermediate_size = config.intermediate_size or target_config.intermediate_size
+    intermediate_size = config.intermediate_size or mlp_size(target_config)
     return HeadDims(hidden_size, heads, kv_heads, head_dim or hidden_size // heads, intermediate_size)
 
 

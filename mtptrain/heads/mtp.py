@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.target.families import norm_eps
 
 
 class MtpHead(LayerHead):
@@ -33,7 +34,7 @@ class MtpHead(LayerHead):
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
-        hidden_size, eps = dims.hidden_size, target_config.rms_norm_eps
+        hidden_size, eps = dims.hidden_size, norm_eps(target_config)
         self.enorm = RmsNorm(hidden_size, eps)
         self.hnorm = RmsNorm(hidden_size, eps)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)  # columns: embedding, then hidden state

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.planning.meter import Meter
-from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
-from mtptrain.target.families import head_dim
+from mtptrain.target.families import head_dim, routed_experts
+from mtptrain.target.form import build_on_meta, find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
 from mtptrain.training.flops import StepFlops
@@ -49,12 +49,11 @@ class TargetCosts:
 
 def target_costs(config: PreTrainedConfig) -> TargetCosts:
     """Returns the costs of a target. It is built on the meta device, so it takes no memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model, form = build_on_meta(config), find_form(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    num_experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
-    used = config.num_experts_per_tok / num_experts if num_experts else 1.0
-    layers = {name: size for name, size in sizes.items() if name not in (EMBED_TOKENS, LM_HEAD)}
+    num_used, num_experts = routed_experts(config)
+    used = num_used / num_experts
+    layers = {name: size for name, size in sizes.items() if not name.startswith((form.embed_tokens, form.lm_head))}
     active = sum(size * (used if ".experts." in name else 1.0) for name, size in layers.items())
     query_dim = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0) or head_dim(config)
     value_dim = getattr(config, "v_head_dim", None) or head_dim(config)
@@ -193,10 +192,7 @@ def _batch(head: Head, depths: int, hidden_size: int, packing: Packing) -> Batch
 
 def _frozen_parts(config: PreTrainedConfig) -> FrozenParts:
     table = (config.vocab_size, config.hidden_size)
-    return FrozenParts.of(
-        config,
-        {EMBED_TOKENS: torch.empty(table), FINAL_NORM: torch.empty(config.hidden_size), LM_HEAD: torch.empty(table)},
-    )
+    return FrozenParts(torch.empty(table), torch.empty(config.hidden_size), torch.empty(table), find_form(config))
 
 
 @contextmanager

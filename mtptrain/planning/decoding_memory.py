@@ -8,7 +8,8 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
-from mtptrain.target.families import head_dim
+from mtptrain.target.families import head_dim, key_heads, mlp_size, routed_experts
+from mtptrain.target.form import find_form
 
 
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
@@ -44,21 +45,26 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
 
 
 def cached_values(config: PreTrainedConfig) -> int:
-    """Returns the number of values that the cache of a target or of a draft model holds per token, over all layers."""
-    # DeepSeek caches the latent from which the keys and values of all attention heads are computed.
-    if config.model_type == "deepseek_v2":
+    """Returns the number of values that the cache of a target or of a draft model holds per token, over all layers.
+
+    The states of layers that keep some are not counted.
+    """
+    # Latent attention caches the latent from which the keys and values of all attention heads are computed.
+    if getattr(config, "kv_lora_rank", None):
         layer_values = config.kv_lora_rank + config.qk_rope_head_dim
     else:
-        layer_values = 2 * config.num_key_value_heads * head_dim(config)
-    return int(config.num_hidden_layers * layer_values)
+        layer_values = 2 * key_heads(config) * head_dim(config)
+    num_layers = sum(mask is not None for mask in find_form(config).masks)  # the others keep states
+    return int(num_layers * layer_values)
 
 
 def forward_values(target_config: PreTrainedConfig) -> int:
     """Returns the approximate number of values per token alive in the MLP, the widest part of a decoder layer."""
     hidden_size = target_config.hidden_size
-    dense = 3 * target_config.intermediate_size
+    dense = 3 * mlp_size(target_config)
     experts_size = getattr(target_config, "moe_intermediate_size", None)
-    routed = target_config.num_experts_per_tok * (3 * experts_size + 2 * hidden_size) if experts_size else 0
+    experts_size = max(experts_size) if isinstance(experts_size, list | tuple) else experts_size
+    routed = routed_experts(target_config)[0] * (3 * experts_size + 2 * hidden_size) if experts_size else 0
     # Four more rows of the hidden size: residual stream, its norm, the MLP's output, and the sum of stream and output.
     return int(max(dense, routed) + 4 * hidden_size)
 

@@ -26,7 +26,7 @@ def print_plan(config: PipelineConfig) -> Plan:
     """Print the plan of a run, and warn about everything that will not fit.
 
     Raises:
-        UserError: the target does not exist, or the target's family is not supported, or the head does not fit the
+        UserError: the target does not exist or is refused, or the head does not fit the
             target.
     """
     plan = make_plan(config)

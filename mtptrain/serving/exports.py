@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from mtptrain.run_dir import require
-from mtptrain.target.families import head_dim
+from mtptrain.target.families import head_dim, key_heads
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json, read_sealed
 
@@ -77,6 +77,6 @@ def cache_bytes(target: PreTrainedConfig, head_dir: Path, max_model_len: int, nu
     own = read_json(head_dir / "config.json", "run mtptrain export again")
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
     head_values = math.prod(own.get(name) or 0 for name in names)
-    layer_values = target.num_key_value_heads * head_dim(target)
+    layer_values = key_heads(target) * head_dim(target)
     token_bytes = 2 * 4 * (target.num_hidden_layers * layer_values + max(2 * layer_values, head_values))
     return num_sequences * (max_model_len + 128) * token_bytes + (64 << 20)

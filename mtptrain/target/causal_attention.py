@@ -1,36 +1,132 @@
 """Computes causal attention without an [S, S] mask, and registers the attention function that `Target` uses."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from mtptrain.target.position_cache import TreeSlots
 from mtptrain.utils.errors import UserError
 
 CAUSAL_OR_MASKED = "mtptrain_causal_or_masked"
 """The name under which `causal_or_masked_attention` is registered with transformers.
 
-No mask function is registered under this name, so transformers passes the mask of `PositionCache`, or
-None, through unchanged."""
+No mask function is registered under this name, so transformers makes no mask: `SeenSlots` has those of all layers."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-UNUSED_KEYWORDS = ("dropout", "position_ids", "use_cache", "cache_position", "output_attentions")
-"""Arguments of an attention function that change nothing here: dropout is off, and rotary positions are applied."""
+UNUSED_KEYWORDS = (
+    *("dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits"),
+    *("is_causal", "sliding_window"),
+)
+"""Arguments of an attention function that change nothing here: dropout is off, rotary positions are applied, and the
+window of each layer is known from its mask."""
+MOST_SCORES = 2**26
+"""Most scores of all heads, rows and keys that are stored at once, where no kernel of torch can compute them."""
+
+
+@dataclass(frozen=True)
+class MaskOf:
+    """The tokens before it that a layer's token sees; all of them by default."""
+
+    window: int | None = None
+    """Number of tokens, itself included."""
+    chunk: int | None = None
+    """Tokens see only their own chunk of this many positions."""
+
+
+FULL = MaskOf()
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Changes that some families make to the scores of attention, beyond a scale."""
+
+    softcap: float | None = None
+    """Cap c of the scores, which become c * tanh(scores / c)."""
+    sinks: torch.Tensor | None = None
+    """One more score [heads] for each row, which takes probability and has no value."""
+
+    def __bool__(self) -> bool:
+        return self.softcap is not None or self.sinks is not None
+
+
+PLAIN = Extras()
+
+
+@dataclass(frozen=True)
+class SeenSlots:
+    """The slots of a `PositionCache` that the tokens of a forward see in each layer."""
+
+    layer_masks: tuple[MaskOf | None, ...]
+    mask: torch.Tensor | None
+    """The slots that hold earlier tokens, from `PositionCache.begin`; None for prompts."""
+    positions: torch.Tensor
+    """Positions of the tokens [B, S]."""
+    tree: TreeSlots | None = None
+    num_read: int = 0
+    """The number of tokens that models take for read before these ones, from the cache's length."""
+    _made: dict[tuple[MaskOf, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def of_layer(self, index: int, device: torch.device) -> tuple[torch.Tensor | None, MaskOf]:
+        """Returns a layer's mask bool[B, 1, S, slots], None for prompts, and which tokens it lets through."""
+        kind = self.layer_masks[index] or FULL
+        if self.mask is None:
+            return None, kind
+        if (kind, device) not in self._made:
+            self._made[kind, device] = self._masked(self.mask, kind).to(device)
+        return self._made[kind, device], kind
+
+    def _masked(self, mask: torch.Tensor, kind: MaskOf) -> torch.Tensor:
+        if kind == FULL:
+            return mask
+        slots = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots], their positions
+        if self.tree is not None:
+            tree = self.tree.root[:, None] + torch.arange(self.positions.shape[1], device=mask.device)
+            slots.scatter_(1, tree, self.positions)
+        keys, queries = slots[:, None, None], self.positions[:, None, :, None]
+        if kind.chunk is not None:
+            return mask & (keys // kind.chunk == queries // kind.chunk)
+        assert kind.window is not None
+        return mask & (keys > queries - kind.window)
+
+
+def tempered(module: torch.nn.Module, query: torch.Tensor, positions: torch.Tensor, num_read: int) -> torch.Tensor:
+    """Returns queries [B, heads, S, head_dim] with the temperature of their own positions [B, S].
+
+    Layers of Llama 4 without rotary embedding have scaled them already, but by positions that they count themselves,
+    from the length of the cache: those of packed documents and of sequences of different lengths are others.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+    floor_scale, attn_scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+
+    def scale(position: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((position + 1) / floor_scale)) * attn_scale + 1
+
+    counted = torch.arange(query.shape[2], device=query.device) + num_read
+    ratio = scale(positions.to(query.device).double()) / scale(counted.double())  # [B, S]
+    return (query * ratio[:, None, :, None]).to(query.dtype)
 
 
 def refuse_keywords(module: torch.nn.Module, keywords: Mapping[str, object]) -> None:
-    """Raises UserError for an argument that an attention function of ours would ignore, such as `s_aux` (sinks) or
-    `softcap`: the target's states and logits would silently be others."""
+    """Raises UserError for an argument that an attention function of ours would ignore: the target's states and logits
+    would silently be others."""
     for name, value in keywords.items():
         if value is not None and name not in UNUSED_KEYWORDS:
             raise UserError(
-                f"target.path: attention must need no more than queries, keys, values, a scale and a window, but "
-                f"{type(module).__name__} passes {name}; choose another target"
+                "target.path: attention must need no more than queries, keys, values, a scale, a mask, sinks and a "
+                f"soft cap, but {type(module).__name__} passes {name}; choose another target"
             )
 
 
 def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None = None, window: int | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None = None,
+    mask: MaskOf = FULL,
+    extras: Extras = PLAIN,
 ) -> torch.Tensor:
     """Computes causal attention: each token attends to itself and to the tokens before it in its sequence.
 
@@ -39,32 +135,43 @@ def causal_attention(
         key: [B, kv heads, S, head_dim].
         value: [B, kv heads, S, value head_dim].
         scaling: scale of the scores; 1 / sqrt(head_dim) by default.
-        window: number of tokens that each token sees, including itself; None for all.
+        mask: which of these tokens each token sees.
+        extras: what else changes the scores.
 
     Returns:
         The attention output [B, heads, S, value head_dim].
     """
-    length = query.shape[2]
+    length, window = query.shape[2], mask.window
+    if mask.chunk is not None and length > mask.chunk:  # tokens of different chunks do not see each other
+        chunks = zip(*(x.split(mask.chunk, dim=2) for x in (query, key, value)), strict=True)
+        return torch.cat([causal_attention(q, k, v, scaling, FULL, extras) for q, k, v in chunks], dim=2)
     is_whole = window is None or length <= window
     has_grouped_kernel = (
-        is_whole and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
+        is_whole and not extras and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
     )
     # On CUDA, only the flash kernel supports grouped keys. For other kernels, repeat keys and values: SDPA would
     # otherwise store the scores [B, heads, S, S].
-    if not has_grouped_kernel:
+    if not has_grouped_kernel and not extras:
         key, value = (_repeat_for_query_heads(x, query.shape[1]) for x in (key, value))
-    if window is None or length <= window:
+    if is_whole and not extras:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
         )
     outs = []
-    for start in range(0, length, window):  # a block of rows sees at most two windows of keys
-        end, first = min(start + window, length), max(0, start + 1 - window)
+    size = length if window is None else window  # a block of rows sees at most two windows of keys
+    if extras:
+        size = min(size, max(1, MOST_SCORES // (query.shape[0] * query.shape[1] * min(2 * size, length))))
+    for start in range(0, length, size):
+        end, first = min(start + size, length), 0 if window is None else max(0, start + 1 - window)
         # Distance of each row from each key [rows, keys].
         distance = torch.arange(start, end)[:, None] - torch.arange(first, end)
-        mask = ((distance >= 0) & (distance < window)).to(query.device)
-        keys, values = key[:, :, first:end], value[:, :, first:end]
-        outs.append(F.scaled_dot_product_attention(query[:, :, start:end], keys, values, attn_mask=mask, scale=scaling))
+        seen = ((distance >= 0) & (distance < (length if window is None else window))).to(query.device)
+        rows, keys, values = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        outs.append(
+            _attention_with_extras(rows, keys, values, seen[None, None], scaling, extras)
+            if extras
+            else F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=scaling)
+        )
     return torch.cat(outs, dim=2)
 
 
@@ -74,7 +181,12 @@ def _repeat_for_query_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None = None,
+    extras: Extras = PLAIN,
 ) -> torch.Tensor:
     """Computes attention of a few rows, without copying the cache for each query head of a group.
 
@@ -86,15 +198,40 @@ def masked_attention(
         value: [B, kv heads, slots, value head_dim].
         mask: bool[B, 1, S, slots], True for slots that a row sees.
         scaling: scale of the scores; 1 / sqrt(head_dim) by default.
+        extras: what else changes the scores.
 
     Returns:
         The attention output [B, heads, S, value head_dim].
     """
+    if extras:
+        return _attention_with_extras(query, key, value, mask, scaling, extras)
     batch, num_heads, num_rows, _ = query.shape
     groups = num_heads // key.shape[1]
     rows = query.reshape(batch, key.shape[1], groups * num_rows, -1)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask.repeat(1, 1, groups, 1), scale=scaling)
     return out.reshape(batch, num_heads, num_rows, -1)
+
+
+def _attention_with_extras(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    extras: Extras,
+) -> torch.Tensor:
+    """Computes attention with stored scores, which torch's kernels would not cap or give a sink; see the others."""
+    kv_heads, slots = key.shape[1], key.shape[2]
+    rows = query.unflatten(1, (kv_heads, -1))  # [B, kv heads, groups, S, head_dim]
+    scores = rows @ key[:, :, None].mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if extras.softcap is not None:
+        scores = torch.tanh(scores / extras.softcap) * extras.softcap
+    scores = scores.float().masked_fill(~mask[:, :, None], float("-inf"))
+    if extras.sinks is not None:
+        sinks = extras.sinks.float().view(1, kv_heads, -1, 1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :slots].to(value.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2)
 
 
 def causal_or_masked_attention(
@@ -104,29 +241,40 @@ def causal_or_masked_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    seen_slots: SeenSlots | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Computes masked attention if there is a mask, otherwise causal attention; called by transformers.
+    """Computes attention over a `PositionCache`; called by transformers.
 
     Args:
         module: the layer's attention module.
         query: [B, heads, S, head_dim].
-        key: [B, kv heads, slots, head_dim]. Without a mask there must be S slots.
+        key: [B, kv heads, slots, head_dim]. For prompts there must be S slots.
         value: [B, kv heads, slots, value head_dim].
-        attention_mask: bool[B, 1, S, slots], True for slots that a row sees. The layer's sliding window is already
-            applied.
+        attention_mask: must be None; `seen_slots` replaces it.
         scaling: scale of the scores.
-        sliding_window: the layer's window; used only without a mask.
+        seen_slots: which slots each token sees.
+        softcap: soft cap of the scores.
+        s_aux: sinks of the attention heads.
         kwargs: other arguments that transformers passes, which must be among `UNUSED_KEYWORDS`.
 
     Returns:
         The attention output [B, S, heads, value head_dim], and None in place of attention weights.
     """
-    refuse_keywords(module, kwargs)
-    if attention_mask is not None:
-        return masked_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
-    return causal_attention(query, key, value, scaling, sliding_window).transpose(1, 2), None
+    refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
+    if seen_slots is None:
+        raise UserError(
+            f"target.path: a model must pass its arguments on to its attention, but {type(module).__name__} does not; "
+            "choose another target"
+        )
+    mask, kind = seen_slots.of_layer(int(module.layer_idx), query.device)  # type: ignore[arg-type]
+    extras = Extras(softcap, s_aux)
+    query = tempered(module, query, seen_slots.positions, seen_slots.num_read)
+    if mask is not None:
+        return masked_attention(query, key, value, mask, scaling, extras).transpose(1, 2), None
+    return causal_attention(query, key, value, scaling, kind, extras).transpose(1, 2), None
 
 
 AttentionInterface.register(CAUSAL_OR_MASKED, causal_or_masked_attention)

@@ -1,38 +1,27 @@
-"""Lists the supported model families, says how they differ (sliding windows, RoPE, norms), and checks configs."""
+"""Reads and checks targets' configs, and says what heads take from them: RoPE, head dim, epsilon, ends of sequence.
+
+No family is named here: `mtptrain.target.form` finds out how a model is built.
+"""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mtptrain.target.form import find_form
 from mtptrain.target.hub import DOWNLOAD_AGAIN
 from mtptrain.target.mimo import MiMoConfig, is_mimo
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
-
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "deepseek_v2", "mimo")
-
-FAMILIES_WITH_MTP = (
-    *("deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "glm4_moe"),
-    *("exaone_moe", "ernie4_5_moe", "mimo_v2_flash"),
-)
-"""Unsupported families whose checkpoints have MTP layers."""
-
-OFFSET_NORM_MODEL_TYPES = ("gemma3_text",)
-"""Families whose RMSNorm multiplies by 1 + weight, in fp32."""
-
-WINDOW_IN_ALL_LAYERS = ("mistral", "qwen3_moe")
-"""Families whose sliding window applies to every layer."""
-
-WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3", "gemma3_text", "mimo")
-"""Families whose `layer_types` say which layers have the sliding window."""
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"),
@@ -40,34 +29,59 @@ SIZES = (
 )
 """Settings that must be at least 1 if the config has them."""
 
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+NEEDED_SIZES = (*("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),)
+"""Settings without which a config is not that of a transformer; pure Mamba models lack some."""
+
+MOST_LAYERS = 10_000
+"""No model has as many decoder layers; building one to look at it would not end."""
+
+PLAIN_TEXT_MODELS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Language models without a class of their own in transformers, and families that compute the same for text, where
+positions have one axis."""
+
+TEXT_MODEL_NAMES = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""Patterns of tensor names in image+text checkpoints, and what stands for them in the language model alone."""
+
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """RoPE types whose rotation of a position does not depend on the length of the text."""
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+ROPE_OF_THE_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""RoPE settings that heads do not share: they rotate whole attention heads, by one position for each token."""
 
 
 def read_target_config(target_dir: Path) -> PreTrainedConfig:
     """Returns the target's config.
 
     Raises:
-        UserError: the model family or one of its settings is not supported, or one of the config files is damaged.
+        UserError: transformers has no language model for the config, mtptrain cannot use that model, or one of the
+            config files is damaged.
     """
     config, path = _read_config(target_dir), target_dir / "config.json"
+    if getattr(config, "is_heterogeneous", False):
+        config.allow_global_per_layer_attribute_access = True  # plans read head_dim, which differs by layer in Gemma 4
     family = config.model_type
-    if family not in SUPPORTED_MODEL_TYPES:
-        text_family = getattr(getattr(config, "text_config", None), "model_type", None)
-        is_usable = text_family in SUPPORTED_MODEL_TYPES
-        mtp = ", so its own MTP layers cannot be trained or measured" if family in FAMILIES_WITH_MTP else ""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(
-            f"target.path: the target's family must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {family!r} in "
-            f"{path}{mtp}; choose "
-            + (f"its text model alone, a checkpoint with model_type {text_family!r}" if is_usable else "another target")
+            f"target.path: transformers must have a language model for the target's family, but has none for "
+            f"{family!r} in {path}; choose another target"
         )
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # that is for images
         raise UserError(
             f"target.path: a token must not attend to later tokens, but use_bidirectional_attention is set in {path}; "
             "choose another target"
         )
-    check_rope(config)
     _check_sizes(config, path)
+    check_rope(config)
     generation_config = read_generation_config(target_dir)
     if generation_config is not None:
         _check_eos(generation_config, config.vocab_size, target_dir / "generation_config.json")
@@ -80,6 +94,30 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     return config
 
 
+def _text_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """Returns the config of the language model inside an image+text checkpoint, or a language model's own config.
+
+    The language model reads text as the whole model does.
+
+    Args:
+        config: the checkpoint's config.
+        settings: the contents of config.json.
+    """
+    if not hasattr(config, "text_config"):
+        return config
+    text = config.get_text_config(decoder=True)
+    if text.model_type in PLAIN_TEXT_MODELS:
+        left_out = ("model_type", "architectures", "layer_types", "dtype")
+        settings = {name: value for name, value in text.to_dict().items() if name not in left_out}
+        rope = {name: value for name, value in text.rope_parameters.items() if name not in ROPE_OF_THE_TARGET}
+        text = AutoConfig.for_model(PLAIN_TEXT_MODELS[text.model_type], **settings | {"rope_parameters": rope})
+    text._name_or_path = config.name_or_path or ""
+    for name in ("quantization_config", "tie_word_embeddings"):
+        if name in settings:
+            setattr(text, name, getattr(config, name))
+    return text
+
+
 def _read_config(target_dir: Path) -> PreTrainedConfig:
     path, adapter = target_dir / "config.json", target_dir / "adapter_config.json"
     if adapter.is_file():
@@ -89,15 +127,12 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
         )
     settings = read_json(path, DOWNLOAD_AGAIN)
     if not isinstance(model_type := settings.get("model_type"), str):
-        raise UserError(
-            f"{path}: model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, but is {model_type!r}; "
-            f"{DOWNLOAD_AGAIN}"
-        )
+        raise UserError(f"{path}: model_type must name a family of models, but is {model_type!r}; {DOWNLOAD_AGAIN}")
     _refuse_own_code(settings, path)
     try:
         if is_mimo(settings):
             return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
-        return AutoConfig.from_pretrained(target_dir, trust_remote_code=False)
+        return _text_config(AutoConfig.from_pretrained(target_dir, trust_remote_code=False), settings)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise UserError(
             f"{path}: must be readable by transformers, which reports {error_summary(error)}; {DOWNLOAD_AGAIN}"
@@ -112,9 +147,8 @@ def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
     model_type = settings["model_type"]
     if settings.get("auto_map") and model_type not in CONFIG_MAPPING and not is_mimo(settings):
         raise UserError(
-            f"{path}: model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, because mtptrain never runs a "
-            f"target's own code, but is {model_type!r}, which auto_map looks for in {settings['auto_map']}; choose "
-            "another target"
+            f"{path}: model_type must be a family of transformers, because mtptrain never runs a target's own code, "
+            f"but is {model_type!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
         )
     for name in ("attn_implementation", "experts_implementation"):
         for value in (settings.get(name), settings.get(f"_{name}")):
@@ -133,13 +167,25 @@ def _rope_thetas(config: PreTrainedConfig) -> list[Any]:
 
 
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
+    missing = [name for name in NEEDED_SIZES if not isinstance(getattr(config, name, None), int)]
+    if missing:
+        raise UserError(
+            f"target.path: the target must have the settings {', '.join(NEEDED_SIZES)}, but a {config.model_type} has "
+            f"no {', '.join(missing)} in {path}; choose another target"
+        )
     for theta in _rope_thetas(config):
         if not (isinstance(theta, int | float) and 0 < theta < math.inf):
             raise UserError(f"{path}: rope_theta must be a number above 0, but is {theta!r}; {DOWNLOAD_AGAIN}")
     for name in SIZES:
         size = getattr(config, name, None)
-        if size is not None and size < 1:
+        sizes = size if isinstance(size, list | tuple) else [] if size is None else [size]
+        if any(each < 1 for each in sizes):
             raise UserError(f"{path}: {name} must be at least 1, but is {size}; {DOWNLOAD_AGAIN}")
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise UserError(
+            f"{path}: num_hidden_layers must be at most {MOST_LAYERS}, but is {config.num_hidden_layers}; "
+            f"{DOWNLOAD_AGAIN}"
+        )
     num_mtp_layers = getattr(config, "num_nextn_predict_layers", None)
     if not isinstance(num_mtp_layers, int | None):
         raise UserError(
@@ -188,19 +234,51 @@ def eos_token_ids(config: PreTrainedConfig, generation_config: GenerationConfig 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
     """Returns the size of the sliding window in tokens, including the query itself; None if no layer has one."""
-    is_used = config.model_type in WINDOW_IN_ALL_LAYERS or (
-        config.model_type in WINDOW_BY_LAYER_TYPE and "sliding_attention" in config.layer_types
-    )
-    return config.sliding_window if is_used else None
+    return next((mask.window for mask in find_form(config).masks if mask and mask.window), None)
+
+
+def has_window_in_all_layers(config: PreTrainedConfig) -> bool:
+    return all(mask and mask.window for mask in find_form(config).masks)
 
 
 def _ignores_windows(config: PreTrainedConfig) -> bool:
     """Returns whether the config sets windows that the family's code in transformers does not implement."""
-    if config.model_type in WINDOW_BY_LAYER_TYPE:
-        return False
-    window = None if config.model_type in WINDOW_IN_ALL_LAYERS else getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None)
+    if window is None and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        return True
     is_short = window is not None and window < config.max_position_embeddings
-    return is_short or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    types = getattr(config, "layer_types", None) or ()
+    is_wanted = "sliding_attention" in types if types else is_short and getattr(config, "use_sliding_window", True)
+    return is_wanted and sliding_window(config) is None
+
+
+def mlp_size(config: PreTrainedConfig) -> int:
+    """Returns the intermediate size of a head's MLP: the target's, or 4 H if all its layers are mixtures."""
+    size = getattr(config, "intermediate_size", None)
+    return int((max(size) if isinstance(size, list | tuple) else size) or 4 * config.hidden_size)
+
+
+def key_heads(config: PreTrainedConfig) -> int:
+    """Returns the number of key/value heads; some families have no setting for it, and one for each query head."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def routed_experts(config: PreTrainedConfig) -> tuple[int, int]:
+    """Returns how many routed experts of a layer a token uses, and how many there are; 1 and 1 without experts."""
+
+    def first(*names: str) -> int:
+        values = [getattr(config, name, None) for name in names]
+        counts = [max(value) if isinstance(value, list | tuple) else value for value in values if value]
+        return int(counts[0]) if counts else 0
+
+    number = first("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    used = first("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "experts_per_token")
+    return (min(used or number, number), number) if number else (1, 1)
+
+
+def norm_eps(config: PreTrainedConfig) -> float:
+    """Returns the epsilon of a target's norms, which heads share."""
+    return find_form(config).norm_eps
 
 
 def head_dim(config: PreTrainedConfig) -> int:
@@ -209,27 +287,40 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 
 def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the RoPE parameters of full-attention layers as one flat dict with `rope_type` and `rope_theta`."""
-    rope_parameters = target_config.rope_parameters
-    return dict(rope_parameters.get("full_attention", rope_parameters))
+    """Returns the RoPE of a head for a target, as one flat dict with `rope_type` and `rope_theta`.
+
+    It is that of the target's layers with full attention, without `ROPE_OF_THE_TARGET`: serving would otherwise rotate
+    a part of each attention head of a head that was trained to rotate them whole. A target without RoPE gives the
+    default one.
+    """
+    parameters = _full_attention_rope(target_config)
+    shared = {name: value for name, value in parameters.items() if name not in ROPE_OF_THE_TARGET}
+    return shared if shared["rope_type"] != "proportional" else shared | {"rope_type": "default"}
+
+
+def _full_attention_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sections = [value for value in parameters.values() if isinstance(value, dict)]
+    parameters = parameters.get("full_attention", sections[0] if sections else parameters)
+    return {**parameters, **{name: value for name, value in DEFAULT_ROPE.items() if name not in parameters}}
 
 
 def check_rope(config: PreTrainedConfig) -> None:
-    """Refuse RoPE that the heads, or transformers' classes of the supported families, do not implement.
+    """Refuse RoPE that depends on the length of the text, or that transformers computes otherwise than engines.
 
     Raises:
-        UserError: the target's RoPE depends on the length of the text, so that packed and cached forwards would
-            differ, or rotates a part of each attention head only.
+        UserError: the target's RoPE changes with the length of the text, so that packed and cached forwards would
+            differ, or the config rotates a part of each attention head, which the family's code ignores.
     """
-    rope_parameters = head_rope_parameters(config)
+    rope_parameters = _full_attention_rope(config)
     rope_type, name = rope_parameters["rope_type"], "partial_rotary_factor"
-    share = rope_parameters.get(name) or getattr(config, name, None) or 1
     if rope_type not in STATIC_ROPE_TYPES:
         raise UserError(
             f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, "
             "which changes with the length of the text; choose another target"
         )
-    if share != 1:
+    share = rope_parameters.get(name) or getattr(config, name, None) or 1
+    if share != 1 and rope_type != "proportional" and find_form(config).rotary_dim == head_dim(config):
         raise UserError(
             f"target.path: the target's {name} must be 1, because transformers rotates whole attention "
             f"heads in a {config.model_type} and engines would not, but is {share}; choose another target"

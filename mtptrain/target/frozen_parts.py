@@ -1,19 +1,17 @@
 """The target's embeddings, final norm and lm_head, which a head shares without training them."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from transformers import PreTrainedConfig
 
-from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD, PLAIN_DTYPES, check_weights
-from mtptrain.target.families import OFFSET_NORM_MODEL_TYPES, read_target_config
-from mtptrain.target.hub import weight_files
+from mtptrain.target.checkpoint_check import PLAIN_DTYPES, StoredTensor, check_weights, stored_tensors
+from mtptrain.target.families import read_target_config
+from mtptrain.target.form import TargetForm, build_on_meta, find_form
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -22,52 +20,53 @@ class FrozenParts:
 
     embed_tokens: torch.Tensor  # [V, H]
     norm_weight: torch.Tensor  # [H]
-    norm_eps: float
     lm_head: torch.Tensor  # [V, H]
-    has_offset_norm: bool = False
-    """Whether the norm multiplies by 1 + weight."""
-    logit_softcap: float | None = None
-    """Soft cap c of the target's own logits, which become c * tanh(logits / c); None if the target has none."""
+    form: TargetForm
+    """How logits follow from the states."""
+    norm_bias: torch.Tensor | None = None  # [H]
+    lm_head_bias: torch.Tensor | None = None  # [V]
 
     @classmethod
     def of(cls, config: PreTrainedConfig, weights: Mapping[str, torch.Tensor]) -> "FrozenParts":
-        """Builds the parts from the target's tensors, keyed by name. LM_HEAD may be missing if it is tied."""
-        embed_tokens = weights[EMBED_TOKENS]
+        """Builds the parts from the target's tensors, keyed by name. That of lm_head may be missing if it is tied."""
+        form = find_form(config)
+        embed_tokens = weights[f"{form.embed_tokens}.weight"]
         return cls(
             embed_tokens,
-            weights[FINAL_NORM],
-            config.rms_norm_eps,
-            embed_tokens if config.tie_word_embeddings else weights[LM_HEAD],
-            config.model_type in OFFSET_NORM_MODEL_TYPES,
-            getattr(config, "final_logit_softcapping", None),
+            weights[f"{form.norm}.weight"],
+            embed_tokens if config.tie_word_embeddings else weights[f"{form.lm_head}.weight"],
+            form,
+            weights[f"{form.norm}.bias"] if form.has_norm_bias else None,
+            weights[f"{form.lm_head}.bias"] if form.has_lm_head_bias else None,
         )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns the unscaled embeddings [..., H], which engines share with a head.
 
-        Gemma multiplies them by sqrt(H) only in the target's own forward (vLLM's Gemma3Model.embed_input_ids).
+        Some families, such as Gemma, multiply them by a factor, but only in the target's own forward (vLLM's
+        Gemma3Model.embed_input_ids).
         """
         return F.embedding(input_ids, self.embed_tokens)  # [..., H]
 
     def final_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalizes the states after the last layer, with the same rounding as the family's own norm."""
-        states, dtype = hidden_states.float(), self.norm_weight.dtype
-        normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)  # [..., H]
-        if self.has_offset_norm:
-            return (normed * (1.0 + self.norm_weight.float())).to(dtype)
-        return self.norm_weight * normed.to(dtype)
+        return self.form.normed(hidden_states, self.norm_weight, self.norm_bias)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the target's own logits [..., V], soft-capped if the target caps them."""
-        return self.soft_capped(F.linear(states, self.lm_head))
+        """Returns the target's own logits [..., V] of post-norm states [..., H]."""
+        return self.form.scaled_logits(F.linear(self.form.scaled_states(states), self.lm_head, self.lm_head_bias))
 
-    def soft_capped(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "FrozenParts":
+        """Returns the parts on a device, in a dtype; None keeps theirs."""
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "FrozenParts":
-        embed_tokens, norm_weight = self.embed_tokens.to(device, dtype), self.norm_weight.to(device, dtype)
-        lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
-        return replace(self, embed_tokens=embed_tokens, norm_weight=norm_weight, lm_head=lm_head)
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, dtype)
+
+        parts = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "form"}
+        if self.lm_head is self.embed_tokens:
+            del parts["lm_head"]
+        parts = {name: moved(tensor) for name, tensor in parts.items()}
+        return replace(self, **{"lm_head": parts["embed_tokens"], **parts})
 
 
 def load_frozen_parts(target_dir: Path) -> FrozenParts:
@@ -75,18 +74,18 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
 
     Raises:
         UserError: the target has no weights, or a tensor is missing or quantised, the weights do not match the config,
-            or the family is not supported.
+            or the target is refused.
     """
     config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)
     check_weights(target_dir)
-    wanted = {EMBED_TOKENS, FINAL_NORM} | (set() if config.tie_word_embeddings else {LM_HEAD})
-    tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(target_dir):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
+    wanted, tensors = find_form(config).tensor_names(config.tie_word_embeddings), _stored(target_dir)
     _refuse_missing(target_dir, wanted - tensors.keys())
-    return FrozenParts.of(config, tensors)
+    return FrozenParts.of(config, {name: tensors[name].read() for name in wanted})
+
+
+def _stored(target_dir: Path) -> dict[str, StoredTensor]:
+    return stored_tensors(target_dir, build_on_meta(read_target_config(target_dir)))
 
 
 def refuse_quantised_parts(target_dir: Path) -> None:
@@ -95,20 +94,20 @@ def refuse_quantised_parts(target_dir: Path) -> None:
     Raises:
         UserError: the target has no weights, or one of these tensors is quantised.
     """
-    _refuse_quantised(target_dir, tuple(name.removesuffix("weight") for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD)))
+    form = find_form(read_target_config(target_dir))
+    _refuse_quantised(target_dir, (f"{form.embed_tokens}.", f"{form.norm}.", f"{form.lm_head}."))
 
 
 def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
     """Refuse quantised tensors and their scales in modules with one of these prefixes."""
-    for path in weight_files(target_dir):
-        for name, (dtype, _) in sorted(tensor_shapes(path).items()):
-            module, _, parameter = name.rpartition(".")
-            if name.startswith(prefixes) and (dtype not in PLAIN_DTYPES or "scale" in parameter):
-                raise UserError(
-                    f"target.path: {module} must be unquantised, because training reads it without scales, but {path} "
-                    f"has {name} in {dtype}; choose the unquantised checkpoint, or one in which this module is not "
-                    "quantised"
-                )
+    for in_model, (path, name, dtype, _) in sorted(_stored(target_dir).items()):
+        module, _, parameter = name.rpartition(".")
+        if in_model.startswith(prefixes) and (dtype not in PLAIN_DTYPES or "scale" in parameter):
+            raise UserError(
+                f"target.path: {module} must be unquantised, because training reads it without scales, but {path} "
+                f"has {name} in {dtype}; choose the unquantised checkpoint, or one in which this module is not "
+                "quantised"
+            )
 
 
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
@@ -117,20 +116,17 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     For families whose norms multiply by 1 + weight, the returned norm weights include the 1.
 
     Raises:
-        UserError: the target has no weights, or a tensor is quantised, or the family is not supported.
+        UserError: the target has no weights, or a tensor is quantised, or the target is refused.
     """
     config = read_target_config(target_dir)
-    prefix, offset = (
-        f"model.layers.{config.num_hidden_layers - 1}.",
-        float(config.model_type in OFFSET_NORM_MODEL_TYPES),
-    )
+    form = find_form(config)
+    prefix = f"{form.layers}.{config.num_hidden_layers - 1}."
     _refuse_quantised(target_dir, (prefix,))
-    tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(target_dir):
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            tensors |= {name.removeprefix(prefix): file.get_tensor(name).float() for name in names}
-    return {name: tensor + offset * name.endswith("norm.weight") for name, tensor in tensors.items()}
+    return {
+        name.removeprefix(prefix): tensor.read().float() + form.norm_offset * name.endswith("norm.weight")
+        for name, tensor in _stored(target_dir).items()
+        if name.startswith(prefix)
+    }
 
 
 def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:

@@ -1,5 +1,6 @@
 """A key-value cache for decoding that stores position p in slot p."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ class TreeSlots:
     """Which slots of the tree each token sees, bool[B, S, first + S]."""
 
 
+Reading = tuple[torch.Tensor | slice, slice]
+"""The sequences and the columns of a forward's tokens that are read together."""
+
+
 class PositionCache(Cache):
     """A cache that stores the key and value of position p in slot p of each sequence.
 
@@ -39,6 +44,10 @@ class PositionCache(Cache):
         self._values: dict[int, torch.Tensor] = {}
         self._written: dict[torch.device, torch.Tensor] = {}  # slots [B, S], by device
         self._used_slots = 0
+
+    def readings(self, positions: torch.Tensor) -> Iterator[Reading]:
+        """Yields which of the tokens at positions [B, S] to read together, in this order; here all of them."""
+        yield slice(None), slice(None)
 
     def begin(self, positions: torch.Tensor, tree: TreeSlots | None = None) -> torch.Tensor | None:
         """Set the positions that the next forward writes.

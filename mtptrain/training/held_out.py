@@ -9,7 +9,6 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.model import Target
-from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.batches import draft_spans, make_batch
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
@@ -78,7 +77,7 @@ def read_by_target(head: Head, target: Target, prompt: list[int], answer: list[i
     """Returns a prompt and its answer with the target's states, as the store would hold them."""
     ids = torch.tensor([[*prompt, *answer]], device=target.device)
     positions, last = torch.arange(ids.shape[1], device=target.device)[None], target.config.num_hidden_layers
-    states = target.forward(ids, positions, PositionCache(ids.shape[1]), (*head.capture_layers, last))
+    states = target.forward(ids, positions, target.cache(ids.shape[1]), (*head.capture_layers, last))
     streams = states.aux_hidden_states  # [1, S, L + 1, H]
     assert streams is not None
     loss_mask = torch.zeros(ids.shape[1], dtype=torch.uint8)

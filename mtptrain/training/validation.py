@@ -23,7 +23,8 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.target.families import eos_token_ids
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.model import Target, check_placement, load_target
+from mtptrain.target.loading import check_placement, load_target
+from mtptrain.target.model import Target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.utils.distributed import Ranks

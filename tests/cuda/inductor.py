@@ -35,7 +35,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens, Packing
-from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
+from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
@@ -208,7 +208,7 @@ def step(head: Head, kind: LossKind) -> None:
     packing = map_tensors(Packing.of_spans(LENGTHS, SPANS), lambda x: fake(*x.shape, dtype=x.dtype))
     num_tokens, num_drafts, hidden_size = sum(LENGTHS), sum(count for _, _, count in SPANS), TARGET.hidden_size
     table = fake(TARGET.vocab_size, hidden_size)
-    parts = FrozenParts.of(TARGET, {EMBED_TOKENS: table, FINAL_NORM: fake(hidden_size), LM_HEAD: table})
+    parts = FrozenParts(table, fake(hidden_size), table, find_form(TARGET))
     ids = fake(num_tokens, dtype=torch.long)
     streams = (len(head.capture_layers), hidden_size) if head.capture_layers else (hidden_size,)
     sums = draft_losses(

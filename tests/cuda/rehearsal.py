@@ -14,7 +14,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
-from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
+from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, draft_spans
 from mtptrain.training.trainer import Trainer
@@ -61,7 +61,7 @@ def frozen_parts(config: PreTrainedConfig, device: str = DEVICE) -> FrozenParts:
     with torch.device(device):
         embed_tokens, lm_head = (torch.empty(table, dtype=torch.bfloat16) for _ in range(2))
         norm = torch.empty(config.hidden_size, dtype=torch.bfloat16)
-    return FrozenParts.of(config, {EMBED_TOKENS: embed_tokens, FINAL_NORM: norm, LM_HEAD: lm_head})
+    return FrozenParts(embed_tokens, norm, lm_head, find_form(config))
 
 
 def answers(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -82,7 +82,7 @@ def test_every_family_is_extracted_with_packed_attention(family: str) -> None:
 def test_validation_reads_answers_into_documents_on_the_cpu(head_name: str, settings: dict[str, Any]) -> None:
     """Documents of the store are on the CPU too, and `make_batch` packs them there."""
     config = family_config("llama")
-    with fake_cuda(), patch("mtptrain.training.held_out.PositionCache", OpenCache), torch.no_grad():
+    with fake_cuda(), patch("mtptrain.target.model.PositionCache", OpenCache), torch.no_grad():
         target = placed_target(config)
         head = place(build_head(HEADS[head_name].Config(**settings), config), DEVICE).eval()
         document = read_by_target(head, target, [1, 2, 3], [4, 5])

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mtptrain.config import RECIPES, load_config
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
+from mtptrain.target.form import find_form
 from mtptrain.training.trainer import Trainer
 from tests.cuda.fake_cuda import Meter, fake_cuda, place
 from tests.cuda.rehearsal import DEVICE, GpuRanks, answers, frozen_parts, make_fake_batch
@@ -78,6 +79,7 @@ def rehearse(target: str, head_name: str, zero: str) -> dict[str, Any]:
     """
     config = recipe_config(f"{target}_{head_name}", f"deepspeed={zero}")
     target_config, train = PUBLISHED_TARGETS[target].config(), config.train
+    find_form(target_config)  # the result is kept: with the replacements below, it could not be found
     accelerator = deepspeed.accelerator.get_accelerator()
     with fake_cuda(), ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **CUDA))

@@ -14,7 +14,7 @@ from mtptrain.decoding.speculate import Accepted, Round
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 
 

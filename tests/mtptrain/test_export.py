@@ -22,11 +22,10 @@ from mtptrain.export import export
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance
-from mtptrain.target.checkpoint_check import EMBED_TOKENS, FINAL_NORM, LM_HEAD
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sealed
@@ -269,7 +268,7 @@ def without_layers(target_dir: Path, directory: Path) -> Path:
     shutil.copytree(target_dir, directory)
     tensors = load_file(directory / "model.safetensors")
     save_file(
-        {name: tensors[name] for name in (EMBED_TOKENS, FINAL_NORM, LM_HEAD) if name in tensors},
+        {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")},
         directory / "model.safetensors",
     )
     return directory

@@ -6,7 +6,7 @@ random layers of a target make about every third token leave the circle.
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.peagle import PeagleHead
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE
+from tests.families import GRANITE, LOCAL_EXPERTS
 from tests.mimo import MIMO_HEAD
 from tests.serving.served_directories.breaks import BREAKS
 
@@ -68,6 +69,18 @@ TARGETS = {
             | {"original_max_position_embeddings": 256, "mscale": 0.707, "mscale_all_dim": 0.5}
         },
     ),
+}
+MORE_TARGETS = {
+    "granite": TargetKind("granite", 1.0, GRANITE | {"logits_scaling": 8.0}),
+    "phi3": TargetKind("phi3", 1.5, {"sliding_window": None}),
+    "glm4": TargetKind("glm4", 1.5),
+    "ernie4_5": TargetKind("ernie4_5", 1.5),
+    "olmoe": TargetKind("olmoe", 1.0, {"num_experts": 8, "num_experts_per_tok": 2}),
+    "gpt_oss": TargetKind("gpt_oss", 1.0, LOCAL_EXPERTS | {"sliding_window": 16}),
+}
+"""Families of which a head or two are served: each has something that those above lack."""
+TARGETS |= {
+    name: replace(kind, settings={**kind.settings, "pad_token_id": None}) for name, kind in MORE_TARGETS.items()
 }
 HEAD_CONFIGS: dict[str, HeadConfig] = {
     "mtp": MtpHead.Config(),
@@ -139,6 +152,8 @@ CASES = [
     Case("mtp", "gemma3_text"),
     Case("eagle", "gemma3_text"),
     Case("eagle3_default_layers", "llama_8_layers"),
+    *(Case("mtp", target) for target in MORE_TARGETS),
+    *(Case("eagle3", target) for target in ("granite", "phi3", "gpt_oss")),
 ]
 HAS_AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()
 NOT_HERE = (

@@ -26,7 +26,8 @@ from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.vllm_client import EngineRun, GenerateJob
 from mtptrain.target.hub import weights_fingerprint
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.utils.distributed import free_port
 from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
 from tests.serving.cases import BF16_CASES, BROKEN_CASES, CASES, CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case

@@ -26,6 +26,15 @@ FAMILIES = {
     "gemma3_text": "Gemma-3",
     "deepseek_v2": "DeepSeek-V2",
 }
+MORE_FAMILIES = {
+    "granite": "Granite",
+    "phi3": "Phi-3",
+    "glm4": "GLM-4",
+    "ernie4_5": "ERNIE-4.5",
+    "olmoe": "OLMoE",
+    "gpt_oss": "gpt-oss",
+}
+"""Families of `MORE_TARGETS`, which have lines below the table instead of columns in it."""
 ENGINES = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23"}
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
 LEGEND = f"""
@@ -101,4 +110,16 @@ def served_table(
                     for family in FAMILIES
                 ]
                 lines.append(f"| {engine_name} | `{head}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n" + LEGEND
+    return "\n".join(lines) + "\n" + LEGEND + more_families(served)
+
+
+def more_families(served: dict[str, Served]) -> str:
+    """Returns a line for each head that is served for families without a column of their own."""
+    families: dict[str, list[str]] = {}
+    for case in CASES:
+        if case.target in MORE_FAMILIES:
+            assert served_by_vllm(served, case.head, case.target) == EQUAL
+            families.setdefault(case.head, []).append(MORE_FAMILIES[case.target])
+    return "\n" + "".join(
+        f"vLLM 0.32 serves `{head}` for {', '.join(names)} too: {EQUAL}.\n" for head, names in families.items()
+    )

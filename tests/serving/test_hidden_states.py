@@ -15,7 +15,8 @@ import torch
 from mtptrain.config import Dtype, HiddenStatesConfig
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
 from mtptrain.target.families import read_target_config
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import FAMILIES, make_target
 

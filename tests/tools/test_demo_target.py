@@ -9,7 +9,8 @@ import torch
 from data_prep.text_files import STANDARD_LIBRARY, read_text_files
 from mtptrain.data.prompt_files import is_held_out
 from mtptrain.target.hub import DEMO_DIR, load_tokenizer
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from tests.conftest import make_config
 from tools.demo_target import CONTEXT_TOKENS, EXCLUDE, GENERATED, VOCAB_SIZE, encode
 

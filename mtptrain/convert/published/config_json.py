@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
 from mtptrain.target.checkpoint_check import MODEL_OPT_QUANTISATION
-from mtptrain.target.families import head_rope_parameters
+from mtptrain.target.families import head_rope_parameters, norm_eps
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
@@ -330,7 +330,7 @@ def arithmetic(
         {name: value for name, value in head_rope_parameters(each).items() if name != "type"}
         for each in (own, target_config)
     )
-    return {"rope_parameters": (own_rope, rope), "rms_norm_eps": (own.rms_norm_eps, target_config.rms_norm_eps)}
+    return {"rope_parameters": (own_rope, rope), "rms_norm_eps": (own.rms_norm_eps, norm_eps(target_config))}
 
 
 def _refuse_quantisation(path: Path) -> None:

@@ -45,7 +45,6 @@ def documents_or_cache_attention(
     attention_mask: torch.Tensor | None,
     documents: Packing | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attends within packed documents in training, and over a `PositionCache` in decoding.
@@ -55,17 +54,16 @@ def documents_or_cache_attention(
         query: [B, heads, S, head_dim]; B = 1 with `documents`.
         key: [B, kv heads, slots, head_dim].
         value: [B, kv heads, slots, value head_dim].
-        attention_mask: see `causal_or_masked_attention`; unused with `documents`.
+        attention_mask: None.
         documents: the packed documents in training; None in decoding.
         scaling: scale of the scores; with `documents` it must be 1 / sqrt(head_dim).
-        sliding_window: the layer's window; used only without a mask and without `documents`.
-        kwargs: other arguments that transformers passes, which must be among `UNUSED_KEYWORDS`.
+        kwargs: those of `causal_or_masked_attention` in decoding; others must be among `UNUSED_KEYWORDS`.
 
     Returns:
         The attention output [B, S, heads, value head_dim], and None in place of attention weights.
     """
     if documents is None:
-        return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, sliding_window, **kwargs)
+        return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, **kwargs)  # type: ignore[arg-type]
     refuse_keywords(module, kwargs)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, (kv) heads, head_dim]
     return depth_attention(query, key, value, [], [], documents)[None], None

@@ -1,4 +1,7 @@
-"""Extracts residual streams with transformers from whole documents, packed without padding."""
+"""Extracts residual streams with transformers from whole documents, packed without padding.
+
+A target whose layers keep states reads documents padded on the right: packed documents would read each other's states.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mtptrain.target.causal_attention import causal_attention, refuse_keywords
+from mtptrain.target.causal_attention import (
+    CAUSAL_OR_MASKED,
+    FULL,
+    Extras,
+    MaskOf,
+    SeenSlots,
+    causal_attention,
+    refuse_keywords,
+    tempered,
+)
 from mtptrain.target.model import Target
+from mtptrain.target.self_check import check_texts, refuse_difference, refusing_errors, short_limits
 
 PACKED = "mtptrain_packed"
 """The name under which `packed_attention` is registered with transformers."""
@@ -37,7 +51,7 @@ class TransformersStreams:
         self.target, self.layers, self.batch_tokens = target, layers, batch_tokens
         target.model.set_attn_implementation(PACKED)
         if compile_layers:
-            for layer in target.model.model.layers:
+            for layer in target.layers:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
@@ -50,7 +64,8 @@ class TransformersStreams:
             yield self._extract_shard(prompts)
 
     def _extract_shard(self, prompts: Sequence[NDArray[np.int32]]) -> Iterator[tuple[int, torch.Tensor]]:
-        for batch in token_budget_batches([len(prompt) for prompt in prompts], self.batch_tokens):
+        lengths = [len(prompt) for prompt in prompts]
+        for batch in token_budget_batches(lengths, self.batch_tokens, self.target.form.keeps_states):
             streams = residual_streams(self.target, [torch.from_numpy(prompts[i]) for i in batch], self.layers)
             if streams.is_cuda:
                 # Other threads copy the states on their own CUDA streams.
@@ -58,20 +73,22 @@ class TransformersStreams:
             yield from zip(batch, streams.split([len(prompts[i]) for i in batch]), strict=True)
 
 
-def token_budget_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def token_budget_batches(lengths: Sequence[int], batch_tokens: int, is_padded: bool = False) -> Iterator[list[int]]:
     """Yields batches of document indices, longest documents first.
 
-    A batch has at most `batch_tokens` tokens, unless it is a single longer document. Documents of equal length are next
-    to each other, so that attention handles them in one call.
+    A batch has at most `batch_tokens` tokens, with its padding if `is_padded`, unless it is a single longer document.
+    Documents of equal length are next to each other, so that attention handles them in one call.
     """
     batch: list[int] = []
     room = batch_tokens
     for index in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        if batch and lengths[index] > room:
+        size = lengths[batch[0]] if batch and is_padded else lengths[index]
+        if batch and size > room:
             yield batch
             batch, room = [], batch_tokens
+            size = lengths[index]
         batch.append(index)
-        room -= lengths[index]
+        room -= size
     if batch:
         yield batch
 
@@ -88,18 +105,54 @@ def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: 
         The streams [N, L, H] of all N tokens, in the target's dtype and on the device of its embeddings.
     """
     with target.capturing(layers) as streams:
-        packed_forward(target, documents)
-    return torch.stack([streams[k][0].to(target.device) for k in layers], dim=1)
+        if not target.form.keeps_states:
+            packed_forward(target, documents)
+            return torch.stack([streams[k][0].to(target.device) for k in layers], dim=1)
+        padded_forward(target, documents)
+    longest = max(len(document) for document in documents)
+    rows = [torch.arange(len(document)) + index * longest for index, document in enumerate(documents)]
+    tokens = torch.cat(rows).to(target.device)  # which of all tokens are no padding
+    return torch.stack([streams[k].flatten(0, 1).to(target.device)[tokens] for k in layers], dim=1)
+
+
+@torch.no_grad()
+def check_streams(target: Target) -> None:
+    """Compare the streams of several documents with those of the model's own forward over each document.
+
+    Raises:
+        UserError: they differ.
+    """
+    text, other = check_texts(target)
+    layers = tuple(range(len(target.layers) + 1))
+    documents = [text[:-3], text, other]
+    with short_limits(target), refusing_errors(target, "the forward of several documents"):
+        with target.attention(PACKED):
+            ours = residual_streams(target, documents, layers).split([len(document) for document in documents])
+        for document, streams in zip(documents, ours, strict=True):
+            with target.attention("eager"), target.capturing(layers) as own:
+                target.model(input_ids=document[None], use_cache=False)
+            for layer in layers:
+                wanted = own[layer][0].to(target.device)
+                refuse_difference(target, f"states of documents after {layer} layers", streams[:, layer], wanted)
+
+
+@torch.inference_mode()
+def padded_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
+    """Run a target over documents that are padded on the right; each is a tensor of token ids [n]."""
+    input_ids = pad_sequence(list(documents), batch_first=True).long().to(target.device)  # [B, S]
+    positions = torch.arange(input_ids.shape[1], device=target.device).expand(len(documents), -1)
+    with target.attention(CAUSAL_OR_MASKED):
+        seen = SeenSlots(target.form.masks, None, positions)
+        target.decoder(input_ids=input_ids, position_ids=positions, use_cache=False, seen_slots=seen)
 
 
 @torch.inference_mode()
 def packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
     """Run a target with packed attention over documents; each is a tensor of token ids [n]."""
-    packed = PackedDocuments.of([len(document) for document in documents], target.device)
+    lengths = [len(document) for document in documents]
+    packed = PackedDocuments.of(lengths, target.device, target.form.masks)
     input_ids = torch.cat(list(documents)).long()[None].to(target.device)  # [1, N]
-    target.model.model(
-        input_ids=input_ids, position_ids=packed.positions[None], use_cache=False, packed_documents=packed
-    )
+    target.decoder(input_ids=input_ids, position_ids=packed.positions[None], use_cache=False, packed_documents=packed)
 
 
 @dataclass(frozen=True)
@@ -114,16 +167,22 @@ class PackedDocuments:
     """First token of each document, and N at the end, i32[documents + 1]."""
     longest: int
     """Number of tokens in the longest document."""
+    layer_masks: tuple[MaskOf | None, ...] = ()
+    """The tokens of its document that a token sees in each layer; all of them where this is empty."""
+
+    def mask_of(self, module: torch.nn.Module) -> MaskOf:
+        """Returns which tokens of its document a token sees in a layer's attention."""
+        return (self.layer_masks[int(module.layer_idx)] if self.layer_masks else None) or FULL  # type: ignore[arg-type]
 
     @staticmethod
-    def of(lengths: list[int], device: torch.device) -> "PackedDocuments":
+    def of(lengths: list[int], device: torch.device, layer_masks: tuple[MaskOf | None, ...] = ()) -> "PackedDocuments":
         runs, start = [], 0
         for length, run in groupby(lengths):
             runs.append((start, count := len(list(run)), length))
             start += count * length
         positions = torch.cat([torch.arange(length) for length in lengths])
         offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-        return PackedDocuments(tuple(runs), positions.to(device), offsets.to(device), max(lengths))
+        return PackedDocuments(tuple(runs), positions.to(device), offsets.to(device), max(lengths), layer_masks)
 
 
 def packed_attention(
@@ -134,7 +193,8 @@ def packed_attention(
     attention_mask: None,
     scaling: float,
     packed_documents: PackedDocuments,
-    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Returns causal attention inside each document, with the signature that transformers expects.
@@ -144,25 +204,29 @@ def packed_attention(
         query: [1, heads, N, head_dim].
         key: [1, kv heads, N, head_dim].
         value: [1, kv heads, N, value head_dim].
-        attention_mask: None; `packed_documents` replaces it.
+        attention_mask: must be None; `packed_documents` replaces it.
         scaling: scale of the scores.
         packed_documents: the boundaries of the documents.
-        sliding_window: number of tokens that each token sees, itself included; None for all.
+        softcap: soft cap of the scores.
+        s_aux: sinks of the attention heads.
         kwargs: other arguments that transformers passes, which must be among `UNUSED_KEYWORDS`.
 
     Returns:
         The attention output [1, N, heads, value head_dim], and None in place of attention weights.
     """
-    refuse_keywords(module, kwargs)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
-        return _varlen(query, key, value, scaling, packed_documents, sliding_window), None
+    refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
+    mask, extras = packed_documents.mask_of(module), Extras(softcap, s_aux)
+    query = tempered(module, query, packed_documents.positions[None], num_read=0)
+    has_kernel = mask.chunk is None and not extras and query.shape[-1] == value.shape[-1]
+    if has_kernel and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, scaling, packed_documents, mask.window), None
     outs = []
     for start, count, length in packed_documents.runs:
         queries, keys, values = (
             x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
             for x in (query, key, value)
         )
-        out = causal_attention(queries, keys, values, scaling, sliding_window)  # [count, heads, length, head_dim]
+        out = causal_attention(queries, keys, values, scaling, mask, extras)  # [count, heads, length, head_dim]
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)[None], None
 

@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig
 
 from mtptrain.config import HiddenStatesConfig
 from mtptrain.serving.vllm_client import SHOWN_LINES, WORKER, find_python
-from mtptrain.target.families import read_target_config, sliding_window
+from mtptrain.target.families import key_heads, read_target_config, sliding_window
+from mtptrain.target.form import find_form
 from mtptrain.utils.errors import UserError
 
 CPU_BATCH_TOKENS = 4096
@@ -55,7 +56,9 @@ of `MiMoModel` leaves them out."""
 
 
 def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
-    """Refuse targets from which vLLM cannot extract hidden states.
+    """Refuse targets from which vLLM is known not to extract hidden states.
+
+    For other families vLLM itself refuses, when it starts, to capture layers that it cannot.
 
     Raises:
         UserError: vLLM does not capture the family's layers or does not support its sliding window or head size, or
@@ -64,6 +67,8 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
     family, reason = target_config.model_type, ""
     if family in WITHOUT_CAPTURE:
         reason = "has layers that vLLM cannot capture"
+    elif find_form(target_config).keeps_states:
+        reason = "has layers that keep states, whose cache has no room for hidden states"
     elif getattr(target_config, "kv_lora_rank", None) is not None:
         reason = "has multi-head latent attention, whose cache has no room for hidden states"
     elif family in ("qwen2", "qwen3") and sliding_window(target_config) is not None:
@@ -335,7 +340,7 @@ def cpu_cache_bytes(
     only one of its pages (`get_kv_cache_groups` in vLLM 0.32).
     """
     page_bytes: int = (  # keys and values
-        CPU_BLOCK_TOKENS * 2 * target_config.num_key_value_heads * _head_size(target_config) * itemsize
+        CPU_BLOCK_TOKENS * 2 * key_heads(target_config) * _head_size(target_config) * itemsize
     )
     num_layers: int = target_config.num_hidden_layers
     state_bytes: int = num_streams * target_config.hidden_size * itemsize

@@ -12,7 +12,7 @@ from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.hidden_states.store import HiddenStore, verify
 from mtptrain.run import Run
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import CPU, LENGTHS, ONE_RANK, ConfigFor, make_documents, read_store
 

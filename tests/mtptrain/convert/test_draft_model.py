@@ -20,7 +20,7 @@ from mtptrain.heads.files import build_head, save_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from tests.conftest import FAMILIES, make_target, run_program
 from tests.mtptrain.convert.draft_models import CPU, DRAFT, Config, load
 

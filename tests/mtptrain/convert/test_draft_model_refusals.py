@@ -101,7 +101,7 @@ BAD_MODELS = {
     ),
     "no language model": (
         lambda path: change_config(make_target(path), model_type="bert"),
-        r"head\.init_from: must be a language model that mtptrain can run, but .* is not: the target's family must",
+        r"head\.init_from: must be a language model that mtptrain can run, but .* is not: .* in the family 'bert' ",
     ),
     "quantised weights": (
         lambda path: change_config(make_target(path), quantization_config={"quant_method": "fp8"}),

@@ -5,9 +5,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.convert.formats import FORMATS, format_for, warn_of_limits
 from mtptrain.convert.limits import LIMITS
-from mtptrain.target.families import SUPPORTED_MODEL_TYPES
+from tests.conftest import FAMILIES
 from tests.mtptrain.convert.conftest import head_config
 
+FAMILIES_IN_TESTS = sorted({family for family, _ in FAMILIES.values()})
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 96,
@@ -144,7 +145,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     """Tests which families each engine serves. Before adding a family here, look it up in the engines."""
     served = {
         (engine, name, family)
-        for family in SUPPORTED_MODEL_TYPES
+        for family in FAMILIES_IN_TESTS
         for engine, name in FORMATS
         if not any(
             row.find_violation(
@@ -170,7 +171,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         if (engine, family) != ("vllm", "gemma3_text")
     }
     expected |= {("vllm", "medusa", family) for family in families}
-    expected |= {("vllm", "draft_model", family) for family in SUPPORTED_MODEL_TYPES}
+    expected |= {("vllm", "draft_model", family) for family in FAMILIES_IN_TESTS}
     assert served == expected | {("transformers", "mtp", "llama")}, (
         "transformers must serve llama only, because mistral's default config has a sliding window"
     )

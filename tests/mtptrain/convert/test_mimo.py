@@ -19,7 +19,7 @@ from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import load_tokenizer
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
 from tests.mtptrain.convert.conftest import random_head

@@ -19,7 +19,8 @@ from mtptrain.decoding.speculate import speculate
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from tests.conftest import make_target
 from tests.mtptrain.convert.conftest import head_config, random_head, shapes, target_config
 from tests.mtptrain.convert.test_vllm import LAYER

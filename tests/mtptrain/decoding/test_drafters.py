@@ -15,7 +15,8 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.target.model import Target, Verified, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target, Verified
 from tests.conftest import make_target
 
 Plain = tuple[list[int], int, list[int], list[list[int]]]

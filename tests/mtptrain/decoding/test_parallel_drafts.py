@@ -14,7 +14,8 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.heads.peagle import PeagleHead
-from mtptrain.target.model import Target, Verified, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
 
 K = 4

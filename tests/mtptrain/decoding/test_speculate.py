@@ -11,7 +11,8 @@ from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import accept_chosen
-from mtptrain.target.model import Target, Verified, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import as_draft_model
 from tests.mtptrain.decoding.drafting import PARALLEL_OR_MLP, decode, random_head

@@ -13,6 +13,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 
 DEPTHS = 5
@@ -21,8 +22,8 @@ VOCAB_SIZE, HIDDEN_SIZE = 50, 128
 PARTS = FrozenParts(
     embed_tokens=torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4)),
     norm_weight=torch.ones(HIDDEN_SIZE),
-    norm_eps=1e-6,
     lm_head=torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(5)) / 10,
+    form=find_form(LlamaConfig(num_hidden_layers=1)),
 )
 
 

@@ -10,7 +10,8 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.train import check_one_start
 from tests.conftest import make_config
 

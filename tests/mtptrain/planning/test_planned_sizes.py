@@ -15,7 +15,7 @@ from mtptrain.planning.costs import target_costs
 from mtptrain.planning.plan import make_plan
 from mtptrain.planning.planner import print_plan
 from mtptrain.target.families import read_target_config
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from mtptrain.training.batches import BatchSchedule
 from tests.conftest import FAMILIES, make_config, make_target, run_program
 from tests.published_targets import PUBLISHED_TARGETS

@@ -12,7 +12,8 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.serving.divergence import first_answer_divergence, first_draft_divergence
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]

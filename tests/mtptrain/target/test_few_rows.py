@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from mtptrain.target.causal_attention import masked_attention
 from mtptrain.target.few_rows import MOST_ROWS, FrozenLinear
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from mtptrain.target.position_cache import PositionCache
 
 WEIGHT, BIAS = torch.randn(24, 48), torch.randn(24)

@@ -19,7 +19,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import cache_dir
 from mtptrain.target.gguf_model import LLAMA3_ROPE
 from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from tests.conftest import TINY_SETTINGS, make_target, make_tokenizer, run_program, write_text_files
 from tests.gguf_files import MERGED, write_gguf
 from tests.mtptrain.target.inputs import CPU, TOKENS

@@ -12,7 +12,7 @@ import torch
 
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import load_tokenizer
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('it_ran').touch()\nclass Evil: pass\n"
@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "model": (
         "config.json",
         {**EVIL_MODEL, "model_type": "evil"},
-        r"model_type must be one of llama, .*, because mtptrain never runs a target's own code, but is 'evil'",
+        r"model_type must be a family of transformers, because mtptrain never runs a target's own code, but is 'evil'",
     ),
     "kernels": ("config.json", {"attn_implementation": "evil/kernels"}, r"attn_implementation must be unset, because"),
     "kernels by layer": ("config.json", {"_attn_implementation": {"": "a/b"}}, r"attn_implementation must be unset"),

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from mtptrain.target.frozen_parts import load_frozen_parts
-from mtptrain.target.model import Target, check_placement, load_target
+from mtptrain.target.loading import check_placement, load_target
+from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import make_target
 from tests.quantised import quantise

@@ -5,12 +5,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from mtptrain.config import LossKind
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import DflashHead, DflashLayer
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import make_batch
 from mtptrain.training.forward import training_losses
@@ -139,8 +141,8 @@ def test_losses_and_gradients_equal_the_plain_formula(
     frozen = FrozenParts(
         embed_tokens=torch.randn(V, H, generator=generator),
         norm_weight=torch.ones(H),
-        norm_eps=1e-6,
         lm_head=torch.randn(V, H, generator=generator) * 0.2,
+        form=find_form(LlamaConfig(num_hidden_layers=1)),
     )
     stored = [
         StoredDocument(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import functional_call
-from transformers import AutoModel
+from transformers import AutoModel, LlamaConfig
 
 from mtptrain.config import LossKind
 from mtptrain.heads import HEADS
@@ -22,6 +22,7 @@ from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import make_batch
 from mtptrain.training.forward import training_losses
@@ -228,8 +229,8 @@ def test_losses_and_gradients_equal_the_plain_formula(
     frozen = FrozenParts(
         embed_tokens=torch.randn(V, H, generator=generator),
         norm_weight=torch.ones(H),
-        norm_eps=1e-6,
         lm_head=torch.randn(V, H, generator=generator) * 0.2,
+        form=find_form(LlamaConfig(num_hidden_layers=1)),
     )
     states = [torch.randn(len(ids), H, generator=generator) for ids, _ in documents]
     aux = [torch.randn(len(ids), max(1, len(head.capture_layers)), H, generator=generator) for ids, _ in documents]
@@ -254,7 +255,9 @@ def test_training_on_data_takes_the_next_tokens_of_the_documents() -> None:
     head = build_head(HEADS[name].Config(**head_settings), tiny_config())
     documents: list[Document] = [(list(range(3, 20)), [0] * 5 + [1] * 12), (list(range(30, 40)), [0, 0, *[1] * 8])]
     states = [torch.randn(len(ids), H) for ids, _ in documents]
-    frozen = FrozenParts(torch.randn(V, H), torch.ones(H), 1e-6, torch.randn(V, H))
+    frozen = FrozenParts(
+        torch.randn(V, H), torch.ones(H), torch.randn(V, H), find_form(LlamaConfig(num_hidden_layers=1))
+    )
     loss = LossSettings(LossKind.data_ce)
     stored = [
         StoredDocument(i, torch.tensor(ids), torch.tensor(mask, dtype=torch.uint8), states[i], None)

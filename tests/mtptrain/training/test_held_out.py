@@ -14,7 +14,8 @@ from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
 from mtptrain.training.losses import LossSettings

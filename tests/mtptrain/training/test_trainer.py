@@ -9,7 +9,7 @@ import torch
 
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import HiddenStore, StoredDocument
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.deepspeed_engine import check_deepspeed, total_norm
 from mtptrain.training.trainer import is_compiled, warmup_cosine

@@ -20,7 +20,6 @@ from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import Target
-from mtptrain.target.position_cache import PositionCache
 from tests.conftest import make_target
 from tests.mimo import add_mimo_layer
 from tests.serving.cases import CONTEXT_TOKENS, HEAD_CONFIGS, TARGETS, Case
@@ -75,7 +74,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_all_depths else 3
     num_tokens = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    states = target.forward(tokens, positions, PositionCache(tokens.shape[1]), head.read_layers)
+    states = target.forward(tokens, positions, target.cache(tokens.shape[1]), head.read_layers)
     target_states = (states.post_norm_states if states.aux_hidden_states is None else states.aux_hidden_states)[
         :, :num_tokens
     ]

@@ -12,7 +12,7 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.model import load_target
+from mtptrain.target.loading import load_target
 from mtptrain.train import check_one_start
 from tests.conftest import FAMILIES, make_target
 

@@ -12,7 +12,8 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
     residual_streams,
     token_budget_batches,
 )
-from mtptrain.target.model import Target, load_target
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from tests.conftest import FAMILIES, make_target
 
 LENGTHS = [50, 50, 33, 33, 33, 7, 1]

@@ -1,0 +1,362 @@
+"""Finds out how a family of models is built: one forward of its code without weights, in which nothing is looked up.
+
+A model of any size is built on the meta device, where tensors have shapes and no values. Its decoder layers pass their
+input on, except the last one, which returns random states; only the final norm and a small lm_head have values. So one
+forward, which takes milliseconds, shows where the parts of the model are, how logits follow from the last residual
+stream, and which mask each layer asks transformers for.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import (
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
+
+from mtptrain.target.causal_attention import MaskOf
+from mtptrain.target.hub import DOWNLOAD_AGAIN
+from mtptrain.utils.errors import UserError, error_summary
+
+PROBE = "mtptrain_probe"
+"""The name under which `_note_mask` is registered with transformers."""
+TOLERANCE = 2e-6
+"""Largest difference between what a model and its form compute in fp32, in shares of the largest value."""
+ROWS, VOCAB = 16, 64
+"""Number of tokens and of logits in the probe."""
+
+
+@dataclass(frozen=True)
+class TargetForm:
+    """Where the parts of a language model are, and how its logits follow from its last residual stream."""
+
+    decoder: str
+    """Name of the module that runs the embeddings, layers and final norm, such as `model`."""
+    layers: str
+    """Name of the list of decoder layers inside the model, such as `model.layers`."""
+    norm: str
+    """Name of the final norm, whose input is the last residual stream."""
+    embed_tokens: str
+    lm_head: str
+    masks: tuple[MaskOf | None, ...]
+    """The mask of each layer; None for a layer without attention."""
+    keeps_states: bool
+    """Whether some layers keep a state instead of keys and values, or beside them."""
+    rotary_dim: int | None
+    """Number of dimensions of a query that are rotated in layers with full attention; None without rotary embedding."""
+    has_norm_bias: bool = False
+    has_lm_head_bias: bool = False
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
+    """Added to the norm's weight: 1 in families that store weight - 1."""
+    norm_eps: float = 1e-6
+    rounds_before_weight: bool = True
+    """Whether the normalised states are rounded to the model's dtype before they are multiplied by the weight."""
+    state_scale: float = 1.0
+    """Factor of the post-norm states before lm_head."""
+    logit_scale: float = 1.0
+    """Factor of lm_head's output."""
+    soft_cap: float | None = None
+    """Cap c of the logits, which become c * tanh(logits / c)."""
+
+    def tensor_names(self, is_tied: bool) -> set[str]:
+        """Returns the names of the tensors that logits need; without lm_head's weight where it is the embeddings."""
+        names = {f"{self.embed_tokens}.weight", f"{self.norm}.weight", f"{self.lm_head}.weight"}
+        names -= {f"{self.lm_head}.weight"} if is_tied else set()
+        biases = {f"{self.norm}.bias": self.has_norm_bias, f"{self.lm_head}.bias": self.has_lm_head_bias}
+        return names | {name for name, is_there in biases.items() if is_there}
+
+    def normed(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns the post-norm states of streams [..., H], with the same rounding as the model's own norm."""
+        states, dtype = states.float(), weight.dtype
+        if self.norm_kind == "layer":
+            states = states - states.mean(-1, keepdim=True)
+        normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)
+        if self.rounds_before_weight:
+            return weight * normed.to(dtype)
+        normed = normed * (self.norm_offset + weight.float() if self.norm_offset else weight.float())
+        return (normed if bias is None else normed + bias.float()).to(dtype)
+
+    def scaled_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns what lm_head reads, from post-norm states."""
+        return states if self.state_scale == 1 else states * self.state_scale
+
+    def scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the model's logits, from the output of lm_head."""
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+
+
+_FOUND: dict[tuple[type, str], TargetForm] = {}
+
+
+def find_form(config: PreTrainedConfig) -> TargetForm:
+    """Returns how the model of a config is built.
+
+    Raises:
+        UserError: transformers cannot build or run the model, or something between its parts is not understood; the
+            message names the step.
+    """
+    key = type(config), config.to_json_string()
+    if key not in _FOUND:
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+                _FOUND[key] = _Probe(config).form()
+        finally:
+            torch.set_default_dtype(dtype)
+    return _FOUND[key]
+
+
+def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """Returns the model of a config in fp32, without memory for its weights.
+
+    Raises:
+        UserError: transformers cannot build it.
+    """
+    own = deepcopy(config)  # transformers writes into it
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(own, trust_remote_code=False, dtype=torch.float32)
+    except Exception as error:  # with a wrong config, the model's code may raise anything
+        path = Path(config.name_or_path or "") / "config.json"
+        raise UserError(
+            f"{path}: must describe a model that transformers can build, but transformers reports "
+            f"{error_summary(error)}; {DOWNLOAD_AGAIN}"
+        ) from error
+    return model.eval()
+
+
+class _Probe:
+    """A model without weights, whose decoder layers are replaced, and what is seen in its forward."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config, self.family = config, config.model_type
+        self.model = build_on_meta(config)
+        self.generator = torch.Generator(device="cpu").manual_seed(0)
+        self.decoder, self.layers = self._find_layers()
+        self.lm_head = self._real_lm_head()
+        self.masks: list[MaskOf | None] = [None] * len(self.layers)
+        # Small rows tell one epsilon of a norm from another.
+        self.stream = self._random(1, ROWS, int(config.hidden_size)) * torch.logspace(-3, 1, ROWS)[:, None]
+        self.norm: nn.Module | None = None
+        self.post_norm = self.last_hidden_state = self.stream
+
+    def form(self) -> TargetForm:
+        logits = self._run()
+        if self.norm is None:
+            raise self._refusal("a norm must read the output of the last layer", "none does")
+        if self.last_hidden_state is not self.post_norm:
+            raise self._refusal("the decoder must return what its final norm does", "it returns something else")
+        names = {id(module): name for name, module in self.model.named_modules()}
+        form = TargetForm(
+            decoder=names[id(self.decoder)],
+            layers=names[id(self.layers)],
+            norm=names[id(self.norm)],
+            embed_tokens=names[id(self.model.get_input_embeddings())],
+            lm_head=names[id(self.lm_head)],
+            masks=tuple(self.masks),
+            keeps_states=any(
+                isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=self.config).layers
+            ),
+            rotary_dim=self._rotary_dim(),
+            has_norm_bias=getattr(self.norm, "bias", None) is not None,
+            has_lm_head_bias=self.lm_head.bias is not None,
+        )
+        return self._fit_logits(self._fit_norm(form), logits)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, device="cpu")
+
+    def _refusal(self, must: str, found: str) -> UserError:
+        return UserError(f"target.path: {must}, but in the family {self.family!r} {found}; choose another target")
+
+    def _find_layers(self) -> tuple[nn.Module, nn.ModuleList]:
+        """Returns the decoder and the list of its layers."""
+        for module in self.model.modules():
+            for child in module.children():
+                if isinstance(child, nn.ModuleList) and len(child) == self.config.num_hidden_layers:
+                    return module, child
+        raise self._refusal("num_hidden_layers must be the length of a list of decoder layers", "there is no such list")
+
+    def _real_lm_head(self) -> nn.Linear:
+        lm_head = self.model.get_output_embeddings()
+        if not isinstance(lm_head, nn.Linear):
+            raise self._refusal("logits must come from a linear layer", f"they come from {type(lm_head).__name__}")
+        lm_head.weight = nn.Parameter(self._random(VOCAB, lm_head.in_features) / lm_head.in_features**0.5)
+        if lm_head.bias is not None:
+            lm_head.bias = nn.Parameter(self._random(VOCAB))
+        return lm_head
+
+    def _run(self) -> torch.Tensor:
+        """Returns the logits [ROWS, VOCAB] of the random states."""
+        for module in self.decoder.children():
+            module.register_forward_pre_hook(self._make_real)
+            module.register_forward_hook(self._keep_norm)
+        self.decoder.register_forward_hook(self._keep_output)
+        self.model.config._attn_implementation = PROBE
+        ids = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
+        problem: Exception | None = None
+        for returns_tuple in (False, True):  # decoder layers return their states, or a tuple that begins with them
+            for index, layer in enumerate(self.layers):
+                layer.forward = self._replacement(index, returns_tuple)
+            try:
+                # With a cache, transformers does not look for packed documents, which would need values.
+                cache = Cache(layer_class_to_replicate=DynamicLayer)
+                logits: torch.Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=False).logits
+            except Exception as error:  # the model's code may raise anything
+                problem = problem or error
+            else:
+                if self.norm is not None and not logits.is_meta:
+                    return logits[0]
+        raise self._refusal(
+            "a model must run with random states after its last layer, by which mtptrain finds its parts",
+            "that fails" if problem is None else f"transformers reports {error_summary(problem)}",
+        ) from problem
+
+    def _replacement(self, index: int, returns_tuple: bool) -> Callable[..., Any]:
+        """Returns the forward of a decoder layer that passes its input on; the last layer returns random states."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            states = args[0] if args else kwargs["hidden_states"]
+            given = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, MaskOf)]
+            self.masks[index] = MaskOf(given[0].window, given[0].chunk) if given else None
+            out = self.stream if index == len(self.layers) - 1 else states
+            return (out, None) if returns_tuple else out
+
+        return forward
+
+    def _make_real(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Give values to a module that reads the random states."""
+        if args and args[0] is self.stream:
+            module.to_empty(device="cpu")
+            for parameter in module.parameters():
+                parameter.uniform_(0.5, 1.5, generator=self.generator)
+
+    def _keep_norm(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args and args[0] is self.stream and isinstance(output, torch.Tensor):
+            self.norm, self.post_norm = module, output
+
+    def _keep_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.last_hidden_state = output.last_hidden_state
+
+    def _rotary_dim(self) -> int | None:
+        for module in self.decoder.modules():
+            for name in ("full_attention_inv_freq", "inv_freq"):
+                frequencies = getattr(module, name, None)
+                if isinstance(frequencies, torch.Tensor):
+                    return 2 * frequencies.shape[-1]
+        return None
+
+    def _fit_norm(self, form: TargetForm) -> TargetForm:
+        """Returns the form with the kind of norm that computes what the model's own does."""
+        norm, stream = self.norm, self.stream[0]
+        assert norm is not None
+        weight: Any = getattr(norm, "weight", None)
+        bias: Any = getattr(norm, "bias", None)
+        if not isinstance(weight, torch.Tensor) or weight.shape != stream.shape[-1:]:
+            raise self._refusal("the final norm must have a weight for each channel", f"{type(norm).__name__} has none")
+        epsilons = {x for x in _numbers({**vars(norm), **self.config.to_dict()}) if 0 < x <= 0.01} | {1e-5, 1e-6}
+        candidates = [
+            replace(form, norm_kind=kind, norm_offset=offset, norm_eps=eps, rounds_before_weight=False)
+            for kind in ("rms", "layer")
+            for offset in (0.0, 1.0)
+            for eps in sorted(epsilons)
+        ]
+        found = _nearest(candidates, lambda each: each.normed(stream, weight, bias), self.post_norm[0])
+        if found is None:
+            raise self._refusal("the final norm must be an RMSNorm or a LayerNorm", f"{type(norm).__name__} is another")
+        if found.norm_kind == "layer" or found.norm_offset or bias is not None:
+            return found
+        # In bf16, the two orders of rounding and multiplying differ.
+        stream, rounded = stream.bfloat16(), replace(found, rounds_before_weight=True)
+        wanted = norm.bfloat16()(stream)
+        return rounded if torch.equal(rounded.normed(stream, weight.bfloat16(), None), wanted) else found
+
+    def _fit_logits(self, form: TargetForm, logits: torch.Tensor) -> TargetForm:
+        """Returns the form with the factors before and after lm_head, and the soft cap."""
+        states, bias, numbers = self.post_norm[0], self.lm_head.bias, sorted(set(_numbers(self.config.to_dict())))
+        raw = F.linear(states, self.lm_head.weight)
+        # A bias tells a factor before lm_head from one after it.
+        columns = torch.stack([raw, raw if bias is None else bias.expand_as(raw)], -1).flatten(0, 1).double()
+        columns = columns[:, :1] if bias is None else columns
+        candidates = []
+        for cap in (None, *(number for number in numbers if number > logits.abs().max())):
+            uncapped = logits.double() if cap is None else torch.atanh(logits.double() / cap) * cap
+            fitted = torch.linalg.lstsq(columns, uncapped.reshape(-1, 1)).solution[:, 0].tolist()
+            after = _exact(fitted[-1], numbers)
+            before = 1.0 if bias is None else _exact(fitted[0] / fitted[1], numbers)
+            candidates.append(replace(form, soft_cap=cap, logit_scale=after, state_scale=before))
+
+        def computed(each: TargetForm) -> torch.Tensor:
+            return each.scaled_logits(F.linear(each.scaled_states(states), self.lm_head.weight, bias))
+
+        found = _nearest(candidates, computed, logits)
+        if found is None:
+            raise self._refusal("logits must follow from lm_head by factors and a soft cap", "they do not")
+        return found
+
+
+def _nearest(
+    candidates: Iterable[TargetForm], compute: Callable[[TargetForm], torch.Tensor], wanted: torch.Tensor
+) -> TargetForm | None:
+    """Returns the candidate that computes what is wanted to within `TOLERANCE`, or None; the first one of equals."""
+    best, least = None, TOLERANCE
+    for each in candidates:
+        error = float((compute(each) - wanted).abs().max() / wanted.abs().max())
+        if error < least:
+            best, least = each, error
+    return best
+
+
+def _numbers(settings: Mapping[str, Any]) -> Iterator[float]:
+    """Yields the positive numbers of a config and of its sections."""
+    for value in settings.values():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+            yield float(value)
+
+
+def _exact(fitted: float, numbers: Iterable[float]) -> float:
+    """Returns the number of the config, or its inverse, that a fitted factor stands for; the fitted one if none is."""
+    for number in (1.0, *numbers):
+        for exact in (number, 1 / number):
+            if abs(fitted / exact - 1) < TOLERANCE:
+                return exact
+    return fitted
+
+
+class _Noted(MaskOf):
+    """Stands for a mask. Some models cut theirs."""
+
+    def __getitem__(self, index: object) -> "_Noted":
+        return self
+
+
+def _note_mask(mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **kwargs: Any) -> MaskOf:
+    """Returns which mask a model asks transformers for, in place of the mask."""
+    if local_size is None:
+        return _Noted()
+    query = torch.tensor(local_size, device="cpu")  # the first position that does not see position 0
+    try:
+        sees_last = bool(mask_function(0, 0, query, query - 1))
+    except NotImplementedError:  # a chunk also depends on the padding before a text, which has no value here
+        sees_last = False
+    return _Noted(window=local_size) if sees_last else _Noted(chunk=local_size)
+
+
+AttentionMaskInterface.register(PROBE, _note_mask)

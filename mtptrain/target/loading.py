@@ -1,0 +1,94 @@
+"""Loads the whole frozen target, after checks that need no weights."""
+
+import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from mtptrain.target.checkpoint_check import check_weights
+from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
+from mtptrain.target.frozen_parts import _refuse_missing
+from mtptrain.target.hub import weight_files
+from mtptrain.target.model import Target
+from mtptrain.target.self_check import check_target
+from mtptrain.utils.errors import UserError, error_summary
+
+
+def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
+    """Returns the whole target on one device, or spread over several by accelerate if it does not fit.
+
+    Raises:
+        UserError: the target has no weights, or a tensor is missing, or `check_placement`, `Target` or `check_target`
+            refuses the target.
+    """
+    config = read_target_config(target_dir)
+    check_placement(target_dir, dtype, device)
+    placement = "auto" if needs_several_devices(target_dir, dtype, device) else device
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        target_dir,
+        config=config,
+        dtype=dtype,
+        device_map=placement,
+        trust_remote_code=False,
+        attn_implementation="eager",  # the model's own attention, with which `check_target` compares ours
+        output_loading_info=True,
+        key_mapping=TEXT_MODEL_NAMES,
+    )
+    model, loading = loaded
+    # transformers initialises missing tensors at random and only logs a warning.
+    _refuse_missing(target_dir, loading["missing_keys"])
+    if hasattr(model, "ct_decompress_hook"):
+        # compressed-tensors restores the weights when the whole model is first called, but `Target` calls parts of it.
+        model.hf_quantizer.compressor.decompress_model(model)
+    target = Target(model)
+    check_target(target)
+    return target
+
+
+def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a target that `load_target` could not place, before any long work.
+
+    Raises:
+        UserError: the target has no weights, or the weights do not belong to the config, transformers cannot run their
+            quantisation here, or the target needs several devices but several ranks share the machine.
+    """
+    check_weights(target_dir)
+    check_quantisation(target_dir, dtype, device)
+    if needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"target.path: {target_dir} must fit one device if several ranks share a machine, but does not; start one "
+            "process, which spreads it over all devices; in training, set train.validation_prompts=0"
+        )
+
+
+def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a quantised target if transformers lacks the package or the hardware that its format needs.
+
+    Raises:
+        UserError: the package or the hardware is missing, or the format is unknown or badly described.
+    """
+    quantisation = getattr(read_target_config(target_dir), "quantization_config", None)
+    if quantisation is None:
+        return
+    try:
+        quantiser = AutoHfQuantizer.from_config(deepcopy(quantisation), pre_quantized=True)
+        quantiser.validate_environment(dtype=dtype, device_map={"": device})
+    except Exception as error:  # each quantiser checks its section in its own way, such as pydantic's ValidationError
+        raise UserError(
+            "target.path: transformers must be able to run the quantised weights that quantization_config in "
+            f"{target_dir / 'config.json'} describes, but reports {error_summary(error)}; install what it names, or "
+            "run this target in vLLM only: hidden_states.backend=vllm, train.validation_prompts=0, and "
+            "mtptrain serving-bench for its acceptance"
+        ) from error
+
+
+def needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether the weights of a target take more than 80 % of a GPU's memory, and there are several GPUs."""
+    if device.type != "cuda" or torch.cuda.device_count() < 2:
+        return False
+    weights_bytes = sum(path.stat().st_size for path in weight_files(target_dir)) * (2 if dtype is torch.float32 else 1)
+    return weights_bytes > 0.8 * torch.cuda.get_device_properties(device).total_memory
