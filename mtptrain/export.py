@@ -33,6 +33,10 @@ from mtptrain.utils.masking import hide_home
 README = "README.md"
 WRITTEN = (CONFIG, PROVENANCE, SERVING, "config.json", "model.safetensors", README)
 """Files of an export by a version that did not list them in its provenance."""
+IMAGE_NOTE = (
+    "The target also reads images. The head was trained and measured on text alone, so prompts with images may have "
+    "fewer drafts accepted."
+)
 HOME_NOTE = "\nIn these paths, `~` is the home directory of whoever wrote the export: write it out in full.\n"
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """Method that vLLM infers, if none is given, from the first of these names that the head's path contains.
@@ -161,6 +165,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
         measured,
         *form.notes(),
         *([mode_note(run.target.mode)] if config.prompts.source.is_chat else []),
+        *([IMAGE_NOTE] if run.target.has_image_encoder else []),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -49,4 +49,5 @@ def test_a_target_of_any_family_goes_through_all_stages(tmp_path: Path, name: st
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "run/acceptance/report.json").read_text())
     assert report["rounds"] > 0
-    assert (tmp_path / f"run/export/{engine}/config.json").is_file()
+    notes = (tmp_path / f"run/export/{engine}/README.md").read_text()
+    assert ("The target also reads images" in notes) == (name in IMAGE_MODELS)

@@ -1,7 +1,8 @@
 """Estimates the memory of decoding: in validation beyond the weights, and of a draft model in serving."""
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mtptrain.config import PipelineConfig, PromptSource
 from mtptrain.heads import HEADS
@@ -9,7 +10,7 @@ from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.target.families import head_dim, key_heads, mlp_size, routed_experts
-from mtptrain.target.form import find_form
+from mtptrain.target.form import build_on_meta, find_form
 
 
 def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
@@ -31,7 +32,9 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     # states, the captured ones, the embeddings, the concatenated input, and the head's own keys and values.
     read_values = forward_values(target_config) + (5 + num_captured) * target_config.hidden_size
     values = (tokens + drafted_slots) * cached_values(target_config) + tokens * read_values
-    return values * int(getattr(torch, config.acceptance.dtype.value).itemsize)
+    # States are kept before a round and after each of its tokens, beside those that the model and the next round use.
+    states = prompts * (config.acceptance.num_speculative_tokens + 4) * state_values(target_config)
+    return values * int(getattr(torch, config.acceptance.dtype.value).itemsize) + states * torch.float32.itemsize
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
@@ -45,10 +48,7 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
 
 
 def cached_values(config: PreTrainedConfig) -> int:
-    """Returns the number of values that the cache of a target or of a draft model holds per token, over all layers.
-
-    The states of layers that keep some are not counted.
-    """
+    """Returns the number of values that the cache of a target or of a draft model holds per token, over all layers."""
     # Latent attention caches the latent from which the keys and values of all attention heads are computed.
     if getattr(config, "kv_lora_rank", None):
         layer_values = config.kv_lora_rank + config.qk_rope_head_dim
@@ -56,6 +56,20 @@ def cached_values(config: PreTrainedConfig) -> int:
         layer_values = 2 * key_heads(config) * head_dim(config)
     num_layers = sum(mask is not None for mask in find_form(config).masks)  # the others keep states
     return int(num_layers * layer_values)
+
+
+@torch.no_grad()
+def state_values(config: PreTrainedConfig) -> int:
+    """Returns the number of values in the states of one sequence, over all layers that keep states."""
+    if not find_form(config).keeps_states:
+        return 0
+    model = build_on_meta(config)
+    model.set_experts_implementation("batched_mm")  # the others look at values, which a model without weights lacks
+    cache = DynamicCache(config=model.config)
+    model(torch.zeros(1, 2, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    states = [state for layer in layers for state in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+    return sum(state.numel() for state in states if state is not None)
 
 
 def forward_values(target_config: PreTrainedConfig) -> int:

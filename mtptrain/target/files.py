@@ -13,6 +13,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import is_gguf
 from mtptrain.target.hub import DEMO, load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.template_kwargs import set_template_kwargs
+from mtptrain.utils.files import read_json
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class TargetFiles:
     def config(self) -> PreTrainedConfig:
         """The config, checked by `read_target_config`."""
         return read_target_config(self.directory)
+
+    @property
+    def has_image_encoder(self) -> bool:
+        """Whether the checkpoint holds an image+text model, of which the target is the language model."""
+        return "text_config" in read_json(self.directory / "config.json")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -107,5 +107,10 @@ class StateCache(PositionCache):
         self._first = self._first[is_kept.to(self._first.device)]
         self._set(self._after[-1])
 
+    @property
+    def state_values(self) -> int:
+        """Number of elements in the states of one sequence, over all layers."""
+        return sum(state[0].numel() for state in self._after[-1])
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self._prompts is not None else self._used_slots

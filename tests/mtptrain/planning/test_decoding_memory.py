@@ -11,13 +11,15 @@ from mtptrain.config import PipelineConfig
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import _default_dtype
-from mtptrain.planning.decoding_memory import cached_values, largest_batch, validation_bytes
+from mtptrain.planning.decoding_memory import cached_values, largest_batch, state_values, validation_bytes
 from mtptrain.planning.meter import Meter
 from mtptrain.planning.plan import make_plan
 from mtptrain.planning.planner import plan_rows, plan_warnings
 from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
+from mtptrain.target.state_cache import StateCache
 from tests.conftest import FAMILIES, make_config
+from tests.families import EXACT, KEEPS_STATES, SIZES
 
 GB = 10**9
 
@@ -139,3 +141,15 @@ def test_the_plan_prints_validation_and_warns_of_it(config_for: Callable[..., Pi
     )
     without = config_for("train.validation_prompts=0")
     assert "validation, each GPU" not in dict(plan_rows(make_plan(without), without))
+
+
+@pytest.mark.parametrize("name", KEEPS_STATES)
+def test_the_states_of_a_sequence_are_planned_exactly(name: str) -> None:
+    family, settings = EXACT[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SIZES, **settings})
+    target = Target(AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32))
+    cache = target.cache(8)
+    target.forward(torch.zeros(1, 5, dtype=torch.long), torch.arange(5)[None], cache)
+    assert isinstance(cache, StateCache)
+    assert state_values(target.config) == cache.state_values > 0
