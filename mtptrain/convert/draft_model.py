@@ -16,6 +16,8 @@ from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import _refuse_quantised, load_frozen_parts
 from mtptrain.target.hub import resolve_target, weight_files
+from mtptrain.target.model import Target
+from mtptrain.target.self_check import check_target
 from mtptrain.utils.errors import UserError
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -106,13 +108,23 @@ def check_start(config: HeadConfig, target: TargetFiles) -> None:
 
 
 def _load(directory: Path, names: Collection[str]) -> Tensors:
-    """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families."""
+    """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families.
+
+    Raises:
+        UserError: mtptrain does not compute what the model's own forward does.
+    """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype="auto", trust_remote_code=False, output_loading_info=True
     )
     model, loading = loaded
     there = set(names) - set(loading["missing_keys"])  # transformers initialises missing tensors at random
-    return {name: tensor for name, tensor in model.state_dict().items() if name in there}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name in there}
+    try:
+        check_target(Target(model))
+    except UserError as error:
+        reason = str(error).removeprefix("target.path: ")
+        raise UserError(f"{directory}: a draft model must be one that mtptrain can run, but {reason}") from error
+    return tensors
 
 
 def _read(files: list[Path], names: Collection[str]) -> Tensors:

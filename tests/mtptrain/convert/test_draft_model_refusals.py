@@ -21,6 +21,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import FAMILIES, make_config, make_target, run_program
+from tests.families import REFUSED, write_member
 from tests.mtptrain.convert.draft_models import DRAFT, Config, load
 
 
@@ -106,6 +107,10 @@ BAD_MODELS = {
     "quantised weights": (
         lambda path: change_config(make_target(path), quantization_config={"quant_method": "fp8"}),
         r"head\.init_from: must be an unquantised model, whose weights can be trained, but .* a quant",
+    ),
+    "attention that mtptrain does not compute": (
+        lambda path: write_member(path, *REFUSED["deepseek_v32"][:2]),
+        r"must be one that mtptrain can run, but the forward of a text over a cache must run for a deepseek_v32",
     ),
     "a missing tensor": (
         without_a_norm,
