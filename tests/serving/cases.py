@@ -74,7 +74,6 @@ MORE_TARGETS = {
     "granite": TargetKind("granite", 1.0, GRANITE | {"logits_scaling": 8.0}),
     "phi3": TargetKind("phi3", 1.5, {"sliding_window": None}),
     "glm4": TargetKind("glm4", 1.5),
-    "ernie4_5": TargetKind("ernie4_5", 1.5),
     "olmoe": TargetKind("olmoe", 1.0, {"num_experts": 8, "num_experts_per_tok": 2}),
     "gpt_oss": TargetKind("gpt_oss", 1.0, LOCAL_EXPERTS | {"sliding_window": 16}),
 }

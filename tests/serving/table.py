@@ -30,7 +30,6 @@ MORE_FAMILIES = {
     "granite": "Granite",
     "phi3": "Phi-3",
     "glm4": "GLM-4",
-    "ernie4_5": "ERNIE-4.5",
     "olmoe": "OLMoE",
     "gpt_oss": "gpt-oss",
 }
