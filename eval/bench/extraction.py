@@ -38,8 +38,7 @@ from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tok
 from mtptrain.hidden_states.extraction.transformers_streams import (
     PACKED,
     TransformersStreams,
-    packed_forward,
-    padded_forward,
+    forward_documents,
     token_budget_batches,
 )
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
@@ -132,9 +131,8 @@ def seconds_of(candidates: Mapping[str, Callable[[], object]], repeats: int, dev
 
 def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:
     target.model.set_attn_implementation(PACKED)
-    forward = padded_forward if target.form.keeps_states else packed_forward
     for batch in token_budget_batches(documents.lengths.tolist(), batch_tokens, target.form.keeps_states):
-        forward(target, [torch.from_numpy(documents.tokens(i)) for i in batch])
+        forward_documents(target, [torch.from_numpy(documents.tokens(i)) for i in batch])
 
 
 def fill_store(

@@ -175,10 +175,8 @@ def speculate(
     # 1. Allocate the sequences and a cache, with room for a round that goes past the last token.
     check_prompts(prompts, max_new_tokens, target.config.max_position_embeddings)
     batch = _Batch(prompts, max_new_tokens, num_speculative_tokens, drafter.draft_slots, eos_token_ids, target.device)
-    cache, clock = (
-        target.cache(batch.num_slots, [len(prompt) for prompt in prompts]),
-        clock or PhaseClock(target.device),
-    )
+    cache = target.cache(batch.num_slots, [len(prompt) for prompt in prompts])
+    clock = clock or PhaseClock(target.device)
     drafter.start(len(prompts), batch.num_slots)
     # 2. The target reads the prompts and chooses the first new token of each.
     with clock.phase("prompt"):

@@ -8,7 +8,7 @@ Inference from Transformers via Speculative Decoding (arXiv 2211.17192).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from mtptrain.target.families import (
     read_target_config,
     sliding_window,
 )
-from mtptrain.target.form import find_form
+from mtptrain.target.form import TargetForm, find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.hub import config_dir
 from mtptrain.target.model import Verified
@@ -154,7 +154,7 @@ class DraftModelHead(Head):
         """Returns the states after the final norm [B, S, H] of tokens [B, S] at these positions."""
         self._checkpoint_layers(False)
         mask = cache.begin(positions)
-        seen = SeenSlots(find_form(self.config).masks, mask, positions, num_read=cache.get_seq_length())
+        seen = SeenSlots(self.form.masks, mask, positions, num_read=cache.get_seq_length())
         output = self.model(
             input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, seen_slots=seen
         )
@@ -167,8 +167,12 @@ class DraftModelHead(Head):
 
     def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
         """Returns the model's logits [..., V], scaled and capped as in its family."""
-        form = find_form(self.config)
-        return form.scaled_logits(super().logits(form.scaled_states(states), parts))
+        return self.form.scaled_logits(super().logits(self.form.scaled_states(states), parts))
+
+    @cached_property
+    def form(self) -> TargetForm:
+        """How the model is built."""
+        return find_form(self.config)
 
     def _checkpoint_layers(self, is_on: bool) -> None:
         for layer in self.model.layers:

@@ -9,7 +9,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
-from mtptrain.target.families import head_dim, key_heads, mlp_size, routed_experts
+from mtptrain.target.families import head_dim, key_heads, largest, mlp_size, routed_experts
 from mtptrain.target.form import build_on_meta, find_form
 
 
@@ -76,8 +76,7 @@ def forward_values(target_config: PreTrainedConfig) -> int:
     """Returns the approximate number of values per token alive in the MLP, the widest part of a decoder layer."""
     hidden_size = target_config.hidden_size
     dense = 3 * mlp_size(target_config)
-    experts_size = getattr(target_config, "moe_intermediate_size", None)
-    experts_size = max(experts_size) if isinstance(experts_size, list | tuple) else experts_size
+    experts_size = largest(target_config, "moe_intermediate_size")
     routed = routed_experts(target_config)[0] * (3 * experts_size + 2 * hidden_size) if experts_size else 0
     # Four more rows of the hidden size: residual stream, its norm, the MLP's output, and the sum of stream and output.
     return int(max(dense, routed) + 4 * hidden_size)

@@ -26,8 +26,7 @@ def print_plan(config: PipelineConfig) -> Plan:
     """Print the plan of a run, and warn about everything that will not fit.
 
     Raises:
-        UserError: the target does not exist or is refused, or the head does not fit the
-            target.
+        UserError: the target does not exist or is refused, or the head does not fit the target.
     """
     plan = make_plan(config)
     table = Table(title=f"plan of {config.run_dir}: memory and time are estimates", show_header=False)

@@ -38,19 +38,19 @@ class StoredTensor(NamedTuple):
         return tensor
 
 
-def stored_tensors(target_dir: Path, model: PreTrainedModel) -> dict[str, StoredTensor]:
+def stored_tensors(target_dir: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a target's weight files, by their names in transformers' model.
 
     Tensors that transformers joins with others, such as those of single experts, keep their names in the files. This
     reads only the headers.
 
-    Args:
-        target_dir: the target.
-        model: its model, which may be on the meta device.
-
     Raises:
-        UserError: the target has no weights, or a file is damaged.
+        UserError: the target has no weights, or a file is damaged, or transformers cannot build its model.
     """
+    return _stored_for(build_on_meta(read_target_config(target_dir)), target_dir)
+
+
+def _stored_for(model: PreTrainedModel, target_dir: Path) -> dict[str, StoredTensor]:
     mapping = get_model_conversion_mapping(model, key_mapping=TEXT_MODEL_NAMES)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -62,8 +62,8 @@ def stored_tensors(target_dir: Path, model: PreTrainedModel) -> dict[str, Stored
     return found
 
 
-def check_weights(target_dir: Path) -> None:
-    """Refuse weights that do not belong to the target's config.
+def check_weights(target_dir: Path) -> dict[str, StoredTensor]:
+    """Returns `stored_tensors`, and refuses weights that do not belong to the target's config.
 
     This reads only the headers of the files, except for an lm_head that should not be there.
 
@@ -73,7 +73,7 @@ def check_weights(target_dir: Path) -> None:
     """
     config = read_target_config(target_dir)
     model = build_on_meta(config)
-    form, tensors = find_form(config), stored_tensors(target_dir, model)
+    form, tensors = find_form(config), _stored_for(model, target_dir)
     _check_layers(target_dir, config, form, tensors)
     is_quantised = (
         getattr(config, "quantization_config", None) is not None or (target_dir / MODEL_OPT_QUANTISATION).is_file()
@@ -100,6 +100,7 @@ def check_weights(target_dir: Path) -> None:
                 "tie_word_embeddings=true, so that engines ignore it, but differs; set tie_word_embeddings=false in "
                 "config.json, or remove the tensor"
             )
+    return tensors
 
 
 def _check_layers(target_dir: Path, config: PreTrainedConfig, form: TargetForm, tensor_names: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ SIZES = (
 )
 """Settings that must be at least 1 if the config has them."""
 
-NEEDED_SIZES = (*("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),)
+NEEDED_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 """Settings without which a config is not that of a transformer; pure Mamba models lack some."""
 
 MOST_LAYERS = 10_000
@@ -243,19 +243,22 @@ def has_window_in_all_layers(config: PreTrainedConfig) -> bool:
 
 def _ignores_windows(config: PreTrainedConfig) -> bool:
     """Returns whether the config sets windows that the family's code in transformers does not implement."""
-    window = getattr(config, "sliding_window", None)
-    if window is None and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        return True
-    is_short = window is not None and window < config.max_position_embeddings
-    types = getattr(config, "layer_types", None) or ()
-    is_wanted = "sliding_attention" in types if types else is_short and getattr(config, "use_sliding_window", True)
-    return is_wanted and sliding_window(config) is None
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if types:
+        return "sliding_attention" in types and (window is None or sliding_window(config) is None)
+    is_wanted = getattr(config, "use_sliding_window", True) and window is not None
+    return bool(is_wanted and window < config.max_position_embeddings and sliding_window(config) is None)
 
 
 def mlp_size(config: PreTrainedConfig) -> int:
     """Returns the intermediate size of a head's MLP: the target's, or 4 H if all its layers are mixtures."""
-    size = getattr(config, "intermediate_size", None)
-    return int((max(size) if isinstance(size, list | tuple) else size) or 4 * config.hidden_size)
+    return largest(config, "intermediate_size") or 4 * int(config.hidden_size)
+
+
+def largest(config: PreTrainedConfig, *names: str) -> int:
+    """Returns the first of these settings that a config has, and of one that differs by layer the largest; else 0."""
+    values = [value for name in names if (value := getattr(config, name, None))]
+    return int(max(values[0]) if isinstance(values[0], list | tuple) else values[0]) if values else 0
 
 
 def key_heads(config: PreTrainedConfig) -> int:
@@ -265,14 +268,10 @@ def key_heads(config: PreTrainedConfig) -> int:
 
 def routed_experts(config: PreTrainedConfig) -> tuple[int, int]:
     """Returns how many routed experts of a layer a token uses, and how many there are; 1 and 1 without experts."""
-
-    def first(*names: str) -> int:
-        values = [getattr(config, name, None) for name in names]
-        counts = [max(value) if isinstance(value, list | tuple) else value for value in values if value]
-        return int(counts[0]) if counts else 0
-
-    number = first("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    used = first("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "experts_per_token")
+    number = largest(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    used = largest(
+        config, "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "experts_per_token"
+    )
     return (min(used or number, number), number) if number else (1, 1)
 
 

@@ -157,8 +157,7 @@ class _Probe:
 
     def form(self) -> TargetForm:
         logits = self._run()
-        if self.norm is None:
-            raise self._refusal("a norm must read the output of the last layer", "none does")
+        assert self.norm is not None
         if self.last_hidden_state is not self.post_norm:
             raise self._refusal("the decoder must return what its final norm does", "it returns something else")
         names = {id(module): name for name, module in self.model.named_modules()}

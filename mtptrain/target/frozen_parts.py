@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.target.checkpoint_check import PLAIN_DTYPES, StoredTensor, check_weights, stored_tensors
 from mtptrain.target.families import read_target_config
-from mtptrain.target.form import TargetForm, build_on_meta, find_form
+from mtptrain.target.form import TargetForm, find_form
 from mtptrain.utils.errors import UserError
 
 
@@ -78,14 +78,9 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     """
     config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)
-    check_weights(target_dir)
-    wanted, tensors = find_form(config).tensor_names(config.tie_word_embeddings), _stored(target_dir)
+    wanted, tensors = find_form(config).tensor_names(config.tie_word_embeddings), check_weights(target_dir)
     _refuse_missing(target_dir, wanted - tensors.keys())
     return FrozenParts.of(config, {name: tensors[name].read() for name in wanted})
-
-
-def _stored(target_dir: Path) -> dict[str, StoredTensor]:
-    return stored_tensors(target_dir, build_on_meta(read_target_config(target_dir)))
 
 
 def refuse_quantised_parts(target_dir: Path) -> None:
@@ -95,12 +90,13 @@ def refuse_quantised_parts(target_dir: Path) -> None:
         UserError: the target has no weights, or one of these tensors is quantised.
     """
     form = find_form(read_target_config(target_dir))
-    _refuse_quantised(target_dir, (f"{form.embed_tokens}.", f"{form.norm}.", f"{form.lm_head}."))
+    prefixes = (f"{form.embed_tokens}.", f"{form.norm}.", f"{form.lm_head}.")
+    _refuse_quantised(stored_tensors(target_dir), prefixes)
 
 
-def _refuse_quantised(target_dir: Path, prefixes: tuple[str, ...]) -> None:
+def _refuse_quantised(tensors: Mapping[str, StoredTensor], prefixes: tuple[str, ...]) -> None:
     """Refuse quantised tensors and their scales in modules with one of these prefixes."""
-    for in_model, (path, name, dtype, _) in sorted(_stored(target_dir).items()):
+    for in_model, (path, name, dtype, _) in sorted(tensors.items()):
         module, _, parameter = name.rpartition(".")
         if in_model.startswith(prefixes) and (dtype not in PLAIN_DTYPES or "scale" in parameter):
             raise UserError(
@@ -121,10 +117,11 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     config = read_target_config(target_dir)
     form = find_form(config)
     prefix = f"{form.layers}.{config.num_hidden_layers - 1}."
-    _refuse_quantised(target_dir, (prefix,))
+    tensors = stored_tensors(target_dir)
+    _refuse_quantised(tensors, (prefix,))
     return {
         name.removeprefix(prefix): tensor.read().float() + form.norm_offset * name.endswith("norm.weight")
-        for name, tensor in _stored(target_dir).items()
+        for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
 

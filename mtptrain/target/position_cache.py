@@ -99,16 +99,21 @@ class PositionCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values [B, heads, S, head_dim] to the slots of `begin`; returns those of all slots in use."""
-        if layer_idx not in self._keys:
-            batch, heads = key_states.shape[:2]
-            self._keys[layer_idx] = key_states.new_zeros(batch, heads, self.num_slots, key_states.shape[-1])
-            self._values[layer_idx] = value_states.new_zeros(batch, heads, self.num_slots, value_states.shape[-1])
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys, values = self._slots(layer_idx, key_states, value_states, len(key_states))
         written = self._written_on(keys.device)
         sequences = torch.arange(keys.shape[0], device=keys.device)[:, None]  # [B, 1]
         keys[sequences, :, written] = key_states.transpose(1, 2)
         values[sequences, :, written] = value_states.transpose(1, 2)
         return keys[:, :, : self._used_slots], values[:, :, : self._used_slots]
+
+    def _slots(
+        self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor, batch: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a layer's keys and values of all slots [batch, heads, slots, head_dim], made when first needed."""
+        for tensors, states in ((self._keys, key_states), (self._values, value_states)):
+            if layer_idx not in tensors:
+                tensors[layer_idx] = states.new_zeros(batch, states.shape[1], self.num_slots, states.shape[-1])
+        return self._keys[layer_idx], self._values[layer_idx]
 
     @property
     def values_per_slot(self) -> int:

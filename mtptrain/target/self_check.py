@@ -32,18 +32,19 @@ def check_target(target: Target) -> None:
     """
     ids = check_texts(target)
     positions = torch.arange(NUM_TOKENS, device=target.device).repeat(len(ids), 1)
-    with short_limits(target), refusing_errors(target, "the forward of transformers"), target.attention("eager"):
-        own = target.model(input_ids=ids, use_cache=False).logits.to(target.device)
-    with short_limits(target), refusing_errors(target, "the forward of a text over a cache"):
-        whole = target.forward(ids, positions, target.cache(NUM_TOKENS), (len(target.layers),))
-        refuse_difference(target, "the logits of a text", target.logits(whole.post_norm_states), own)
-        last = whole.read_by((len(target.layers),))[..., 0, :]
-        rebuilt = target.parts.logits(target.parts.final_norm(last))
-        refuse_difference(target, "the logits of the last stream", rebuilt, own)
-        reread = _with_rejected_drafts(target, ids, positions)
-        # Only the tokens after the prompt: the median must not be that of a prompt.
-        ours, theirs = target.logits(reread[:, NUM_PROMPT_TOKENS:]), own[:, NUM_PROMPT_TOKENS:]
-        refuse_difference(target, "the logits after rejected drafts", ours, theirs)
+    with short_limits(target):
+        with refusing_errors(target, "the forward of transformers"), target.attention("eager"):
+            own = target.model(input_ids=ids, use_cache=False).logits.to(target.device)
+        with refusing_errors(target, "the forward of a text over a cache"):
+            whole = target.forward(ids, positions, target.cache(NUM_TOKENS), (len(target.layers),))
+            refuse_difference(target, "the logits of a text", target.logits(whole.post_norm_states), own)
+            last = whole.read_by((len(target.layers),))[..., 0, :]
+            rebuilt = target.parts.logits(target.parts.final_norm(last))
+            refuse_difference(target, "the logits of the last stream", rebuilt, own)
+            reread = _with_rejected_drafts(target, ids, positions)
+            # Only the tokens after the prompt: the median must not be that of a prompt.
+            ours, theirs = target.logits(reread[:, NUM_PROMPT_TOKENS:]), own[:, NUM_PROMPT_TOKENS:]
+            refuse_difference(target, "the logits after rejected drafts", ours, theirs)
 
 
 def check_texts(target: Target) -> torch.Tensor:

@@ -94,11 +94,9 @@ class StateCache(PositionCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._prompts is None:
             return super().update(key_states, value_states, layer_idx)
-        for tensors, states in ((self._keys, key_states), (self._values, value_states)):
-            if layer_idx not in tensors:
-                _, heads, _, size = states.shape
-                tensors[layer_idx] = states.new_zeros(self._batch, heads, self.num_slots, size)
-            tensors[layer_idx][self._prompts.to(states.device), :, : states.shape[2]] = states
+        slots = self._slots(layer_idx, key_states, value_states, self._batch)
+        for tensor, states in zip(slots, (key_states, value_states), strict=True):
+            tensor[self._prompts.to(states.device), :, : states.shape[2]] = states
         return key_states, value_states  # prompts see no other sequence's slots
 
     def select(self, is_kept: torch.Tensor) -> None:

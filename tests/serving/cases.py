@@ -44,6 +44,10 @@ class TargetKind:
     nothing back can predict."""
 
 
+GEMMA3_LAYERS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+}
 TARGETS = {
     "llama": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}),
     "llama_repeating": TargetKind("llama", 1.5, {"rope_parameters": LLAMA3_ROPE}, step=0),
@@ -56,7 +60,8 @@ TARGETS = {
     "qwen3": TargetKind("qwen3", 1.2, {"head_dim": 128}),
     "qwen3_moe": TargetKind("qwen3_moe", 1.0, FAMILIES["qwen3_moe"][1]),
     "mimo": TargetKind("mimo", 1.5),
-    "gemma3_text": TargetKind("gemma3_text", 2.0, FAMILIES["gemma3_text"][1] | {"num_hidden_layers": 3}),
+    # SGLang captures no stream after the last layer, so that there are four for EAGLE-3's first three.
+    "gemma3_text": TargetKind("gemma3_text", 2.0, FAMILIES["gemma3_text"][1] | GEMMA3_LAYERS),
     "deepseek_v2": TargetKind(
         "deepseek_v2",
         0.5,

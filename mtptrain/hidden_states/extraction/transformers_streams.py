@@ -105,10 +105,9 @@ def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: 
         The streams [N, L, H] of all N tokens, in the target's dtype and on the device of its embeddings.
     """
     with target.capturing(layers) as streams:
-        if not target.form.keeps_states:
-            packed_forward(target, documents)
-            return torch.stack([streams[k][0].to(target.device) for k in layers], dim=1)
-        padded_forward(target, documents)
+        forward_documents(target, documents)
+    if not target.form.keeps_states:
+        return torch.stack([streams[k][0].to(target.device) for k in layers], dim=1)
     longest = max(len(document) for document in documents)
     rows = [torch.arange(len(document)) + index * longest for index, document in enumerate(documents)]
     tokens = torch.cat(rows).to(target.device)  # which of all tokens are no padding
@@ -137,8 +136,15 @@ def check_streams(target: Target) -> None:
 
 
 @torch.inference_mode()
-def padded_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
-    """Run a target over documents that are padded on the right; each is a tensor of token ids [n]."""
+def forward_documents(target: Target, documents: Sequence[torch.Tensor]) -> None:
+    """Run a target over documents, packed or, if it keeps states, padded; each is a tensor of token ids [n]."""
+    if target.form.keeps_states:
+        _padded_forward(target, documents)
+    else:
+        _packed_forward(target, documents)
+
+
+def _padded_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
     input_ids = pad_sequence(list(documents), batch_first=True).long().to(target.device)  # [B, S]
     positions = torch.arange(input_ids.shape[1], device=target.device).expand(len(documents), -1)
     with target.attention(CAUSAL_OR_MASKED):
@@ -146,9 +152,7 @@ def padded_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
         target.decoder(input_ids=input_ids, position_ids=positions, use_cache=False, seen_slots=seen)
 
 
-@torch.inference_mode()
-def packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
-    """Run a target with packed attention over documents; each is a tensor of token ids [n]."""
+def _packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
     lengths = [len(document) for document in documents]
     packed = PackedDocuments.of(lengths, target.device, target.form.masks)
     input_ids = torch.cat(list(documents)).long()[None].to(target.device)  # [1, N]
