@@ -32,6 +32,7 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
 }  # fmt: skip
+ERNIE_EXPERTS = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
@@ -95,10 +96,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", ROUTED),
     "hy_v3": ("hy_v3", {**EXPERTS, **ROUTED}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1}),
-    "ernie4_5_moe": (
-        "ernie4_5_moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
-    ),
+    "ernie4_5_moe": ("ernie4_5_moe", ERNIE_EXPERTS),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8}),
     "mimo_v2_flash": (
         "mimo_v2_flash",

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from mtptrain.convert.base import Format
 from mtptrain.convert.limits import check_servable
 from mtptrain.convert.mimo import VllmMimo
+from mtptrain.convert.native_mtp import VllmNativeMtp
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.transformers import TransformersMtp
 from mtptrain.convert.vllm import (
@@ -24,6 +25,7 @@ from mtptrain.utils.errors import UserError
 
 FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "mtp"): VllmMtp,
+    ("vllm", "native_mtp"): VllmNativeMtp,
     ("vllm", "eagle"): VllmEagle,
     ("vllm", "eagle3"): VllmEagle3,
     ("vllm", "peagle"): VllmPeagle,

@@ -10,6 +10,7 @@ from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.target.families import head_dim, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
@@ -36,6 +37,10 @@ def quantisation(head: HeadConfig, target: PreTrainedConfig) -> object:
 
 def family_without_capture(*families: str) -> FindViolation:
     return lambda head, target: target.model_type if target.model_type in families else None
+
+
+def family_without_mtp_module(head: HeadConfig, target: PreTrainedConfig) -> object:
+    return None if target.model_type in NATIVE_MTP else f"a {target.model_type}"
 
 
 def last_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
@@ -127,6 +132,13 @@ TRAIN_MTP = (
 
 # fmt: off
 LIMITS = (
+    Limit("vllm", "native_mtp", "target.path", f"of a family with MTP modules ({', '.join(NATIVE_MTP)})",
+          family_without_mtp_module,
+          "vLLM has no such class for others",
+          "train head=mtp"),
+    Limit("vllm", "native_mtp", "target.path", "a target that is not quantised", quantisation,
+          "vLLM builds the module with the target's quantisation",
+          "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),
     Limit("vllm", "mtp", "target.path", "a target that is not quantised", quantisation,
           "vLLM builds the layers of this head with the target's quantisation",
           "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),

@@ -73,7 +73,7 @@ class VllmMimo(MimoLayer):
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
         """Add the target's tokenizer, its weights except those of its own MTP layer, and the index of all tensors."""
-        add_target_files(directory, target_dir, self.weights_name, replaced=MTP_LAYERS)
+        add_target_files(directory, target_dir, self.weights_name, lambda name: name.startswith(MTP_LAYERS))
 
     def notes(self) -> list[str]:
         return [

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import safe_open
@@ -15,7 +16,9 @@ COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 INDEX = "model.safetensors.index.json"
 
 
-def add_target_files(directory: Path, target_dir: Path, head_file: str, replaced: str | None = None) -> None:
+def add_target_files(
+    directory: Path, target_dir: Path, head_file: str, is_replaced: Callable[[str], bool] = lambda name: False
+) -> None:
     """Add the target's weights, its tokenizer, and the index of all tensors to a directory with a head's tensors.
 
     Weight files are hard-linked if possible. A file with tensors that the head replaces is rewritten without them.
@@ -24,19 +27,18 @@ def add_target_files(directory: Path, target_dir: Path, head_file: str, replaced
         directory: the directory with `config.json` and the head's tensors.
         target_dir: the target's directory.
         head_file: name of the file with the head's tensors.
-        replaced: prefix of the target's tensors to leave out.
+        is_replaced: tells by its name whether to leave a tensor of the target out.
     """
     names = []
     for path in weight_files(target_dir):
         # Engines would load a file of this name instead of the index.
         name = "target.safetensors" if path.name == "model.safetensors" else path.name
-        is_left_out = [replaced is not None and tensor.startswith(replaced) for tensor in tensor_shapes(path)]
+        is_left_out = [is_replaced(tensor) for tensor in tensor_shapes(path)]
         if all(is_left_out):
             continue
         names.append(name)
         if any(is_left_out):
-            assert replaced is not None
-            save_tensors(directory / name, read_without(path, replaced))
+            save_tensors(directory / name, read_without(path, is_replaced))
         else:
             link_or_copy(path, directory / name)
     for pattern in COPIED:
@@ -46,10 +48,10 @@ def add_target_files(directory: Path, target_dir: Path, head_file: str, replaced
     write_index(directory, [*names, head_file])
 
 
-def read_without(path: Path, prefix: str) -> Tensors:
-    """Returns a file's tensors, except those whose names start with a prefix."""
+def read_without(path: Path, is_replaced: Callable[[str], bool]) -> Tensors:
+    """Returns a file's tensors, except those that are replaced."""
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in tensor_shapes(path) if not name.startswith(prefix)}
+        return {name: file.get_tensor(name) for name in tensor_shapes(path) if not is_replaced(name)}
 
 
 def write_index(directory: Path, files: list[str]) -> None:

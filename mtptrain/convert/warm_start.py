@@ -17,12 +17,14 @@ from mtptrain.convert.base import Tensors
 from mtptrain.convert.draft_model import initial_weights, start_from_target_model
 from mtptrain.convert.published.config_json import arithmetic
 from mtptrain.convert.published.heads import PublishedHead, effective_settings, read_published
+from mtptrain.convert.published.native_mtp import read_native_mtp
 from mtptrain.data.draft_vocab import check_draft_token_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import best_or_last, build_head, check_head_target, check_values, fill_head, load_head
+from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
@@ -190,7 +192,9 @@ def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Ten
     if isinstance(config, DraftModelHead.Config):
         return initial_weights(replace(config, init_from=path), target)
     target_config = target.config
-    published = read_published(path, target_config)
+    is_own = (Path(path) / "head.json").is_file()
+    is_module = isinstance(config, NativeMtpHead.Config) and not is_own
+    published = (read_native_mtp if is_module else read_published)(path, target_config)
     check_settings(published, config, target_config)
     with torch.device("meta"):
         expected = build_head(config, target_config).state_dict()

@@ -8,10 +8,12 @@ from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.heads.peagle import PeagleHead
 
 HEADS: dict[str, type[Head]] = {
     "mtp": MtpHead,
+    "native_mtp": NativeMtpHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "peagle": PeagleHead,

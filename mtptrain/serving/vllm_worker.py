@@ -190,8 +190,9 @@ def generate(engine: Engine) -> dict[str, Any]:
 
     Prompts are not split into chunks. At the end of each chunk but the last, vLLM 0.32 gives the head the prompt's last
     token instead of the next one (`prepare_next_token_ids_padded` of the V1 model runner), so drafts would depend on
-    how requests are batched. vLLM, or the user's VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the engine
-    that is checked is the one that will serve.
+    how requests are batched. Nor are prefixes cached, which vLLM does for hybrid targets only together with chunks.
+    vLLM, or the user's VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the engine that is checked is the
+    one that will serve.
     """
     speculative = engine["speculative_config"]
     settings = (
@@ -203,6 +204,7 @@ def generate(engine: Engine) -> dict[str, Any]:
         engine,
         max_num_batched_tokens=max(engine["max_model_len"], MIN_BATCHED_TOKENS),
         enable_chunked_prefill=False,
+        enable_prefix_caching=False,
         disable_log_stats=False,
         **settings,
     )

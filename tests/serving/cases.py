@@ -17,9 +17,10 @@ from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.heads.peagle import PeagleHead
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE
-from tests.families import GRANITE, LOCAL_EXPERTS
+from tests.families import ERNIE_EXPERTS, EXPERTS, GRANITE, LOCAL_EXPERTS, ROUTED, SHARED_EXPERT
 from tests.mimo import MIMO_HEAD
 from tests.serving.served_directories.breaks import BREAKS
 
@@ -83,12 +84,23 @@ MORE_TARGETS = {
     "gpt_oss": TargetKind("gpt_oss", 1.0, LOCAL_EXPERTS | {"sliding_window": 16}),
 }
 """Families of which a head or two are served: each has something that those above lack."""
+NATIVE_TARGETS = {
+    "glm4_moe": TargetKind("glm4_moe", 1.8, ROUTED),
+    "ernie4_5_moe": TargetKind("ernie4_5_moe", 1.8, ERNIE_EXPERTS),
+    # Without its linear attention, for which vLLM has CPU kernels in bf16 alone. The module has none.
+    "qwen3_next": TargetKind(
+        "qwen3_next", 2.0, EXPERTS | SHARED_EXPERT | {"layer_types": ["full_attention"] * 4, "initializer_range": 0.07}
+    ),
+}
+"""Families whose checkpoints have an MTP module, which `native_mtp` is."""
 TARGETS |= {
-    name: replace(kind, settings={**kind.settings, "pad_token_id": None}) for name, kind in MORE_TARGETS.items()
+    name: replace(kind, settings={**kind.settings, "pad_token_id": None})
+    for name, kind in (MORE_TARGETS | NATIVE_TARGETS).items()
 }
 HEAD_CONFIGS: dict[str, HeadConfig] = {
     "mtp": MtpHead.Config(),
     "mtp_mimo": MIMO_HEAD,
+    "native_mtp": NativeMtpHead.Config(),
     "eagle": EagleHead.Config(),
     "eagle3": Eagle3Head.Config(capture_layers=[1, 2, 3]),
     "eagle3_small_vocabulary": Eagle3Head.Config(capture_layers=[1, 2, 3], draft_vocab_size=200),
@@ -158,6 +170,7 @@ CASES = [
     Case("eagle3_default_layers", "llama_8_layers"),
     *(Case("mtp", target) for target in MORE_TARGETS),
     *(Case("eagle3", target) for target in ("granite", "phi3", "gpt_oss")),
+    *(Case("native_mtp", target, tokens) for target in NATIVE_TARGETS for tokens in (1, 3, 5)),
 ]
 HAS_AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()
 NOT_HERE = (

@@ -130,7 +130,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     if any(UNKNOWN_MTP.match(name) for name in names):
         raise UserError(
             "head.init_from: an MTP layer must have DeepSeek's or MiMo's layout to become head mtp, but that of the "
-            f"{architecture} in {directory} has another one (mtp.*); choose another checkpoint"
+            f"{architecture} in {directory} has another one (mtp.*); set head=native_mtp"
         )
     if architecture == PLAIN_LLAMA and {"fc.weight", "model.fc.weight"} & names:
         is_eagle3 = any(name.endswith(".hidden_norm.weight") for name in names)
@@ -247,8 +247,8 @@ def tensor_names(files: list[Path]) -> set[str]:
     return {name for path in files for name in tensor_shapes(path)}
 
 
-def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
-    """Returns the tensors whose names start with a prefix."""
+def read_tensors(files: list[Path], wanted: str | Collection[str] = "") -> Tensors:
+    """Returns the tensors of these names, or those whose names start with a prefix."""
     tensors: Tensors = {}
     read: set[str] = set()
     for path in files:
@@ -257,7 +257,8 @@ def read_tensors(files: list[Path], prefix: str = "") -> Tensors:
             raise UserError(f"{path}: {twice[0]} must be in one file only, but another has it too; remove one of them")
         read |= names
         with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in names if name.startswith(prefix)}
+            is_read = (lambda name: name.startswith(wanted)) if isinstance(wanted, str) else wanted.__contains__
+            tensors |= {name: file.get_tensor(name) for name in names if is_read(name)}
     return tensors
 
 
@@ -302,7 +303,7 @@ def _native_mtp(directory: Path, names: set[str], target_config: PreTrainedConfi
     if foreign:
         raise UserError(
             "head.init_from: an MTP layer must be dense and have plain attention, as head mtp has, but that of "
-            f"{directory} has {' and '.join(foreign)}; choose another checkpoint"
+            f"{directory} has {' and '.join(foreign)}; set head=native_mtp"
         )
     config = read_config(directory, "native", target_config)
     tensors = {

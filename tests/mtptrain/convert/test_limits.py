@@ -28,6 +28,16 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"head=eagle3",
     ),
     (
+        "vllm", "native_mtp", {}, "llama", {},
+        r"target\.path: must be of a family with MTP modules \(deepseek_v3, .*\) to export head native_mtp for vllm, "
+        r"but is a llama: vLLM has no such class for others; train head=mtp",
+    ),
+    (
+        "vllm", "native_mtp", {}, "glm4_moe", FP8,
+        r"target\.path: must be a target that is not quantised .* but is \{'quant_method': 'fp8'\}: vLLM builds the "
+        r"module with the target's quantisation",
+    ),
+    (
         "vllm", "eagle3", {}, "gemma3_text", {},
         r"target\.path: must be of a family whose layers can be captured to export head eagle3 for vllm, but is "
         r"gemma3_text: "

@@ -41,6 +41,7 @@ def tiny_config(**settings: object) -> LlamaConfig:
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "mtp": ("mtp", {}),
     "mtp, as MiMo": ("mtp", {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": True}),
+    "native_mtp": ("native_mtp", {}),
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"capture_layers": [0, 1, 2]}),
     "eagle3, draft vocabulary": ("eagle3", {"capture_layers": [1, 2], "draft_vocab_size": 20}),

@@ -20,6 +20,7 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.layer_head import LayerHead
+from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.form import find_form
@@ -74,6 +75,8 @@ def plain_step(
         plain_states = plain_layer_states if isinstance(head, LayerHead) else plain_mlp_states
         if isinstance(head, DraftModelHead):
             plain_states = plain_model_states
+        if isinstance(head, NativeMtpHead):
+            plain_states = plain_module_states
         for depth, out in enumerate(plain_states(head, depths, ids, read, frozen)):
             logits = out @ head.output_weight(frozen).T
             for t in range(n):
@@ -97,6 +100,29 @@ def plain_model_states(head: DraftModelHead, depths: int, ids: list[int], *_: ob
     outputs = functional_call(stock, weights, kwargs={"input_ids": torch.tensor([ids]), "use_cache": False})[0][0]
     for depth in range(depths):
         yield F.pad(outputs[1 + depth :], (0, 0, 0, min(1 + depth, len(ids))))
+
+
+def plain_module_states(
+    head: NativeMtpHead, depths: int, ids: list[int], target_states: torch.Tensor, frozen: FrozenParts
+) -> Iterator[torch.Tensor]:
+    """Yields the states [n, H] of each depth, with a layer of transformers that reads a sequence per draft position."""
+    stock, weights = deepcopy(head.model), dict(head.model.named_parameters())
+    stock.config._attn_implementation = "eager"
+
+    def combined(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return head.eh_proj(torch.cat([head.enorm(frozen.embed(tokens)), head.hnorm(states)], -1))
+
+    first = combined(target_states, tokens_read(ids, 0))
+    sequences = [first[: t + 1] for t in range(len(ids))]
+    for depth in range(depths):
+        outputs = [
+            functional_call(stock, weights, kwargs={"inputs_embeds": x[None], "use_cache": False})[0][0, -1]
+            for x in sequences
+        ]
+        states = head.norm(torch.stack(outputs))
+        yield states
+        following = combined(states, tokens_read(ids, depth + 1))
+        sequences = [torch.cat([x, new[None]]) for x, new in zip(sequences, following, strict=True)]
 
 
 def tokens_read(ids: list[int], depth: int) -> torch.Tensor:

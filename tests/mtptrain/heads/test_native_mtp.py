@@ -1,0 +1,180 @@
+"""Tests that `native_mtp` computes what each family's module does, with its norms, its feedback and its layer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+
+from eval.checks.numerics import drafted_states
+from mtptrain.convert.base import Tensors
+from mtptrain.heads.files import build_head, fill_head
+from mtptrain.heads.native_mtp import NativeMtpHead
+from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.target.frozen_parts import load_frozen_parts
+from tests.families import EXACT, SIZES, AutoConfig
+from tests.native_modules import LAST, MODULES, write_checkpoint
+
+DEPTHS, TOKENS = 4, 9
+FULL_ATTENTION = [family for family in MODULES if family != "mimo_v2_flash"]
+
+
+def parts_of(family: str) -> tuple[str, str, str, str, str]:
+    """Returns the published names of projection, both norms and final norm, and the prefix of the layer."""
+    if family.startswith("qwen"):
+        return "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0."
+    if family.startswith("ernie"):
+        linear, embedding, hidden = (f"model.mtp_{part}.0" for part in ("linear_proj", "emb_norm", "hidden_norm"))
+        return linear, embedding, hidden, "", "model.mtp_block.0."
+    behind = f"model.layers.{LAST}."
+    return behind + "eh_proj", behind + "enorm", behind + "hnorm", behind + "shared_head.norm", behind
+
+
+def decoder_of_the_module(directory: Path, family: str, config: PreTrainedConfig, tensors: Tensors) -> nn.Module:
+    """Returns a model of transformers, read from disk, whose last decoder layer is the module's."""
+    prefix, index = parts_of(family)[4], LAST - 1
+    layer = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    ours = {name: tensor for name, tensor in tensors.items() if f".layers.{index}." not in name}
+    if family.startswith("ernie"):
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+        sizes = {name: getattr(config, name) for name in names}
+        llama = LlamaConfig(
+            **sizes, vocab_size=260, num_hidden_layers=1, head_dim=16, rope_parameters=config.rope_parameters
+        )
+        model: nn.Module = LlamaForCausalLM(llama)
+        model.load_state_dict({f"model.layers.0.{name}": tensor for name, tensor in layer.items()}, strict=False)
+    else:
+        save_file(
+            {**ours, **{f"model.layers.{index}.{name}": tensor.clone() for name, tensor in layer.items()}},
+            directory / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval().get_submodule("model")
+
+
+def plain_states(
+    decoder: nn.Module,
+    family: str,
+    eps: float,
+    tensors: Tensors,
+    states: torch.Tensor,
+    embeddings: torch.Tensor,
+    position: int,
+) -> torch.Tensor:
+    """Returns the states of all depths [T, H] of one draft position, by running the layer over whole sequences.
+
+    Args:
+        decoder: a decoder whose last layer is the module's.
+        family: the family.
+        eps: epsilon of its norms.
+        tensors: the checkpoint.
+        states: the target's states [S, H].
+        embeddings: embedding of each token [S, H].
+        position: the draft position.
+    """
+    project, embedding_norm, hidden_norm, final_norm, _ = parts_of(family)
+    offset = 1.0 if family.startswith("qwen") else 0.0
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=eps) * (offset + tensors[f"{name}.weight"])
+
+    def combined(state: torch.Tensor, index: int) -> torch.Tensor:
+        embedding = embeddings[index + 1]
+        if index == 0 and not family.startswith("qwen"):
+            embedding = torch.zeros_like(embedding)
+        both = torch.cat([norm(embedding_norm, embedding), norm(hidden_norm, state)])
+        return tensors[f"{project}.weight"] @ both
+
+    inputs = [combined(states[index], index) for index in range(position + 1)]
+    found = []
+    for depth in range(DEPTHS):
+        x = torch.stack(inputs)[None]
+        positions = torch.arange(x.shape[1])[None]
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
+        out = decoder.layers[-1](  # type: ignore[union-attr,operator]
+            x,
+            position_embeddings=decoder.rotary_emb(x, positions),  # type: ignore[operator]
+            attention_mask=mask,
+            position_ids=positions,
+        )
+        last = (out[0] if isinstance(out, tuple) else out)[0, -1]
+        normed = norm(final_norm, last) if final_norm else last
+        found.append(normed)
+        fed_back = last if family == "glm4_moe" else normed
+        if depth + 1 < DEPTHS:
+            inputs.append(combined(fed_back, position + depth + 1))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+@torch.no_grad()
+def test_every_depth_is_that_of_the_familys_own_layer(tmp_path: Path, family: str) -> None:
+    config, state = write_checkpoint(tmp_path, family)
+    tensors, parts = load_file(tmp_path / "model.safetensors"), load_frozen_parts(tmp_path)
+    head = fill_head(
+        build_head(NativeMtpHead.Config(ttt_steps=DEPTHS), config), state, torch.float32, torch.device("cpu")
+    )
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 256, (TOKENS + DEPTHS,), generator=generator)
+    states = torch.randn(TOKENS, config.hidden_size, generator=generator)
+    decoder = decoder_of_the_module(tmp_path, family, config, tensors)
+    for position in (0, 1, TOKENS - 2):
+        drafted = torch.stack(drafted_states(head, parts, states, ids, position, DEPTHS))
+        plain = plain_states(decoder, family, config.rms_norm_eps, tensors, states, parts.embed(ids), position)
+        torch.testing.assert_close(drafted, plain, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(tmp_path: Path, family: str) -> None:
+    config, state = write_checkpoint(tmp_path, family)
+    parts, head = load_frozen_parts(tmp_path), build_head(NativeMtpHead.Config(ttt_steps=DEPTHS), config)
+    head.load_state_dict(state)
+    lengths = [TOKENS, 5]
+    generator = torch.Generator().manual_seed(6)
+    ids = torch.randint(0, 256, (sum(lengths),), generator=generator)
+    states = torch.randn(len(ids), config.hidden_size, generator=generator)
+    trained = head(PackedTokens(states, ids, torch.roll(ids, -1), Packing.of_spans(lengths)), parts, DEPTHS)
+    for position in (0, 3):
+        known = TOKENS - 1 - position  # number of depths that read tokens of this document only
+        drafted = drafted_states(head, parts, states[:TOKENS], F.pad(ids[:TOKENS], (0, DEPTHS)), position, DEPTHS)
+        torch.testing.assert_close(trained[:known, position], torch.stack(drafted[:known]), atol=2e-5, rtol=1e-4)
+    trained.square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("mimo_v2_flash", "the module of a mimo_v2_flash has a window and sinks; measure it untrained, or train"),
+        ("gpt_oss", "has sinks"),
+        ("mistral", "has a window"),
+        ("gemma2", "has a soft cap"),
+        ("lfm2", "head: the target's last decoder layer must have attention and depend on nothing but its settings"),
+        ("llama4_text", "but that of a llama4_text is another one; train head=mtp"),
+    ],
+)
+def test_a_layer_that_training_cannot_compute_is_refused_before_it(family: str, message: str) -> None:
+    model_type, settings = EXACT[family]
+    with pytest.raises(ValueError, match=message):
+        NativeMtpHead.check_trainable(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
+
+
+def cast(head: NativeMtpHead) -> NativeMtpHead:
+    return head.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [cast, NativeMtpHead.train], ids=["bf16", "training mode"])
+def test_frequencies_and_routers_stay_exact(change: Callable[[NativeMtpHead], NativeMtpHead]) -> None:
+    model_type, settings = EXACT["glm4_moe"]
+    head = NativeMtpHead(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
+    head.model.layers[0].mlp.gate.e_score_correction_bias.uniform_()  # type: ignore[union-attr,operator]
+    exact = {name: buffer.clone() for name, buffer in head.named_buffers()}
+    changed = change(head)
+    assert {"model.rotary_emb.inv_freq", "model.layers.0.mlp.gate.e_score_correction_bias"} <= exact.keys()
+    assert all(torch.equal(changed.get_buffer(name), buffer) for name, buffer in exact.items())
+    assert not any(module.training for module in changed.model.modules())
