@@ -74,26 +74,29 @@ def published_names(family: str) -> set[str]:
 
 @torch.no_grad()
 def write_checkpoint(directory: Path, family: str, **settings: Any) -> tuple[PreTrainedConfig, Tensors]:
-    """Write a tiny target with a random module; returns its config and the module's tensors under the head's names."""
+    """Write a tiny target, and a random module if its family publishes them.
+
+    Returns the config, and the tensors of the module, or of a head for another family, under the head's names.
+    """
     directory.mkdir(exist_ok=True, parents=True)
     torch.manual_seed(3)
     model_type, own = EXACT[family]
     write_member(directory, model_type, {**own, **settings})
     config = read_target_config(directory)
-    return config, add_module(directory, config)
-
-
-@torch.no_grad()
-def add_module(directory: Path, config: PreTrainedConfig) -> Tensors:
-    """Add a random module to a checkpoint; returns its tensors under the head's names."""
-    head_config = NativeMtpHead.Config()
-    state = build_head(head_config, config).state_dict()
+    state = build_head(NativeMtpHead.Config(), config).state_dict()
     for name, tensor in state.items():
         if tensor.ndim == 1:
             tensor.uniform_(0.5, 1.5) if "norm" in name else tensor.uniform_(-0.1, 0.1)
         else:
             tensor.normal_(0, 0.15)
-    module = VllmNativeMtp(head_config, config).tensors(state)
+    if family in MODULES:
+        add_module(directory, config, state)
+    return config, state
+
+
+def add_module(directory: Path, config: PreTrainedConfig, state: Tensors) -> None:
+    """Add a module to a checkpoint, given its tensors under the head's names."""
+    module = VllmNativeMtp(NativeMtpHead.Config(), config).tensors(state)
     if any(
         name.startswith(f"model.layers.{LAST}.") for name in module
     ):  # published with copies of the target's tensors
@@ -108,4 +111,3 @@ def add_module(directory: Path, config: PreTrainedConfig) -> Tensors:
     stored = json.loads((directory / "config.json").read_text())
     name = "mtp_num_hidden_layers" if config.model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
     (directory / "config.json").write_text(json.dumps(stored | {name: 1}))
-    return state

@@ -129,7 +129,7 @@ def test_every_depth_is_that_of_the_familys_own_layer(tmp_path: Path, family: st
         torch.testing.assert_close(drafted, plain, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize("family", [*FULL_ATTENTION, "granite"])  # Granite's scores have a scale of their own
 def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(tmp_path: Path, family: str) -> None:
     config, state = write_checkpoint(tmp_path, family)
     parts, head = load_frozen_parts(tmp_path), build_head(NativeMtpHead.Config(ttt_steps=DEPTHS), config)
