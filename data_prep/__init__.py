@@ -1,4 +1,7 @@
-"""Stages 1 and 2: prompts and hidden states. All its modules belong to programs."""
+"""Stages 1 and 2: prompts and hidden states.
+
+Only programs import these modules, so importing them prepares the process.
+"""
 
 from mtptrain.utils.startup import prepare_process
 

@@ -1,4 +1,7 @@
-"""Stage 4: evaluation of heads. All its modules belong to programs."""
+"""Stage 4: evaluation of heads.
+
+Only programs import these modules, so importing them prepares the process.
+"""
 
 from mtptrain.utils.startup import prepare_process
 

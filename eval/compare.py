@@ -41,7 +41,7 @@ TRAINED = {"trained on": "train_tokens", "seed": "train_seed"}
 
 @errors_as_lines()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="mtptrain compare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "reports", type=Path, nargs="+", help="a run's directory, or a report.json of mtptrain acceptance"
     )

@@ -41,7 +41,7 @@ class DraftQuality:
     """The sampler of the output. If it is greedy, the distributions are compared at temperature 1."""
     vocab_size: int
     num_depths: int
-    is_sampled: bool = False
+    is_sampled: bool = field(default=False, init=False)
     """Whether drafts were sampled."""
     _sums: torch.Tensor | None = field(default=None, repr=False)
 

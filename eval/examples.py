@@ -13,6 +13,8 @@ from .measurement import Measured
 
 NUM_EXAMPLES, PROMPT_TOKENS = 3, 48
 """Number of examples in a report, and number of tokens that they show from the end of each prompt."""
+INCOMPLETE = "\ufffd"
+"""The replacement character, as which tokenizers decode a character whose last bytes are missing."""
 
 
 def is_accepted(generation: Generation) -> list[bool]:
@@ -61,12 +63,20 @@ def acceptance_length(generation: Generation) -> float:
 
 
 def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Returns the answer's text in pieces, each with a flag that is True if the piece consists of accepted drafts."""
-    flagged = zip(generation.tokens, is_accepted(generation), strict=True)
-    return [
-        (decoded(tokenizer, [token for token, _ in run]), accepted)
-        for accepted, run in groupby(flagged, key=lambda pair: pair[1])
-    ]
+    """Returns the answer's text in pieces, each with a flag that is True if the piece consists of accepted drafts.
+
+    A piece is what its tokens add to the text before them. A character whose bytes are tokens of several pieces is part
+    of the last of these.
+    """
+    found, text, end = [], "", 0
+    for accepted, run in groupby(is_accepted(generation)):
+        end += len(list(run))
+        longer = decoded(tokenizer, generation.tokens[:end])
+        if end < len(generation.tokens):
+            longer = longer.rstrip(INCOMPLETE)
+        found.append((longer[len(text) :], accepted))
+        text = longer
+    return found
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """Renders reports of `mtptrain acceptance` as one self-contained HTML page with plots, from `report.html.jinja`."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from mtptrain.config import PipelineConfig
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, refuse_overwriting
 
 from .plots import colours_of, drawing, plots_of
@@ -66,6 +68,7 @@ DECODING_LEGEND = (
     "includes. Tokens/round are those of the whole batch. The refilled speed-up is an estimate for an engine that "
     "replaces finished prompts with new ones."
 )
+REPEAT = "repeat this measurement"
 PLAIN = "no drafts"
 """Name of plain decoding on the page."""
 
@@ -94,7 +97,11 @@ def write_run_page(config: PipelineConfig) -> None:
     """
     directory = Path(config.acceptance.output_dir or config.stage_dir("acceptance"))
     path = directory / "report.json"
-    report = read_sealed(path, "run mtptrain acceptance again") if path.exists() else {}
+    try:
+        report = read_sealed(path, "run mtptrain acceptance again") if path.exists() else {}
+    except UserError as error:  # other programs have measured something, which a damaged report must not end
+        warnings.warn(f"{directory / 'report.html'} is not written: {error}", stacklevel=2)
+        return
     if "speed" not in report:  # missing, or an older format
         return
     with drawing(directory / "report.html", path):
@@ -114,7 +121,7 @@ def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
         try:
             section = build(path, report) if path.exists() else None
         except UNREADABLE as error:
-            section = Section(path.parent.name, error=f"{path} cannot be shown ({error!r}); repeat this measurement")
+            section = Section(path.parent.name, error=f"{path} cannot be shown ({error!r}); {REPEAT}")
         sections += [] if section is None else [section]
     return sections
 
@@ -143,7 +150,7 @@ def served_section(path: Path, report: ReportFigures) -> Section | None:
 
     A report of sampling never matches, because the check decodes greedily.
     """
-    served = read_report(path)
+    served = read_sealed(path, REPEAT)
     if report["temperature"] > 0 or any(served.get(name, "") != report.get(name) for name in SAME_MEASUREMENT):
         return None
     depths = range(served["num_speculative_tokens"])
@@ -162,18 +169,13 @@ def served_section(path: Path, report: ReportFigures) -> Section | None:
 
 def decoding_section(path: Path, report: ReportFigures) -> Section | None:
     """Returns a section with the results of `eval.bench.decode`; None if head or settings differ from the report's."""
-    decoding = read_report(path)
+    decoding = read_sealed(path, REPEAT)
     if any(decoding.get(name, "") != report.get(name) for name in SAME_DECODING):
         return None
     rows = [[format(row[key], form) for key, form in DECODING_COLUMNS.values()] for row in decoding["rows"]]
     command, svg = decoding.get("command", ""), read_svg(path.with_suffix(".svg"))
     best = best_draft_depths(decoding["rows"])
     return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, svg, best)
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """Returns a report, or an empty one if the file does not exist."""
-    return read_sealed(path, "repeat this measurement") if path.exists() else {}
 
 
 def read_svg(path: Path) -> str:
@@ -243,7 +245,8 @@ def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]
             are_apart = intervals[0][0] > intervals[1][1]
             sentence += f"; their 95 % intervals {'do not overlap' if are_apart else 'overlap'}"
     sentences = [sentence + "."]
-    plain = next((each for name, each in drafters.items() if name.endswith(PLAIN)), None)
+    of_run = [each for each in drafters.values() if each["run"] == drafting[best]["run"]]
+    plain = next((each for each in of_run if each["drafter"] == "none"), None)
     if plain is not None and has_speed:
         gain = drafting[best]["tokens_per_s"] / plain["tokens_per_s"]
         sentences.append(f"With {best}, decoding was {gain:.2f} times as fast as without drafts in this measurement.")
@@ -289,14 +292,18 @@ def table_row(figures: ReportFigures, num_depths: int, has_speed: bool) -> dict[
 
 
 def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures]:
-    """Returns the figures and the speed of every head and baseline in the reports, by display name."""
+    """Returns the figures and the speed of every head and baseline in the reports, by display name.
+
+    `run` says of which report they are, and `drafter` which of its drafters: "head", or the name of a baseline.
+    """
     drafters: dict[str, ReportFigures] = {}
     for name, report in reports.items():
         prefix = f"{name}: " if len(reports) > 1 else ""
         for drafter, figures in {"head": report, **report["baselines"]}.items():
             shown = {"head": f"head {report['head_name']}", "none": PLAIN}.get(drafter, drafter.replace("_", " "))
             setting = f" ({report[drafter]})" if drafter in ("tree", "hybrid", "model") else ""
-            drafters[prefix + shown + setting] = {**figures, **report["speed"][drafter]}
+            of_run = {"run": name, "drafter": drafter}
+            drafters[prefix + shown + setting] = {**figures, **report["speed"][drafter], **of_run}
     return drafters
 
 

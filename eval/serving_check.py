@@ -27,6 +27,7 @@ from mtptrain.config import Dtype, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
+from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
@@ -113,10 +114,13 @@ def find_engine(run: Run, prompts: InputIds) -> VllmProcess | VllmServer:
 
     Raises:
         UserError: the Python interpreter or the exported head does not exist, or no server answers, or the interpreter
-            has no vLLM, the export is for another engine or holds another head, or the server is not vLLM or has too
-            short a context.
+            has no vLLM, the export is for another engine or holds another head, or the server is not vLLM, or the
+            server or the head has too short a context.
     """
     config, serving, settings = run.config, run.config.serving, run.config.acceptance
+    found = run.head(getattr(torch, settings.dtype), torch.device("cpu"))
+    lengths = settings.max_new_tokens, settings.num_speculative_tokens
+    check_head_context(found.head, prompts.values(), *lengths, setting="head")
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
     if serving.url is not None:
         server = VllmServer(serving.url)
@@ -128,7 +132,6 @@ def find_engine(run: Run, prompts: InputIds) -> VllmProcess | VllmServer:
             )
         return server
     head_dir = run.served_head_dir
-    found = run.head(getattr(torch, settings.dtype), torch.device("cpu"))
     facts = read_serving_facts(head_dir, serving.engine, found.sha256)
     python = find_python(serving.python)
     has_gpu = torch.cuda.is_available()

@@ -46,7 +46,7 @@ class Bench:
         return self.output_dir / "prompts.json"
 
     @property
-    def num_drafts(self) -> list[int]:
+    def depths(self) -> list[int]:
         """K of each engine, starting with 0."""
         return [0, *drafting_depths(self.config)]
 
@@ -61,7 +61,7 @@ class Bench:
 
         vLLM's drafts become useless if a request comes within 2 K tokens of max_model_len.
         """
-        return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.num_drafts)
+        return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.depths)
 
 
 def drafting_depths(config: PipelineConfig) -> list[int]:
@@ -82,7 +82,7 @@ def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
     """Returns a row for each engine and concurrency. Engines run one after another."""
     settings = bench.config.serving_bench
     write_json(bench.prompts_path, bench.prompts)
-    choices: list[int | None] = [*bench.num_drafts] if bench.server is None else [None]
+    choices: list[int | None] = [*bench.depths] if bench.server is None else [None]
     rows: list[Row] = []
     total = len(choices) * len(settings.concurrency) * settings.repeats * bench.num_requests
     with tqdm(total=total, desc="serving bench", unit="request") as bar:
@@ -134,11 +134,13 @@ def engine(bench: Bench, num_drafts: int | None) -> Iterator[VllmServer]:
 
 
 def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
-    """Returns the arguments of `vllm serve`. Engines differ only in their drafts."""
+    """Returns the arguments of `vllm serve`.
+
+    Engines differ only in their drafts: one without drafts also loads the export where that holds the target.
+    """
     config = bench.config
-    target_dir = bench.target.directory
-    model_dir = served_model(bench.facts, bench.head_dir, target_dir) if num_drafts else target_dir
-    arguments = [str(model_dir), "--dtype", str(config.acceptance.dtype)]
+    arguments = [str(served_model(bench.facts, bench.head_dir, bench.target.directory))]
+    arguments += ["--dtype", str(config.acceptance.dtype)]
     arguments += ["--max-model-len", str(bench.context_tokens)]
     arguments += ["--tensor-parallel-size", str(config.serving.tensor_parallel_size)]
     if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory

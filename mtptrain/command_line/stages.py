@@ -80,7 +80,7 @@ STAGES = {
     "choose-head": Stage(
         "eval.choose_head",
         "optional: choose among the heads that training kept",
-        "ranks",
+        "ranks",  # of which it starts one: as a job, it needs the GPU of a stage with ranks
         _keeps_unmeasured_heads,
         "train/choice.json",
     ),

@@ -55,7 +55,7 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
             )
         raise UserError(
             f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "
-            f"for it; set export.engine={engines[0]} if it serves this target (see README.md)"
+            f"for it; set export.engine={engines[0]} if it serves this target (see docs/serving.md)"
         )
     check_servable(engine, head, target)
     if (engine, head.name, target.model_type) == ("vllm", "mtp", MiMoConfig.model_type):

@@ -84,7 +84,7 @@ class ManagedServer:
         self._worker = WorkerProcess(self._python, ["serve", *self._arguments, *address], self._log_path)
         try:
             self._wait(f"http://127.0.0.1:{port}/health")
-            return VllmServer(f"http://127.0.0.1:{port}")
+            return VllmServer(f"http://127.0.0.1:{port}", is_ours=True)
         except BaseException:
             self._worker.end()
             raise

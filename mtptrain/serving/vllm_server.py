@@ -35,8 +35,12 @@ _SAMPLE = re.compile(r'^vllm:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})?
 class VllmServer:
     """A running `vllm serve` at a base URL."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, is_ours: bool = False) -> None:
         """Ask the server for its version, model and context length.
+
+        Args:
+            url: its base URL.
+            is_ours: whether this program started it, with a Python whose version of vLLM it has checked.
 
         Raises:
             UserError: the server does not answer, or the server is not vLLM.
@@ -48,7 +52,8 @@ class VllmServer:
         headers = {"Accept-Encoding": "identity"}
         self._client = httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, follow_redirects=True)
         self.version = self._read("/version", _version)
-        warn_of_untested_vllm(self.version, f"serving.url={self.shown_url}")
+        if not is_ours:
+            warn_of_untested_vllm(self.version, f"serving.url={self.shown_url}")
         self.model, self.root, self.max_model_len = self._read("/v1/models", _model)
 
     def generate(

@@ -218,6 +218,14 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
     assert path.read_bytes() == before and not (tmp_path / "acceptance/report.html").exists()
 
 
+def test_a_report_that_was_edited_is_a_warning_for_programs_that_have_measured(tmp_path: Path) -> None:
+    path = write_report(tmp_path / "acceptance/report.json", [8, 6])
+    path.write_text(path.read_text().replace("[", "[ ", 1).replace("8", "9", 1))
+    with pytest.warns(UserWarning, match=r"report\.html is not written: .*run mtptrain acceptance again"):
+        write_run_page(make_config(f"run_dir={tmp_path}"))
+    assert not (tmp_path / "acceptance/report.html").exists()
+
+
 def test_a_page_of_somebody_else_in_the_run_is_kept(tmp_path: Path) -> None:
     write_report(tmp_path / "acceptance/report.json", [8, 6])
     (tmp_path / "acceptance/report.html").write_text("mine")

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from eval.examples import examples, is_accepted
+from eval.examples import examples, is_accepted, pieces
 from eval.measurement import DecodedPrompt, Measured
 from eval.report_page import best_draft_depths, render_page, verdict
 from mtptrain.decoding.acceptance import has_loop
@@ -31,6 +33,32 @@ def answer(text: str, *accepted: int) -> Generation:
     assert len(tokens) == 1 + sum(accepted) + len(accepted) and not has_loop(tokens)
     at = [sum(count > depth for count in accepted) for depth in range(3)]
     return Generation(tokens, len(accepted), 0, 3 * len(accepted), at, list(accepted))
+
+
+def byte_pieces() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer whose tokens are words with their space in front, or single bytes."""
+    words = ["\u2581Hi", "\u2581there", "!"]
+    vocab = [*words, *(f"<0x{byte:02X}>" for byte in range(256)), "<unk>"]
+    tokenizer = Tokenizer(
+        models.BPE({token: index for index, token in enumerate(vocab)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_pieces_keep_the_spaces_between_them_and_characters_whose_bytes_lie_in_several() -> None:
+    snow = [3 + byte for byte in "\u2603".encode()]  # three bytes
+    generation = Generation([0, 1, *snow, 2], 3, 0, 9, [2, 1, 0], [1, 1, 0])
+    assert is_accepted(generation) == [False, True, False, True, False, False]
+    assert pieces(generation, byte_pieces()) == [
+        ("Hi", False),
+        (" there", True),
+        ("", False),
+        ("", True),
+        ("\u2603!", False),
+    ]
 
 
 HOSTILE = "<script>$x_$ &"
@@ -60,8 +88,12 @@ def test_the_result_comes_first_and_the_settings_last_and_text_is_escaped(tmp_pa
     assert 'name="viewport"' in page
 
 
-def figures(tokens_per_step: float, interval: list[float] | None, tokens_per_s: float = 1.0) -> dict[str, object]:
+def figures(
+    tokens_per_step: float, interval: list[float] | None, tokens_per_s: float = 1.0, run: str = "run"
+) -> dict[str, object]:
     return {
+        "run": run,
+        "drafter": "none" if tokens_per_step == 1.0 else "head",
         "drafted": 0 if tokens_per_step == 1.0 else 9,
         "tokens_per_step": tokens_per_step,
         "tokens_per_s": tokens_per_s,
@@ -81,6 +113,8 @@ def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain(
     assert first.startswith("Each step of the target gives 2.50 tokens with b and 2.00 with a, the next best")
     assert first.endswith(certainty)
     assert speed == "With b, decoding was 1.50 times as fast as without drafts in this measurement."
+    others = {"other: no drafts": figures(1.0, [1.0, 1.0], 3.0, run="other")}
+    assert verdict({**others, **drafters}, has_speed=True)[1] == speed, "plain decoding must be that of the same run"
     slow = verdict({"a": figures(2.0, low, 9.0), "b": figures(2.5, high, 6.0)}, has_speed=True)
     assert slow[1:] == ["The fastest was a, at 9 tokens/s; b gave 6 tokens/s."]
     assert verdict({"a": figures(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eval.serving_bench import check_server, is_same_model, write_results
-from eval.serving_speed.engine_runs import Bench, check_device
+from eval.serving_speed.engine_runs import Bench, check_device, server_arguments
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
@@ -181,6 +181,18 @@ def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(tmp_pa
     assert not is_same_model(str(make_target(tmp_path / "other", seed=1)), TargetFiles(tiny_target, str(tiny_target)))
     assert is_same_model("/far/away/Llama-8B", TargetFiles(tiny_target, "meta/llama-8b"))
     assert not is_same_model("meta/llama-1b", TargetFiles(tiny_target, "meta/llama-8b"))
+
+
+@pytest.mark.parametrize("holds_target", [True, False])
+def test_an_engine_without_drafts_loads_the_export_where_that_holds_the_target(
+    config_for: Callable[..., PipelineConfig], tiny_target: Path, tmp_path: Path, holds_target: bool
+) -> None:
+    """vLLM refuses the folder of a published MiMo, whose config.json asks for code; that of the export does not."""
+    facts, export = {**FACTS, "holds_target": holds_target}, shutil.copytree(tiny_target, tmp_path / "export")
+    target = TargetFiles(tiny_target, str(tiny_target))
+    bench = Bench(config_for(), tmp_path, target, [[1, 2]], Path("python"), "", facts, export, None)
+    loaded = {server_arguments(bench, num_drafts)[0] for num_drafts in (0, 3)}
+    assert loaded == {str(export if holds_target else tiny_target)}
 
 
 @pytest.fixture

@@ -1,17 +1,19 @@
 """Tests that `mtptrain serving-check` refuses what it cannot compare, and names the first difference."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from eval.serving_check import Comparison, OurRun, what_differs
+from eval.serving_check import Comparison, OurRun, find_engine, what_differs
 from mtptrain.decoding.speculate import Generation
+from mtptrain.run import Run
 from mtptrain.serving.divergence import Divergence
 from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.vllm_client import EngineCounts, EngineRun
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
-from tests.conftest import run_program
+from tests.conftest import make_config, run_program
 
 
 def test_a_check_of_sampled_decoding_is_refused(tmp_path: Path, tiny_target: Path) -> None:
@@ -23,6 +25,17 @@ def test_a_check_of_sampled_decoding_is_refused(tmp_path: Path, tiny_target: Pat
         "must be 0 for this check, because at a higher temperature drafts are accepted at random, but is 0.7; leave"
         in result.stderr
     )
+
+
+def test_a_head_with_too_short_a_context_is_refused_before_anything_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(make_config(f"run_dir={tmp_path}", "acceptance.max_new_tokens=8"))
+    short = SimpleNamespace(head=SimpleNamespace(context_tokens=16), sha256="")
+    monkeypatch.setattr(run, "head", lambda *_: short)
+    message = r"head: must read the longest prompt with its response and drafts, \d+ tokens, but has a context .* of 16"
+    with pytest.raises(UserError, match=message):
+        find_engine(run, {"chat": list(range(10))})
 
 
 def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:

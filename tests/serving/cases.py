@@ -141,7 +141,7 @@ class Case:
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with most families."""
 IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash", "draft_model")
-"""Heads in the README's table, which has a row for each engine that can load the head."""
+"""Heads in the table of docs/serving.md, which has a row for each engine that can load the head."""
 CASES = [
     *(
         Case(head, target, num_speculative_tokens)

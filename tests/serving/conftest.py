@@ -162,7 +162,7 @@ def served(
 
 
 def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:
-    """Returns the cases of all selected tests in order, or all cases if the test of the README's table is selected."""
+    """Returns the cases of all selected tests in order, or all cases if the test of the page's table is selected."""
     if any("table" in item.name for item in items):
         return CASES + BF16_CASES + BROKEN_CASES
     parameters = [

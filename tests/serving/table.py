@@ -1,4 +1,4 @@
-"""Makes the README's table of served heads from the results of the engines."""
+"""Makes the table of served heads in docs/serving.md from the results of the engines."""
 
 import os
 import warnings
@@ -84,7 +84,7 @@ def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
         return UNTRIED
     if not is_served_here(near):
         assert not os.environ.get("WRITE_SERVED_TABLE"), NOT_HERE
-        warnings.warn(f"{near}: {NOT_HERE}; the README's cell is taken as it stands", stacklevel=1)
+        warnings.warn(f"{near}: {NOT_HERE}; the page's cell is taken as it stands", stacklevel=1)
         return NEAR
     ours, theirs = summarise(served[str(near)].ours), served[str(near)].theirs
     assert theirs.counts is not None, theirs.error
