@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from mtptrain.convert.base import Format, Tensors, renamed
@@ -44,7 +45,7 @@ class VllmNativeMtp(Format):
 
     @property
     def architecture(self) -> str:  # type: ignore[override]
-        return str((self.target.architectures or ["?"])[0])
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.target.model_type])
 
     def tensors(self, state: Tensors) -> Tensors:
         layer = {name: tensor for name, tensor in state.items() if name.startswith(LAYER)}

@@ -223,7 +223,7 @@ def describe_shape(shape: tuple[int, ...] | None) -> str:
 
 def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device) -> Head:
     """Load weights into a head and prepare it for inference, in the dtype of the weights if `dtype` is None."""
-    stored_dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    stored_dtype = next(state[name].dtype for name, _ in head.named_parameters())  # buffers may have another
     head.to(stored_dtype).load_state_dict(state)
     return head.to(device, dtype).eval().requires_grad_(False)
 

@@ -108,3 +108,11 @@ def test_a_run_is_planned_for_a_published_model(tmp_path: Path, name: str) -> No
     settings_of_run = ("hardware=h100_8", "hidden_states.backend=transformers", f"run_dir={tmp_path}/run")
     plan = make_plan(make_config(f"target.path={tmp_path}", *settings_of_run))
     assert 0 < plan.target.active_parameters <= plan.target.num_parameters and plan.head_parameters > 0
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-Next-80B-A3B", "GLM-4.5-Air"])
+def test_a_training_of_the_published_mtp_module_is_planned(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | PUBLISHED[name][1]))
+    settings = ("head=native_mtp", "head.start_from_target=false", "hidden_states.backend=transformers")
+    plan = make_plan(make_config(f"target.path={tmp_path}", "hardware=h100_8", f"run_dir={tmp_path}/run", *settings))
+    assert 1e9 < plan.head_parameters < plan.target.num_parameters / 20

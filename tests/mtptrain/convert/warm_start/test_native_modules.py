@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.target_files import INDEX
-from mtptrain.convert.warm_start import load_init
+from mtptrain.convert.warm_start import load_init, trained_or_initial_head
 from mtptrain.export import check_tensors, write_head
+from mtptrain.heads.files import TARGET_WEIGHTS, load_head, save_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP, NativeMtpHead
 from mtptrain.target.files import TargetFiles
@@ -46,6 +47,26 @@ def test_a_published_module_is_read_and_written_back_as_it_was(tmp_path: Path, f
         assert torch.equal(load_file(directory / files[name])[name], tensor + 1 if is_of_module else tensor)
     assert files.keys() == before.keys()
     assert json.loads((directory / "config.json").read_text()) == json.loads(stored.read_text())
+
+
+def test_a_module_in_bf16_keeps_its_dtypes_and_the_exact_bias_of_its_router(tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "target", "glm4_moe")
+    path, bias = tmp_path / "target/model.safetensors", f"model.layers.{LAST}.mlp.gate.e_score_correction_bias"
+    stored = {name: x if name.endswith("bias") else x.bfloat16() for name, x in load_file(path).items()}
+    save_file(stored, path, metadata={"format": "pt"})
+    target = TargetFiles(tmp_path / "target")
+    read = trained_or_initial_head(
+        tmp_path / "none", NativeMtpHead.Config(init_from=str(tmp_path / "target")), target, None, torch.device("cpu")
+    )
+    save_head(tmp_path / "best", read.head.state_dict(), CONFIG, {TARGET_WEIGHTS: target.weights_sha256})
+    head = load_head(tmp_path / "best", CONFIG, config, None, torch.device("cpu"))
+    form = format_for("vllm", CONFIG, config)
+    write_head(tmp_path / "export", form, head.state_dict())
+    written = load_file(tmp_path / "export" / form.weights_name)
+    assert written[bias].dtype is torch.float32 and torch.equal(written[bias], stored[bias])
+    assert all(
+        x.dtype is torch.bfloat16 and torch.equal(x, stored[name]) for name, x in written.items() if name != bias
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe"])
