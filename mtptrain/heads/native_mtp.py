@@ -128,23 +128,6 @@ class NativeMtpHead(Head):
         self.norm = norm if self.native.has_norm else nn.Identity()
         self.model.eval()
 
-    @classmethod
-    def check_trainable(cls, config: Config, target_config: PreTrainedConfig) -> None:
-        """Refuse modules whose attention has a window, sinks or a soft cap, which training does not compute."""
-        layer_config = module_config(target_config)
-        parameters = [name for name, _ in build_on_meta(layer_config).named_parameters()]
-        found = {
-            "a window": find_form(layer_config).masks[0] != FULL,
-            "sinks": any(name.endswith("sinks") for name in parameters),
-            "a soft cap": getattr(layer_config, "attn_logit_softcapping", None) is not None,
-        }
-        if any(found.values()):
-            raise UserError(
-                "head: native_mtp must have full attention without sinks or soft cap to be trained, but the module of "
-                f"a {target_config.model_type} has {' and '.join(name for name, has in found.items() if has)}; measure "
-                "it untrained, or train head=mtp"
-            )
-
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states of all depths [T, M, H] at the draft positions; see `Head.forward`.
 
@@ -180,7 +163,7 @@ class NativeMtpHead(Head):
         earlier: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, ...]:
         """Returns the states that `logits` reads, the states to feed back, and the keys and values of one depth."""
-        keys = DepthKeys(packing, earlier)
+        keys = DepthKeys(packing, self.form.masks[0] or FULL, earlier)
         states = self._layer(hidden_states[None], embeddings[None], positions[None], depth_keys=keys)
         assert keys.made is not None, "the layer's attention is the registered one"
         return *(x[0] for x in states), *keys.made

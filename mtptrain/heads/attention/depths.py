@@ -1,15 +1,27 @@
-"""Computes the attention of a decoder layer of transformers: in training at one depth, in decoding over a cache."""
+"""Computes the attention of a decoder layer of transformers: in training at one depth, in decoding over a cache.
+
+In training, a layer with full attention uses the kernels of all heads. Windows, chunks, sinks and soft caps are
+computed from stored scores, in blocks of rows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.packing import Packing
-from mtptrain.target.causal_attention import causal_or_masked_attention, refuse_keywords
+from mtptrain.target.causal_attention import (
+    FULL,
+    MOST_SCORES,
+    Extras,
+    MaskOf,
+    causal_or_masked_attention,
+    refuse_keywords,
+)
 
 DEPTHS_OR_CACHE = "mtptrain_depths_or_cache"
 """The name under which `depths_or_cache_attention` is registered with transformers."""
@@ -20,6 +32,8 @@ class DepthKeys:
     """The keys and values that one depth of a training step reads, and those that it makes."""
 
     packing: Packing
+    mask: MaskOf
+    """The earlier tokens that the layer's tokens see."""
     earlier: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """Rotated keys and values of the depths before: first those of depth 0 of all N tokens, draft positions first, then
     those of each later depth at the M draft positions, each [N or M, kv heads, head_dim]. Empty at depth 0."""
@@ -27,7 +41,7 @@ class DepthKeys:
     """Keys and values of this depth."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, extras: Extras
     ) -> torch.Tensor:
         """Returns the attention output of rows [N or M, heads, value head_dim]; zeros where there is no draft position.
 
@@ -36,6 +50,7 @@ class DepthKeys:
             key: their rotated keys [N or M, kv heads, head_dim].
             value: their values [N or M, kv heads, value head_dim], no wider than the keys.
             scaling: scale of the scores; 1 / sqrt(head_dim) by default.
+            extras: what else changes the scores.
         """
         head_dim, value_dim, num_drafts = query.shape[-1], value.shape[-1], len(self.packing.draft_positions)
         if scaling is not None:  # `depth_attention` scales by 1 / sqrt(head_dim)
@@ -43,8 +58,94 @@ class DepthKeys:
         self.made = key, F.pad(value, (0, head_dim - value_dim))
         (keys, values), *own = (*self.earlier, self.made)
         own_keys, own_values = [each[0] for each in own], [each[1] for each in own]
-        out = depth_attention(query[:num_drafts], keys, values, own_keys, own_values, self.packing)
+        if extras or self.mask != FULL:
+            out = blocks_attention(query[:num_drafts], keys, values, own, self.packing, self.mask, extras)
+        else:
+            out = depth_attention(query[:num_drafts], keys, values, own_keys, own_values, self.packing)
         return F.pad(out[..., :value_dim], (0, 0, 0, 0, 0, len(query) - num_drafts))
+
+
+def blocks_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    own: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    packing: Packing,
+    mask: MaskOf,
+    extras: Extras,
+) -> torch.Tensor:
+    """Attend at one depth as `depth_attention` does, to fewer tokens or with changed scores.
+
+    Args:
+        query: queries of depth k [M, heads, head_dim].
+        keys: depth-0 keys of all tokens, draft positions first [N, kv heads, head_dim].
+        values: depth-0 values in the same order [N, kv heads, head_dim].
+        own: keys and values of depths 1 .. k, each [M, kv heads, head_dim].
+        packing: documents and draft positions.
+        mask: which earlier tokens a token sees.
+        extras: what else changes the scores.
+
+    Returns:
+        The attention output [M, heads, head_dim].
+    """
+    lengths = torch.tensor(packing.document_lengths, device=query.device)
+    documents = torch.arange(len(lengths), device=query.device).repeat_interleave(lengths)
+    document, position = (torch.cat(packing.split(x)) for x in (documents, packing.positions))  # [N], in order of keys
+    outs = []
+    for index, length in enumerate(packing.document_lengths):
+        rows = (document[: len(query)] == index).nonzero()[:, 0]
+        if not len(rows):
+            continue
+        tokens = (document == index).nonzero()[:, 0]
+        tokens = tokens[position[tokens].argsort()]
+        for block in rows.split(mask.window or max(1, MOST_SCORES // (length * query.shape[1]))):
+            first = 0 if mask.window is None else max(0, int(position[block[0]]) + len(own) + 1 - mask.window)
+            seen = tokens[first : int(position[block[-1]]) + 1]
+            own_block = [x[block] for each in own for x in each]
+            attended = checkpoint(
+                _attend_block, query[block], position[block], keys[seen], values[seen], position[seen], mask, extras,
+                *own_block,
+                use_reentrant=False, preserve_rng_state=False,
+            )  # fmt: skip
+            outs.append(attended)
+    return torch.cat(outs)  # rows are in the order of documents
+
+
+def _attend_block(
+    query: torch.Tensor,
+    drafting: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_positions: torch.Tensor,
+    mask: MaskOf,
+    extras: Extras,
+    *own: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the output of rows [R, heads, head_dim] that draft from positions [R] of a document."""
+    depths = torch.arange(1, len(own) // 2 + 1, device=query.device)
+    positions = (drafting + len(depths))[:, None]  # those of the queries
+    of_keys = torch.cat([key_positions.expand(len(query), -1), drafting[:, None] + depths], -1)  # [R, keys]
+    is_seen = (of_keys <= drafting[:, None]) | (torch.arange(of_keys.shape[1], device=query.device) >= len(keys))
+    if mask.window is not None:
+        is_seen &= positions - of_keys < mask.window
+    if mask.chunk is not None:
+        is_seen &= positions // mask.chunk == of_keys // mask.chunk
+    rows = query.unflatten(1, (keys.shape[1], -1))  # [R, kv heads, groups, head_dim]
+    scores = torch.einsum("rhgd,nhd->rhgn", rows, keys)
+    for key in own[::2]:
+        scores = torch.cat([scores, torch.einsum("rhgd,rhd->rhg", rows, key)[..., None]], -1)
+    scores = scores.float() * query.shape[-1] ** -0.5
+    if extras.softcap is not None:
+        scores = torch.tanh(scores / extras.softcap) * extras.softcap
+    scores = scores.masked_fill(~is_seen[:, None, None], float("-inf"))
+    if extras.sinks is not None:
+        sinks = extras.sinks.float().view(keys.shape[1], -1)[None, ..., None]
+        scores = torch.cat([scores, sinks.expand(len(query), -1, -1, 1)], -1)
+    weights = scores.softmax(-1).to(values.dtype)
+    out = torch.einsum("rhgn,nhd->rhgd", weights[..., : len(keys)], values)
+    for depth, value in enumerate(own[1::2]):
+        out = out + weights[..., len(keys) + depth, None] * value[:, :, None]
+    return out.flatten(1, 2)
 
 
 def depths_or_cache_attention(
@@ -55,6 +156,8 @@ def depths_or_cache_attention(
     attention_mask: torch.Tensor | None,
     depth_keys: DepthKeys | None = None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attends at one depth of a training step, and over a `PositionCache` in decoding.
@@ -67,16 +170,19 @@ def depths_or_cache_attention(
         attention_mask: None.
         depth_keys: the keys of a training step; None in decoding.
         scaling: scale of the scores.
+        softcap: soft cap of the scores.
+        s_aux: sinks of the attention heads.
         kwargs: those of `causal_or_masked_attention` in decoding; others must be among `UNUSED_KEYWORDS`.
 
     Returns:
         The attention output [B, S, heads, value head_dim], and None in place of attention weights.
     """
     if depth_keys is None:
+        kwargs |= {"softcap": softcap, "s_aux": s_aux}
         return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, **kwargs)  # type: ignore[arg-type]
     refuse_keywords(module, kwargs)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, (kv) heads, head_dim]
-    return depth_keys.attend(query, key, value, scaling)[None], None
+    return depth_keys.attend(query, key, value, scaling, Extras(softcap, s_aux))[None], None
 
 
 AttentionInterface.register(DEPTHS_OR_CACHE, depths_or_cache_attention)

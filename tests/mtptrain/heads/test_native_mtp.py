@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,21 +13,39 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from eval.checks.numerics import drafted_states
 from mtptrain.convert.base import Tensors
+from mtptrain.heads.attention.depths import blocks_attention
+from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.target.causal_attention import FULL, Extras
+from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.families import EXACT, SIZES, AutoConfig
 from tests.native_modules import LAST, MODULES, write_checkpoint
 
-DEPTHS, TOKENS = 4, 9
-FULL_ATTENTION = [family for family in MODULES if family != "mimo_v2_flash"]
+DEPTHS, TOKENS = 4, 22
+"""More tokens than the tiny windows have."""
+
+
+READ_ZEROS = ("deepseek_v3", "glm4_moe", "ernie4_5_moe")
+"""Families whose modules read zeros in place of the embedding at position 0."""
+LAST_LAYER: dict[str, dict[str, object]] = {
+    "mimo_v2_flash": {
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    }
+}
+"""Settings with which a target's last layer is of the module's kind."""
 
 
 def parts_of(family: str) -> tuple[str, str, str, str, str]:
     """Returns the published names of projection, both norms and final norm, and the prefix of the layer."""
     if family.startswith("qwen"):
         return "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0."
+    if family == "mimo_v2_flash":
+        inside = "model.mtp.layers.0."
+        return inside + "eh_proj", inside + "enorm", inside + "hnorm", inside + "final_layernorm", inside
     if family.startswith("ernie"):
         linear, embedding, hidden = (f"model.mtp_{part}.0" for part in ("linear_proj", "emb_norm", "hidden_norm"))
         return linear, embedding, hidden, "", "model.mtp_block.0."
@@ -37,7 +56,11 @@ def parts_of(family: str) -> tuple[str, str, str, str, str]:
 def decoder_of_the_module(directory: Path, family: str, config: PreTrainedConfig, tensors: Tensors) -> nn.Module:
     """Returns a model of transformers, read from disk, whose last decoder layer is the module's."""
     prefix, index = parts_of(family)[4], LAST - 1
-    layer = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    layer = {
+        name.removeprefix(prefix).replace("pre_mlp_layernorm", "post_attention_layernorm"): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
     ours = {name: tensor for name, tensor in tensors.items() if f".layers.{index}." not in name}
     if family.startswith("ernie"):
         names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
@@ -57,10 +80,15 @@ def decoder_of_the_module(directory: Path, family: str, config: PreTrainedConfig
     return model.eval().get_submodule("model")
 
 
+def rotated(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, family: str) -> object:
+    kinds = ("sliding_attention",) if family in LAST_LAYER else ()
+    return decoder.rotary_emb(x, positions, *kinds)  # type: ignore[operator]
+
+
 def plain_states(
     decoder: nn.Module,
     family: str,
-    eps: float,
+    config: PreTrainedConfig,
     tensors: Tensors,
     states: torch.Tensor,
     embeddings: torch.Tensor,
@@ -71,7 +99,7 @@ def plain_states(
     Args:
         decoder: a decoder whose last layer is the module's.
         family: the family.
-        eps: epsilon of its norms.
+        config: the target's config.
         tensors: the checkpoint.
         states: the target's states [S, H].
         embeddings: embedding of each token [S, H].
@@ -81,11 +109,11 @@ def plain_states(
     offset = 1.0 if family.startswith("qwen") else 0.0
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=eps) * (offset + tensors[f"{name}.weight"])
+        return F.rms_norm(x, x.shape[-1:], eps=norm_eps(config)) * (offset + tensors[f"{name}.weight"])
 
     def combined(state: torch.Tensor, index: int) -> torch.Tensor:
         embedding = embeddings[index + 1]
-        if index == 0 and not family.startswith("qwen"):
+        if index == 0 and family in READ_ZEROS:
             embedding = torch.zeros_like(embedding)
         both = torch.cat([norm(embedding_norm, embedding), norm(hidden_norm, state)])
         return tensors[f"{project}.weight"] @ both
@@ -95,10 +123,12 @@ def plain_states(
     for depth in range(DEPTHS):
         x = torch.stack(inputs)[None]
         positions = torch.arange(x.shape[1])[None]
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
+        window = config.sliding_window if family in LAST_LAYER else x.shape[1]
+        is_seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().triu(1 - window)
+        mask = torch.zeros(is_seen.shape).masked_fill(~is_seen, float("-inf"))[None, None]
         out = decoder.layers[-1](  # type: ignore[union-attr,operator]
             x,
-            position_embeddings=decoder.rotary_emb(x, positions),  # type: ignore[operator]
+            position_embeddings=rotated(decoder, x, positions, family),
             attention_mask=mask,
             position_ids=positions,
         )
@@ -111,10 +141,10 @@ def plain_states(
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize("family", MODULES)
 @torch.no_grad()
 def test_every_depth_is_that_of_the_familys_own_layer(tmp_path: Path, family: str) -> None:
-    config, state = write_checkpoint(tmp_path, family)
+    config, state = write_checkpoint(tmp_path, family, **LAST_LAYER.get(family, {}))
     tensors, parts = load_file(tmp_path / "model.safetensors"), load_frozen_parts(tmp_path)
     head = fill_head(
         build_head(NativeMtpHead.Config(ttt_steps=DEPTHS), config), state, torch.float32, torch.device("cpu")
@@ -125,11 +155,12 @@ def test_every_depth_is_that_of_the_familys_own_layer(tmp_path: Path, family: st
     decoder = decoder_of_the_module(tmp_path, family, config, tensors)
     for position in (0, 1, TOKENS - 2):
         drafted = torch.stack(drafted_states(head, parts, states, ids, position, DEPTHS))
-        plain = plain_states(decoder, family, config.rms_norm_eps, tensors, states, parts.embed(ids), position)
+        plain = plain_states(decoder, family, config, tensors, states, parts.embed(ids), position)
         torch.testing.assert_close(drafted, plain, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", [*FULL_ATTENTION, "granite"])  # Granite's scores have a scale of their own
+# Others with a scale of their own, sinks, a window, and a soft cap with a window.
+@pytest.mark.parametrize("family", [*MODULES, "granite", "gpt_oss", "mistral", "gemma2"])
 def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(tmp_path: Path, family: str) -> None:
     config, state = write_checkpoint(tmp_path, family)
     parts, head = load_frozen_parts(tmp_path), build_head(NativeMtpHead.Config(ttt_steps=DEPTHS), config)
@@ -139,7 +170,7 @@ def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(
     ids = torch.randint(0, 256, (sum(lengths),), generator=generator)
     states = torch.randn(len(ids), config.hidden_size, generator=generator)
     trained = head(PackedTokens(states, ids, torch.roll(ids, -1), Packing.of_spans(lengths)), parts, DEPTHS)
-    for position in (0, 3):
+    for position in (0, 3, 16, TOKENS - 2):  # 16 is the first row of a window's second block
         known = TOKENS - 1 - position  # number of depths that read tokens of this document only
         drafted = drafted_states(head, parts, states[:TOKENS], F.pad(ids[:TOKENS], (0, DEPTHS)), position, DEPTHS)
         torch.testing.assert_close(trained[:known, position], torch.stack(drafted[:known]), atol=2e-5, rtol=1e-4)
@@ -147,21 +178,30 @@ def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("mimo_v2_flash", "the module of a mimo_v2_flash has a window and sinks; measure it untrained, or train"),
-        ("gpt_oss", "has sinks"),
-        ("mistral", "has a window"),
-        ("gemma2", "has a soft cap"),
-        ("lfm2", "head: the target's last decoder layer must have attention and depend on nothing but its settings"),
-        ("llama4_text", "but that of a llama4_text is another one; train head=mtp"),
-    ],
-)
-def test_a_layer_that_training_cannot_compute_is_refused_before_it(family: str, message: str) -> None:
+@pytest.mark.parametrize("family", ["lfm2", "llama4_text", "nemotron_h"])
+def test_a_last_layer_that_is_no_module_is_refused(family: str) -> None:
     model_type, settings = EXACT[family]
+    message = (
+        "^head: the target's last decoder layer must have attention and depend on nothing but its settings for head "
+        f"native_mtp, but that of a {model_type} is another one; train head=mtp"
+    )
     with pytest.raises(ValueError, match=message):
-        NativeMtpHead.check_trainable(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
+        build_head(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
+
+
+@pytest.mark.parametrize("points", [False, True])
+def test_blocks_of_stored_scores_attend_as_the_kernels_do(points: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtptrain.heads.attention.depths.MOST_SCORES", 64)  # several blocks per document
+    lengths, generator = [9, 4, 12], torch.Generator().manual_seed(1)
+    drafting = [np.array([1, 2, 6]), np.array([3]), np.array([0, 5, 11])]
+    packing = (
+        Packing.of_points(lengths, drafting) if points else Packing.of_spans(lengths, [(0, 2, 3), (2, 0, 4), (2, 7, 5)])
+    )
+    num_drafts = len(packing.draft_positions)
+    query, keys, values = (torch.randn(n, h, 8, generator=generator) for n, h in ((num_drafts, 4), (25, 2), (25, 2)))
+    own = [tuple(torch.randn(num_drafts, 2, 8, generator=generator) for _ in range(2)) for _ in range(2)]
+    plain = depth_attention(query, keys, values, *zip(*own, strict=True), packing)
+    torch.testing.assert_close(blocks_attention(query, keys, values, own, packing, FULL, Extras()), plain)
 
 
 def cast(head: NativeMtpHead) -> NativeMtpHead:
