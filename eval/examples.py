@@ -14,7 +14,7 @@ from .measurement import Measured
 NUM_EXAMPLES, PROMPT_TOKENS = 3, 48
 """Number of examples in a report, and number of tokens that they show from the end of each prompt."""
 INCOMPLETE = "\ufffd"
-"""The replacement character, as which tokenizers decode a character whose last bytes are missing."""
+"""The character to which tokenizers decode a byte of an incomplete character."""
 
 
 def is_accepted(generation: Generation) -> list[bool]:
@@ -65,19 +65,22 @@ def acceptance_length(generation: Generation) -> float:
 def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """Returns the answer's text in pieces, each with a flag that is True if the piece consists of accepted drafts.
 
-    A piece is what its tokens add to the text before them. A character whose bytes are tokens of several pieces is part
-    of the last of these.
+    A piece is what its tokens add to the text of all tokens before them: decoded alone, they could lose a space at
+    their beginning. A character whose bytes are in several pieces belongs to the last of them.
     """
-    found, text, end = [], "", 0
+    found: list[tuple[str, bool]] = []
+    end = num_shown = 0
     for accepted, run in groupby(is_accepted(generation)):
         end += len(list(run))
-        longer = decoded(tokenizer, generation.tokens[:end])
+        text = decoded(tokenizer, generation.tokens[:end])
         if end < len(generation.tokens):
-            longer = longer.rstrip(INCOMPLETE)
-        found.append((longer[len(text) :], accepted))
-        text = longer
+            text = text.rstrip(INCOMPLETE)
+        if len(text) > num_shown:
+            found.append((text[num_shown:], accepted))
+            num_shown = len(text)
     return found
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(tokens)))
+    # Cleaning up would remove the space before a full stop, and so change text that is already shown.
+    return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))

@@ -7,7 +7,12 @@ from typing import Literal
 from mtptrain.config import PipelineConfig, PromptSource
 
 Runner = Literal["process", "ranks", "server"]
-"""How a stage runs: as one process, on a rank for each GPU of the machine, or as one process that queries a server."""
+"""How a stage of a whole run runs: as one process without a GPU, as ranks on the GPUs, or as one process that queries a
+server.
+
+There is a rank for each GPU, but only one if the target needs several GPUs, all of which that rank then uses.
+choose-head is for such targets, so it always has one: see `num_ranks` in `all_stages`, and `choose_head.sbatch`.
+"""
 KEPT_STAGES = "finished stages are kept in {run_dir}; the same command starts this one again"
 
 
@@ -80,7 +85,7 @@ STAGES = {
     "choose-head": Stage(
         "eval.choose_head",
         "optional: choose among the heads that training kept",
-        "ranks",  # of which it starts one: as a job, it needs the GPU of a stage with ranks
+        "ranks",
         _keeps_unmeasured_heads,
         "train/choice.json",
     ),

@@ -49,7 +49,7 @@ def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_dis
             for document in range(NUM_DOCUMENTS):
                 writer.write(document, states())
             writer.finish()
-            is_handed_over.set()  # only now may a byte be written: the caller has handed over the whole first shard
+            is_handed_over.set()  # no thread could write states before the whole first shard was handed over
     assert has_shard(tmp_path, 0) and has_shard(tmp_path, 1)
     assert not list(tmp_path.glob("*.tmp"))
 
