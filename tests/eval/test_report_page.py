@@ -52,13 +52,8 @@ def test_pieces_keep_the_spaces_between_them_and_characters_whose_bytes_lie_in_s
     snow = [3 + byte for byte in "\u2603".encode()]  # three bytes
     generation = Generation([0, 1, *snow, 2], 3, 0, 9, [2, 1, 0], [1, 1, 0])
     assert is_accepted(generation) == [False, True, False, True, False, False]
-    assert pieces(generation, byte_pieces()) == [
-        ("Hi", False),
-        (" there", True),
-        ("", False),
-        ("", True),
-        ("\u2603!", False),
-    ]
+    shown = [("Hi", False), (" there", True), ("\u2603!", False)]
+    assert pieces(generation, byte_pieces()) == shown
 
 
 HOSTILE = "<script>$x_$ &"

@@ -43,8 +43,8 @@ ROOT = Path(__file__).parents[3]
         ),
         (
             ["head=mtpp"],
-            "head: must be one of dflash, draft_model, eagle, eagle3, hydra, medusa, mtp, peagle, but is 'mtpp'; did "
-            "you mean mtp?",
+            "head: must be one of dflash, draft_model, eagle, eagle3, hydra, medusa, mtp, native_mtp, peagle, but is "
+            "'mtpp'; did you mean mtp?",
         ),
         (["prompts=null"], "prompts: must be the name of a choice, but is null; `prompts=` alone lists the names"),
         (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, data_ce, but is 'lkk'; did you mean lk?"),
