@@ -81,9 +81,7 @@ _MIMO_V2 = {
 NATIVE_MTP = {
     "deepseek_v3": NativeModule(_BEHIND_LAYERS, zero_first_embedding=True),
     "glm4_moe": NativeModule(_BEHIND_LAYERS, zero_first_embedding=True, feeds_back_normed=False),
-    "qwen3_next": NativeModule(_QWEN),
-    "qwen3_5_text": NativeModule(_QWEN),
-    "qwen3_5_moe_text": NativeModule(_QWEN),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), NativeModule(_QWEN)),
     "ernie4_5_moe": NativeModule(
         _ERNIE,
         zero_first_embedding=True,
