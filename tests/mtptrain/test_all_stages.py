@@ -116,7 +116,11 @@ def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
         (["seed=0,1", "run_dir=/tmp/x"], 1, "run_dir: must differ between the variants of --multirun, but is /tmp/x"),
         (["train.lr=1,-1", "run_dir=/tmp/${train.lr}"], 1, "train.lr: must be a number of at least 0.0, but is -1.0"),
         (["train.lrr=1,2"], 2, "train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
-        (["head=mtp,mtpp"], 2, "head: must be one of dflash, draft_model, eagle, eagle3, hydra, medusa, mtp, native_mtp, peagle, "),
+        (
+            ["head=mtp,mtpp"],
+            2,
+            "head: must be one of dflash, draft_model, eagle, eagle3, hydra, medusa, mtp, native_mtp, peagle, ",
+        ),
     ],
 )
 def test_variants_are_checked_before_the_first_begins(overrides: list[str], code: int, message: str) -> None:
