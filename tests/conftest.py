@@ -133,7 +133,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Every supported family of targets, as arguments of `make_target`."""
+"""The families of most tests, as arguments of `make_target`; `tests/families.py` has many more."""
 
 
 def make_target(

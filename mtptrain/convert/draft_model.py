@@ -14,7 +14,7 @@ from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
 from mtptrain.heads.files import build_head, check_values, checked_weights, fill_head
 from mtptrain.target.checkpoint_check import check_weights, stored_tensors
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.frozen_parts import _refuse_quantised, load_frozen_parts
+from mtptrain.target.frozen_parts import load_frozen_parts, refuse_quantised
 from mtptrain.target.hub import resolve_target, weight_files
 from mtptrain.target.model import Target
 from mtptrain.target.self_check import check_target
@@ -242,6 +242,6 @@ def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
             "it out, or set head.start_from_target=false"
         )
     state = head.state_dict()
-    _refuse_quantised(stored_tensors(target.directory), tuple(name.removesuffix("weight") for name in state))
+    refuse_quantised(stored_tensors(target.directory), tuple(name.removesuffix("weight") for name in state))
     tensors = _read(weight_files(target.directory), state)
     head.load_state_dict(tensors)

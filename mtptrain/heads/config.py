@@ -30,13 +30,13 @@ class HeadConfig:
     weights, or as `start_from_target` says."""
     start_from_target: bool = False
     """Start from a copy of the target's last layer, with an input projection that passes the target's states on to it.
-    The loss falls faster at first. `draft_model` copies more (see its settings). Heads `dflash`, `hydra` and `medusa`
-    do not support this."""
+    The loss falls faster at first. `draft_model` copies more (see its settings). Heads `dflash`, `hydra`, `medusa`
+    and `native_mtp` do not support this."""
 
 
 @dataclass
 class LayerConfig(HeadConfig):
-    """Settings that all heads with decoder layers share, except `draft_model`."""
+    """Settings that all heads with decoder layers share, except `draft_model` and `native_mtp`."""
 
     num_attention_heads: int | None = between_or_none(1, MAX_SIZE)
     """null takes the target's number if hidden size / number is then 64 or 128; otherwise hidden size / 128, or

@@ -1,6 +1,6 @@
 """Reads and checks targets' configs, and says what heads take from them: RoPE, head dim, epsilon, ends of sequence.
 
-No family is named here: `mtptrain.target.form` finds out how a model is built.
+No list says which families work: `mtptrain.target.form` finds out how a model is built.
 """
 
 import math

@@ -79,7 +79,7 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
     config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)
     wanted, tensors = find_form(config).tensor_names(config.tie_word_embeddings), check_weights(target_dir)
-    _refuse_missing(target_dir, wanted - tensors.keys())
+    refuse_missing(target_dir, wanted - tensors.keys())
     return FrozenParts.of(config, {name: tensors[name].read() for name in wanted})
 
 
@@ -91,10 +91,10 @@ def refuse_quantised_parts(target_dir: Path) -> None:
     """
     form = find_form(read_target_config(target_dir))
     prefixes = (f"{form.embed_tokens}.", f"{form.norm}.", f"{form.lm_head}.")
-    _refuse_quantised(stored_tensors(target_dir), prefixes)
+    refuse_quantised(stored_tensors(target_dir), prefixes)
 
 
-def _refuse_quantised(tensors: Mapping[str, StoredTensor], prefixes: tuple[str, ...]) -> None:
+def refuse_quantised(tensors: Mapping[str, StoredTensor], prefixes: tuple[str, ...]) -> None:
     """Refuse quantised tensors and their scales in modules with one of these prefixes."""
     for in_model, (path, name, dtype, _) in sorted(tensors.items()):
         module, _, parameter = name.rpartition(".")
@@ -118,7 +118,7 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     form = find_form(config)
     prefix = f"{form.layers}.{config.num_hidden_layers - 1}."
     tensors = stored_tensors(target_dir)
-    _refuse_quantised(tensors, (prefix,))
+    refuse_quantised(tensors, (prefix,))
     return {
         name.removeprefix(prefix): tensor.read().float() + form.norm_offset * name.endswith("norm.weight")
         for name, tensor in tensors.items()
@@ -126,7 +126,7 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def _refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
+def refuse_missing(target_dir: Path, tensor_names: Collection[str]) -> None:
     if tensor_names:
         first_names = sorted(tensor_names)[:3]
         rest = f" and {len(tensor_names) - 3} more" if len(tensor_names) > 3 else ""

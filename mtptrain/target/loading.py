@@ -11,7 +11,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
-from mtptrain.target.frozen_parts import _refuse_missing
+from mtptrain.target.frozen_parts import refuse_missing
 from mtptrain.target.hub import weight_files
 from mtptrain.target.model import Target
 from mtptrain.target.self_check import check_target
@@ -40,7 +40,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     )
     model, loading = loaded
     # transformers initialises missing tensors at random and only logs a warning.
-    _refuse_missing(target_dir, loading["missing_keys"])
+    refuse_missing(target_dir, loading["missing_keys"])
     if hasattr(model, "ct_decompress_hook"):
         # compressed-tensors restores the weights when the whole model is first called, but `Target` calls parts of it.
         model.hf_quantizer.compressor.decompress_model(model)

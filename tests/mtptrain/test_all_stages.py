@@ -15,6 +15,7 @@ import pytest
 from mtptrain import all_stages
 from mtptrain.command_line.program import stage_command
 from mtptrain.command_line.stages import STAGES, stages_of
+from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import DEMO_DIR
@@ -39,6 +40,12 @@ Run = tuple[Path, tuple[str, ...]]
 )
 def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str], names: str) -> None:
     assert " ".join(name for name, _, _ in stages_of(make_config(*overrides))) == names
+
+
+def test_a_head_that_no_engine_has_a_class_for_is_not_exported() -> None:
+    heads = [name for name in HEADS if name != "hydra"]
+    assert all(all_stages.has_format(make_config(f"head={name}", "head.start_from_target=false")) for name in heads)
+    assert not all_stages.has_format(make_config("head=hydra", "head.start_from_target=false"))
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,8 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
     printed = log_of(run_dir, dead).read_text(errors="replace")
     assert re.search(r"task 1 of 0-1 has failed with exit code \d+, so the store stays unfinished", printed)
     command = re.findall(r"^    ARRAY_TASKS=1 .*", printed, re.MULTILINE)[-1]
+    assert "draft_vocab'" in command
+    # Only the hidden states are written again: the stages after them are left out too.
     command = command.replace("[SBATCH OPTIONS]", "--time=30").replace(
         "draft_vocab'", "draft_vocab train acceptance export'"
     )

@@ -51,10 +51,10 @@ from mtptrain.target.hub import indexed_files
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import SEAL, read_json, read_sealed, tensor_shapes
 
-NATIVE_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
+DEEPSEEK_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
 MIMO_MTP = re.compile(r"^(model\.mtp_layers\.\d+\.)")
 UNKNOWN_MTP = re.compile(r"^mtp\.")
-"""Tensors of MTP layers in a layout that none of our heads has, such as that of Qwen3-Next and Qwen3.5."""
+"""Tensors of MTP layers in a layout that head `mtp` does not have, such as that of Qwen3-Next and Qwen3.5."""
 FOREIGN_PARTS = {".experts.": "experts", "self_attn.kv_": "latent attention"}
 """Parts of MTP layers that head `mtp` does not have, by a substring of their tensor names."""
 NATIVE_NAMES = {"shared_head.norm.weight": "norm.weight", "post_norm.weight": "norm.weight"}
@@ -119,8 +119,8 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         )
     config: dict[str, Any] = read_json(directory / "config.json", "copy or download it again")
     names = tensor_names(files)
-    if any(NATIVE_MTP.match(name) for name in names):
-        return _native_mtp(directory, names, target_config)
+    if any(DEEPSEEK_MTP.match(name) for name in names):
+        return _deepseek_mtp(directory, names, target_config)
     if is_medusa(config, names):
         config = read_config(directory, "medusa", target_config)
         medusa = medusa_tensors(read_tensors(files))
@@ -285,9 +285,9 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     return settings | {name: size for name, size in sizes.items() if name in settings} | captured
 
 
-def _native_mtp(directory: Path, names: set[str], target_config: PreTrainedConfig) -> PublishedHead:
+def _deepseek_mtp(directory: Path, names: set[str], target_config: PreTrainedConfig) -> PublishedHead:
     """Returns the MTP layer of a checkpoint."""
-    prefixes = sorted({match[1] for name in names if (match := NATIVE_MTP.match(name))})
+    prefixes = sorted({match[1] for name in names if (match := DEEPSEEK_MTP.match(name))})
     refuse_several(prefixes, directory)
     behind = f"model.layers.{target_config.num_hidden_layers}."
     if prefixes[0] != behind:

@@ -63,6 +63,7 @@ def fill_shards(
         writer_threads: number of threads that check, encode and write states.
 
     Raises:
+        UserError: a state is not finite.
         OSError: the disk of the store or of the backend's temporary files is full.
     """
     total = num_tokens(documents, list(shards.values()))
