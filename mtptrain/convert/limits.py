@@ -43,6 +43,12 @@ def family_without_mtp_module(head: HeadConfig, target: PreTrainedConfig) -> obj
     return None if target.model_type in NATIVE_MTP else f"a {target.model_type}"
 
 
+def several_mtp_modules(head: HeadConfig, target: PreTrainedConfig) -> object:
+    native = NATIVE_MTP[target.model_type]
+    declared = getattr(target, native.count, None) or 0
+    return declared if declared > 1 and not native.is_first_of_several else None
+
+
 def last_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     layers = Eagle3Head.resolve_capture_layers(head, target)
     return list(layers) if layers[-1] == target.num_hidden_layers else None
@@ -135,6 +141,9 @@ LIMITS = (
     Limit("vllm", "native_mtp", "target.path", f"of a family with MTP modules ({', '.join(NATIVE_MTP)})",
           family_without_mtp_module,
           "vLLM has no such class for others",
+          "train head=mtp"),
+    Limit("vllm", "native_mtp", "target.path", "a target with one MTP module", several_mtp_modules,
+          "vLLM drafts each depth with a module of its own, but the head is the first module at all depths",
           "train head=mtp"),
     Limit("vllm", "native_mtp", "target.path", "a target that is not quantised", quantisation,
           "vLLM builds the module with the target's quantisation",

@@ -16,14 +16,12 @@ from transformers.utils import logging
 
 from mtptrain.convert.base import Format, Tensors, renamed
 from mtptrain.convert.target_files import add_target_files
-from mtptrain.heads.native_mtp import LAYER, NATIVE_MTP, module_config
+from mtptrain.heads.native_mtp import LAYER, NATIVE_MTP, NativeModule, module_config
 from mtptrain.target.form import build_on_meta
 from mtptrain.utils.files import read_json, write_json
 
 REPEATED = ("embed_tokens.", "shared_head.head.")
 """Prefixes of what some modules repeat from the target. An export leaves these tensors as they are."""
-DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Settings of config.json that say how many MTP modules a checkpoint has."""
 
 
 class VllmNativeMtp(Format):
@@ -33,10 +31,15 @@ class VllmNativeMtp(Format):
     weights_name = "mtp.safetensors"
     holds_target = True
 
+    @property
+    def native(self) -> NativeModule:
+        """How the family's modules are built."""
+        return NATIVE_MTP[self.target.model_type]
+
     @cached_property
     def prefixes(self) -> dict[str, str]:
         """The checkpoint's prefix for each prefix of the head's tensors."""
-        return NATIVE_MTP[self.target.model_type].checkpoint_names(self.target)
+        return self.native.checkpoint_names(self.target)
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -71,8 +74,8 @@ class VllmNativeMtp(Format):
         return name.startswith(tuple(self.prefixes.values())) and not self.head_name(name).startswith(REPEATED)
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        """Returns what `add_target` adds to the target's own config.json: the number of modules."""
-        return {DECLARED[0]: 1}
+        """Returns nothing: `add_target` writes the target's own config.json."""
+        return {}
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         settings = {"method": self.method, "num_speculative_tokens": num_speculative_tokens}
@@ -81,8 +84,8 @@ class VllmNativeMtp(Format):
     def add_target(self, directory: Path, target_dir: Path) -> None:
         """Add the target's config, tokenizer and weights, except those of its own module, and the index of all."""
         config = read_json(target_dir / "config.json")
-        if not declared_modules(config):
-            config |= read_json(directory / "config.json")
+        declaring = config.get("text_config", config)
+        declaring[self.native.count] = declaring.get(self.native.count) or 1
         write_json(directory / "config.json", config)
         add_target_files(directory, target_dir, self.weights_name, self.is_replaced)
 
@@ -113,12 +116,14 @@ def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
     dtype = next(tensor.dtype for name, tensor in layer.items() if not name.endswith("bias"))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the embeddings and lm_head are not there
+    logging.disable_progress_bar()
     try:
         loading: Any = type(model).from_pretrained(
             None, config=model.config, state_dict=layer, dtype=torch.float32, output_loading_info=True
         )
     finally:
         logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()
     loaded, found = loading
     if missing := sorted(found["missing_keys"] & expected):
         raise KeyError(missing[0])
@@ -126,9 +131,3 @@ def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
     return {name: state[name].to(layer[name].dtype if name in layer else dtype) for name in expected} | {
         name: layer[name] for name in found["unexpected_keys"]
     }
-
-
-def declared_modules(config: dict[str, Any]) -> int:
-    """Returns how many MTP modules a config.json declares, itself or for its language model."""
-    places = (config, config.get("text_config") or {})
-    return max(int(place.get(name) or 0) for place in places for name in DECLARED)

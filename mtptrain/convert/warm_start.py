@@ -199,7 +199,7 @@ def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Ten
     with torch.device("meta"):
         expected = build_head(config, target_config).state_dict()
     tensors = {name: tensor for name, tensor in published.tensors.items() if not NOT_WEIGHTS.search(name)}
-    if not getattr(config, "attention_bias", False):
+    if not is_module and not getattr(config, "attention_bias", False):
         tensors = without_zero_biases(tensors, expected, published.directory)
     try:
         state = replace(published, tensors=tensors).state(config, target_config)

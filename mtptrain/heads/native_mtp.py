@@ -47,6 +47,10 @@ class NativeModule:
     """Settings in which the layer differs from the target's last one."""
     is_llama_layer: bool = False
     """Whether the layer is a Llama layer with the target's sizes."""
+    count: str = "num_nextn_predict_layers"
+    """Setting of config.json, or of its `text_config`, that says how many modules a checkpoint has."""
+    is_first_of_several: bool = False
+    """Whether engines run the first of several modules alone."""
 
     def checkpoint_names(self, target_config: PreTrainedConfig) -> dict[str, str]:
         """Returns the checkpoint's prefix for each prefix of the head's tensors."""
@@ -81,7 +85,8 @@ _MIMO_V2 = {
 NATIVE_MTP = {
     "deepseek_v3": NativeModule(_BEHIND_LAYERS, zero_first_embedding=True),
     "glm4_moe": NativeModule(_BEHIND_LAYERS, zero_first_embedding=True, feeds_back_normed=False),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), NativeModule(_QWEN)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), NativeModule(_QWEN, count="mtp_num_hidden_layers")),
+    "qwen3_next": NativeModule(_QWEN),
     "ernie4_5_moe": NativeModule(
         _ERNIE,
         zero_first_embedding=True,
@@ -89,7 +94,11 @@ NATIVE_MTP = {
         has_norm=False,
         is_llama_layer=True,
     ),
-    "mimo_v2_flash": NativeModule(_MIMO_V2, layer={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}),
+    "mimo_v2_flash": NativeModule(
+        _MIMO_V2,
+        layer={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        is_first_of_several=True,
+    ),
 }
 """The modules of each family, by model type. In other families the head is one layer of theirs, under our names."""
 

@@ -64,6 +64,8 @@ class Packing:
     segments: tuple[Segments, ...]
     """One for each kernel. The first one has all draft positions."""
     document_lengths: tuple[int, ...]
+    document_drafts: tuple[int, ...]
+    """Number of draft positions in each document."""
     document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
 
     @property
@@ -176,6 +178,7 @@ class Packing:
             key_indices=torch.from_numpy(key_indices),
             segments=tuple(Segments.of(spans, key_indices, is_causal) for spans, is_causal in kernels),
             document_lengths=tuple(lengths),
+            document_drafts=tuple(int(part.sum()) for part in np.split(is_draft, list(accumulate(lengths))[:-1])),
             document_offsets=torch.tensor([0, *accumulate(lengths)]),
         )
 

@@ -85,7 +85,7 @@ MORE_TARGETS = {
 }
 """Families of which a head or two are served: each has something that those above lack."""
 NATIVE_TARGETS = {
-    "glm4_moe": TargetKind("glm4_moe", 1.8, ROUTED),
+    "glm4_moe": TargetKind("glm4_moe", 1.8, ROUTED | {"attention_bias": True, "use_qk_norm": True}),
     "ernie4_5_moe": TargetKind("ernie4_5_moe", 1.8, ERNIE_EXPERTS),
     # Without its linear attention, for which vLLM has CPU kernels in bf16 alone. The module has none.
     "qwen3_next": TargetKind(

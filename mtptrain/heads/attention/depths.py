@@ -88,27 +88,21 @@ def blocks_attention(
     Returns:
         The attention output [M, heads, head_dim].
     """
-    lengths = torch.tensor(packing.document_lengths, device=query.device)
-    documents = torch.arange(len(lengths), device=query.device).repeat_interleave(lengths)
-    document, position = (torch.cat(packing.split(x)) for x in (documents, packing.positions))  # [N], in order of keys
-    outs = []
-    for index, length in enumerate(packing.document_lengths):
-        rows = (document[: len(query)] == index).nonzero()[:, 0]
-        if not len(rows):
-            continue
-        tokens = (document == index).nonzero()[:, 0]
-        tokens = tokens[position[tokens].argsort()]
-        for block in rows.split(mask.window or max(1, MOST_SCORES // (length * query.shape[1]))):
-            first = 0 if mask.window is None else max(0, int(position[block[0]]) + len(own) + 1 - mask.window)
-            seen = tokens[first : int(position[block[-1]]) + 1]
-            own_block = [x[block] for each in own for x in each]
-            attended = checkpoint(
-                _attend_block, query[block], position[block], keys[seen], values[seen], position[seen], mask, extras,
-                *own_block,
+    drafting, outs = packing.positions[packing.draft_positions], []
+    first_row, first_token = 0, 0
+    for length, count in zip(packing.document_lengths, packing.document_drafts, strict=True):
+        tokens = packing.key_indices[first_token : first_token + length]
+        size = max(1, MOST_SCORES // (length * query.shape[1]))
+        for start in range(first_row, first_row + count, size):
+            rows = slice(start, min(start + size, first_row + count))
+            own_block = [x[rows] for each in own for x in each]
+            attended: torch.Tensor = checkpoint(
+                _attend_block, query[rows], drafting[rows], keys[tokens], values[tokens], mask, extras, *own_block,
                 use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
             outs.append(attended)
-    return torch.cat(outs)  # rows are in the order of documents
+        first_row, first_token = first_row + count, first_token + length
+    return torch.cat(outs)
 
 
 def _attend_block(
@@ -116,12 +110,15 @@ def _attend_block(
     drafting: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    key_positions: torch.Tensor,
     mask: MaskOf,
     extras: Extras,
     *own: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the output of rows [R, heads, head_dim] that draft from positions [R] of a document."""
+    """Returns the output of rows [R, heads, head_dim] that draft from positions [R] of a document.
+
+    The document's keys and values [S, kv heads, head_dim] are those of positions 0 .. S - 1.
+    """
+    key_positions = torch.arange(len(keys), device=query.device)
     depths = torch.arange(1, len(own) // 2 + 1, device=query.device)
     positions = (drafting + len(depths))[:, None]  # those of the queries
     of_keys = torch.cat([key_positions.expand(len(query), -1), drafting[:, None] + depths], -1)  # [R, keys]

@@ -33,6 +33,10 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"but is a llama: vLLM has no such class for others; train head=mtp",
     ),
     (
+        "vllm", "native_mtp", {}, "glm4_moe", {"num_nextn_predict_layers": 3},
+        r"target\.path: must be a target with one MTP module .* but is 3: vLLM drafts each depth with a module of its",
+    ),
+    (
         "vllm", "native_mtp", {}, "glm4_moe", FP8,
         r"target\.path: must be a target that is not quantised .* but is \{'quant_method': 'fp8'\}: vLLM builds the "
         r"module with the target's quantisation",

@@ -10,6 +10,7 @@ from mtptrain.planning.costs import target_costs
 from mtptrain.planning.plan import make_plan
 from mtptrain.target.families import read_target_config
 from tests.conftest import make_config
+from tests.families import EXACT, write_member
 
 COMMON = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
@@ -116,3 +117,11 @@ def test_a_training_of_the_published_mtp_module_is_planned(tmp_path: Path, name:
     settings = ("head=native_mtp", "head.start_from_target=false", "hidden_states.backend=transformers")
     plan = make_plan(make_config(f"target.path={tmp_path}", "hardware=h100_8", f"run_dir={tmp_path}/run", *settings))
     assert 1e9 < plan.head_parameters < plan.target.num_parameters / 20
+
+
+@pytest.mark.parametrize("family", ["mimo_v2_flash", "gpt_oss", "gemma2"])
+def test_a_training_with_a_window_sinks_or_a_soft_cap_is_planned(tmp_path: Path, family: str) -> None:
+    write_member(tmp_path, *EXACT[family])
+    settings = ("head=native_mtp", "head.start_from_target=false", "hidden_states.backend=transformers")
+    plan = make_plan(make_config(f"target.path={tmp_path}", f"run_dir={tmp_path}/run", *settings))
+    assert plan.head_parameters > 0

@@ -13,14 +13,16 @@ from mtptrain.convert.formats import format_for
 from mtptrain.convert.target_files import INDEX
 from mtptrain.convert.warm_start import load_init, trained_or_initial_head
 from mtptrain.export import check_tensors, write_head
-from mtptrain.heads.files import TARGET_WEIGHTS, load_head, save_head
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, load_head, save_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP, NativeMtpHead
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
+from tests.families import IMAGE_MODELS, write_image_model
 from tests.native_modules import LAST, MODULES, published_names, write_checkpoint
 
 CONFIG = NativeMtpHead.Config()
+EXPERT = f"model.layers.{LAST}.mlp.experts.3.up_proj.weight"
 
 
 def test_every_known_family_is_tested() -> None:
@@ -69,6 +71,61 @@ def test_a_module_in_bf16_keeps_its_dtypes_and_the_exact_bias_of_its_router(tmp_
     )
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_5_text"])
+def test_the_biases_of_a_modules_attention_are_its_own(tmp_path: Path, family: str) -> None:
+    """GLM-4.5 has them."""
+    config, state = write_checkpoint(tmp_path, family, attention_bias=True)
+    assert any(name.endswith("_proj.bias") for name in state)
+    found = load_init(str(tmp_path), CONFIG, TargetFiles(tmp_path))
+    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    assert format_for("vllm", CONFIG, config).tensors(state).keys() > published_names(family)
+
+
+def test_a_weight_file_of_the_target_that_is_named_like_the_heads_gets_another_name(tmp_path: Path) -> None:
+    config, state = write_checkpoint(tmp_path / "target", "glm4_moe")
+    stored = load_file(tmp_path / "target/model.safetensors")
+    (tmp_path / "target/model.safetensors").unlink()
+    save_file(stored, tmp_path / "target/mtp.safetensors", metadata={"format": "pt"})
+    files = {"metadata": {}, "weight_map": dict.fromkeys(stored, "mtp.safetensors")}
+    (tmp_path / "target" / INDEX).write_text(json.dumps(files))
+    form = format_for("vllm", CONFIG, config)
+    write_head(tmp_path / "export", form, state)
+    form.add_target(tmp_path / "export", tmp_path / "target")
+    check_tensors(tmp_path / "export", form)
+    written = json.loads((tmp_path / "export" / INDEX).read_text())["weight_map"]
+    assert written["lm_head.weight"] == "target-mtp.safetensors" and written.keys() == stored.keys()
+
+
+def test_a_language_model_inside_an_image_model_declares_its_module_itself(tmp_path: Path) -> None:
+    family, settings = IMAGE_MODELS["qwen3_5"]
+    write_image_model(tmp_path / "target", family, settings)
+    path = tmp_path / "target/config.json"
+    stored = json.loads(path.read_text())
+    stored["text_config"]["mtp_num_hidden_layers"] = 0
+    path.write_text(json.dumps(stored))
+    target = TargetFiles(tmp_path / "target")
+    form, state = format_for("vllm", CONFIG, target.config), build_head(CONFIG, target.config).state_dict()
+    write_head(tmp_path / "export", form, state)
+    form.add_target(tmp_path / "export", target.directory)
+    stored["text_config"]["mtp_num_hidden_layers"] = 1
+    assert json.loads((tmp_path / "export/config.json").read_text()) == stored
+    found = load_init(str(tmp_path / "export"), CONFIG, TargetFiles(tmp_path / "export"))
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert form.architecture == "Qwen3_5ForCausalLM"
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "target", "glm4_moe")
+    write_checkpoint(tmp_path / "other", "qwen3_next")
+    (tmp_path / "empty").mkdir()
+    save_file({"x": torch.ones(1)}, tmp_path / "empty/model.safetensors")
+    target = TargetFiles(tmp_path / "target")
+    with pytest.raises(ValueError, match=r"the target's model, with model_type glm4_moe, but .* qwen3_next;"):
+        load_init(str(tmp_path / "other"), CONFIG, target)
+    with pytest.raises(ValueError, match=r"must be a checkpoint with its config\.json, but .*empty has none; choose"):
+        load_init(str(tmp_path / "empty"), CONFIG, target)
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe"])
 def test_a_checkpoint_without_a_module_gets_one_and_is_still_the_target(tmp_path: Path, family: str) -> None:
     config, state = write_checkpoint(tmp_path / "target", family)
@@ -100,6 +157,10 @@ def test_experts_that_are_stored_joined_are_read_too(tmp_path: Path) -> None:
     save_file(tensors | joined, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = load_init(str(tmp_path), CONFIG, TargetFiles(tmp_path))
     assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    both = tensors | joined | {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(32, 64)}
+    save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"up_proj\.weight of .* must be absent beside the joined experts for this"):
+        load_init(str(tmp_path), CONFIG, TargetFiles(tmp_path))
 
 
 def without(*names: str) -> Callable[[Tensors], Tensors]:
@@ -113,7 +174,7 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
             "qwen3_next",
             without("mtp."),
             r"must hold every tensor of its MTP module, of which its config\.json declares 1 "
-            r"\(num_nextn_predict_layers or mtp_num_hidden_layers\), but lacks mtp\.fc\.weight, "
+            r"\(num_nextn_predict_layers\), but lacks mtp\.fc\.weight, "
             r"mtp\.layers\.0\.input_layernorm\.weight, .* and \d+ more; download the files that hold them",
         ),
         (
@@ -128,20 +189,30 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
                 **tensors,
                 f"model.layers.{LAST}.eh_proj.weight": torch.zeros(64, 128, dtype=torch.float8_e4m3fn),
             },
-            r"must have numbers of 16 bits or more, .*eh_proj\.weight has torch\.float8_e4m3fn; choose the checkpoint",
+            r"must have floating-point numbers of 16 bits or more, .*eh_proj\.weight has torch\.float8_e4m3fn; choose",
         ),
         (
             "qwen3_5_text",
             lambda tensors: {**tensors, "mtp.fc.bias": torch.ones(64)},
-            r"mtp\.fc\.bias of .* must be zero, because the head has no such bias",
+            r"eh_proj\.bias of .* must be absent for head native_mtp and this target, but is of shape \(64,\)",
         ),
         (
             "qwen3_5_text",
             lambda tensors: {**tensors, "mtp.fc.weight": torch.ones(64, 64)},
             r"eh_proj\.weight of .* must be of shape \(64, 128\) for head native_mtp",
         ),
+        (
+            "glm4_moe",
+            lambda tensors: {**tensors, EXPERT: torch.ones(32, 64, dtype=torch.int32)},
+            r"must have floating-point numbers of 16 bits or more, .*up_proj\.weight has torch\.int32; choose",
+        ),
+        (
+            "glm4_moe",
+            lambda tensors: {**tensors, EXPERT: torch.ones(16, 64)},
+            r"experts\.3\.up_proj\.weight of .* must be of shape \(32, 64\) for this target, but is of shape \(16,",
+        ),
     ],
-    ids=["all", "an expert", "a projection", "fp8", "a bias", "a shape"],
+    ids=["all", "an expert", "a projection", "fp8", "a bias", "a shape", "integers", "the shape of an expert"],
 )
 def test_a_module_that_is_not_whole_is_refused_by_the_names_of_its_tensors(
     tmp_path: Path, family: str, change: Callable[[Tensors], Tensors], message: str
