@@ -5,14 +5,13 @@ For SGLang 0.5.23 the layer is exported alone and drafts for any target. For vLL
 Sources: sglang/srt/models/mimo_mtp.py; vllm/model_executor/models/mimo.py and mimo_mtp.py.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
-from mtptrain.convert.target_files import add_target_files
+from mtptrain.convert.target_files import WholeCheckpoint, add_target_files
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.target.mimo import ARCHITECTURE, MTP_LAYERS
 
@@ -51,25 +50,17 @@ class MimoLayer(Format):
         return super().state(kept | {self._INPUT_PROJ: swap_halves(kept[self._INPUT_PROJ])})
 
 
-class VllmMimo(MimoLayer):
+class VllmMimo(WholeCheckpoint, MimoLayer):
     """Replaces a MiMo checkpoint's own MTP layer with `mtp`.
 
     The directory is a whole checkpoint. Its `config.json` has Qwen2's model type, so that engines need no code from the
     checkpoint: MiMo's config differs from Qwen2's only by name. The model class is still MiMo's.
     """
 
-    method = "mtp"
-    weights_name = "mtp.safetensors"
-    holds_target = True
-
     def config_json(self, dtype: str) -> dict[str, Any]:
         ours = {"architectures": [ARCHITECTURE], "model_type": "qwen2", "num_nextn_predict_layers": 1}
         config = self.target.to_dict() | ours
         return {name: value for name, value in config.items() if name not in ("_name_or_path", "auto_map")}
-
-    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        settings = {"method": self.method, "num_speculative_tokens": num_speculative_tokens}
-        return f"vllm serve {directory} --speculative-config '{json.dumps(settings)}'"
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
         """Add the target's tokenizer, its weights except those of its own MTP layer, and the index of all tensors."""
@@ -77,9 +68,7 @@ class VllmMimo(MimoLayer):
 
     def notes(self) -> list[str]:
         return [
-            "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
-            "or copies where links are not possible; a file that had tensors of the MTP layer is written again without "
-            "them.",
+            *super().notes(),
             "Serve this with vLLM. Its MiMo class passes the states before the target's final norm to the MTP layer, "
             "and the head was trained and measured with these. SGLang's class passes the states after the norm.",
         ]

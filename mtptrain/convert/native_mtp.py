@@ -3,7 +3,6 @@
 Sources: vllm/model_executor/models/*_mtp.py in vLLM 0.32; transformers' own table of renamed and joined tensors.
 """
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from mtptrain.convert.base import Format, Tensors, renamed
-from mtptrain.convert.target_files import add_target_files
+from mtptrain.convert.base import Tensors, renamed
+from mtptrain.convert.target_files import WholeCheckpoint, add_target_files
 from mtptrain.heads.native_mtp import LAYER, NATIVE_MTP, NativeModule, module_config
 from mtptrain.target.form import build_on_meta
 from mtptrain.utils.files import read_json, write_json
@@ -24,12 +23,8 @@ REPEATED = ("embed_tokens.", "shared_head.head.")
 """Prefixes of what some modules repeat from the target. An export leaves these tensors as they are."""
 
 
-class VllmNativeMtp(Format):
-    """Replaces a checkpoint's own MTP module with `native_mtp`. The directory is a whole checkpoint."""
-
-    method = "mtp"
-    weights_name = "mtp.safetensors"
-    holds_target = True
+class VllmNativeMtp(WholeCheckpoint):
+    """Replaces a checkpoint's own MTP module with `native_mtp`."""
 
     @property
     def native(self) -> NativeModule:
@@ -77,10 +72,6 @@ class VllmNativeMtp(Format):
         """Returns nothing: `add_target` writes the target's own config.json."""
         return {}
 
-    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        settings = {"method": self.method, "num_speculative_tokens": num_speculative_tokens}
-        return f"vllm serve {directory} --speculative-config '{json.dumps(settings)}'"
-
     def add_target(self, directory: Path, target_dir: Path) -> None:
         """Add the target's config, tokenizer and weights, except those of its own module, and the index of all."""
         config = read_json(target_dir / "config.json")
@@ -88,13 +79,6 @@ class VllmNativeMtp(Format):
         declaring[self.native.count] = declaring.get(self.native.count) or 1
         write_json(directory / "config.json", config)
         add_target_files(directory, target_dir, self.weights_name, self.is_replaced)
-
-    def notes(self) -> list[str]:
-        return [
-            "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
-            "or copies where links are not possible; a file that had tensors of the MTP module is written again "
-            "without them.",
-        ]
 
 
 def _replaced_prefix(name: str, prefixes: dict[str, str]) -> str:
@@ -114,7 +98,7 @@ def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
         return layer
     # What is joined or renamed has the dtype of the experts, not that of a router's bias.
     dtype = next(tensor.dtype for name, tensor in layer.items() if not name.endswith("bias"))
-    verbosity = logging.get_verbosity()
+    verbosity, shows_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # the embeddings and lm_head are not there
     logging.disable_progress_bar()
     try:
@@ -123,7 +107,8 @@ def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
         )
     finally:
         logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
+        if shows_bar:
+            logging.enable_progress_bar()
     loaded, found = loading
     if missing := sorted(found["missing_keys"] & expected):
         raise KeyError(missing[0])

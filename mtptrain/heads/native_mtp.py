@@ -117,10 +117,8 @@ class NativeMtpHead(Head):
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         self.native = NATIVE_MTP.get(target_config.model_type, NativeModule())
-        layer_config, hidden_size = module_config(target_config), int(target_config.hidden_size)
-        self.form = find_form(layer_config)
-        own = deepcopy(layer_config)
-        own.vocab_size = 1  # the embeddings and lm_head are not used
+        own, hidden_size = module_config(target_config), int(target_config.hidden_size)
+        self.form = find_form(own)
         model = AutoModelForCausalLM.from_config(
             own, dtype=torch.get_default_dtype(), trust_remote_code=False, attn_implementation=DEPTHS_OR_CACHE
         )
@@ -248,7 +246,7 @@ class NativeMtpHead(Head):
 
 
 def module_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the config of a model whose only layer is that of the target's MTP module.
+    """Returns the config of a model whose only layer is that of the target's MTP module; its vocabulary is not used.
 
     Raises:
         UserError: the target's last layer keeps a state, or is another one than a model of one layer has.
@@ -257,7 +255,7 @@ def module_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
     if native.is_llama_layer:
         return llama_config(target_config)
     own, last = deepcopy(target_config), int(target_config.num_hidden_layers) - 1
-    own.num_hidden_layers, own.pad_token_id = 1, None
+    own.num_hidden_layers, own.vocab_size, own.pad_token_id = 1, 1, None
     for name, value in target_config.to_dict().items():
         if isinstance(value, list) and len(value) == last + 1:
             setattr(own, name, [getattr(target_config, name)[-1]])
@@ -292,7 +290,7 @@ def llama_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
     return LlamaConfig(
         **{name: getattr(target_config, name) for name in names},
-        vocab_size=target_config.vocab_size,
+        vocab_size=1,
         num_hidden_layers=1,
         head_dim=getattr(target_config, "head_dim", None),
         max_position_embeddings=target_config.max_position_embeddings,
