@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG
 from mtptrain.convert.transformers import MODEL_CLASSES
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP
+from mtptrain.serving.exports import WITHOUT_STREAMS
 from mtptrain.target.families import head_dim, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
@@ -35,8 +37,8 @@ def quantisation(head: HeadConfig, target: PreTrainedConfig) -> object:
     return getattr(target, "quantization_config", None)
 
 
-def family_without_capture(*families: str) -> FindViolation:
-    return lambda head, target: target.model_type if target.model_type in families else None
+def family_without_streams(engine: str) -> FindViolation:
+    return lambda head, target: target.model_type if target.model_type in WITHOUT_STREAMS[engine] else None
 
 
 def family_without_mtp_module(head: HeadConfig, target: PreTrainedConfig) -> object:
@@ -64,9 +66,9 @@ def single_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     return list(layers) if len(layers) == 1 else None
 
 
-def deepseek_stream_1(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+def stream_1_counted_from_1(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     layers = Eagle3Head.resolve_capture_layers(head, target)
-    return list(layers) if target.model_type == "deepseek_v2" and layers[0] == 1 else None
+    return list(layers) if target.model_type in FROM_1_IN_SGLANG and layers[0] == 1 else None
 
 
 def is_mimo(target: PreTrainedConfig) -> bool:
@@ -180,12 +182,13 @@ LIMITS = (
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm if the target is a MiMo, or train without them"),
     *(Limit("vllm", name, "target.path", "of a family whose layers can be captured",
-            family_without_capture("gemma3_text", "mimo"),
+            family_without_streams("vllm"),
             "vLLM's class does not return its residual streams",
             instead)
       for name, instead in (("eagle3", f"set export.engine=sglang if the target is a Gemma 3, or {TRAIN_MTP}"),
                             ("peagle", TRAIN_MTP), ("dflash", TRAIN_MTP))),
-    Limit("sglang", "eagle3", "target.path", "of a family whose layers can be captured", family_without_capture("mimo"),
+    Limit("sglang", "eagle3", "target.path", "of a family whose layers can be captured",
+          family_without_streams("sglang"),
           "SGLang's class does not return its residual streams",
           TRAIN_MTP),
     Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,
@@ -200,8 +203,9 @@ LIMITS = (
     Limit("sglang", "eagle3", "head.capture_layers", "two or more", single_stream,
           "SGLang applies fc only if it reduces the width of the state",
           "set export.engine=vllm, or train with more layers"),
-    Limit("sglang", "eagle3", "head.capture_layers", "a list that does not start with 1 for a deepseek_v2 target",
-          deepseek_stream_1,
+    Limit("sglang", "eagle3", "head.capture_layers",
+          f"a list that does not start with 1 for a {' or '.join(FROM_1_IN_SGLANG)} target",
+          stream_1_counted_from_1,
           "for this family SGLang counts layers from 0 if the list starts with 1, and from 1 otherwise",
           "set export.engine=vllm, or train with other layers"),
     Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no "

@@ -5,7 +5,7 @@ from typing import Any
 
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.mimo import MimoLayer
-from mtptrain.convert.published.config_json import LAYER_IDS
+from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, LAYER_IDS
 from mtptrain.convert.vllm import EAGLE_NAMES, VllmEagle3
 
 
@@ -25,7 +25,7 @@ class SglangMtp(MimoLayer):
     launch = launch
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        return self.llama_config(dtype) | {"model_type": "qwen2", "num_nextn_predict_layers": 1}
+        return self.llama_config(dtype) | self.model
 
     def notes(self) -> list[str]:
         if self.head.zero_first_embedding:
@@ -64,10 +64,9 @@ class SglangEagle3(VllmEagle3):
     def layer_ids(self, layers: tuple[int, ...]) -> dict[str, Any]:
         """Returns the key for the layer ids, which are one less than ours: id k is the output of layer k, from 0.
 
-        SGLang's DeepSeek class adds 1 back only if the first id is 1, and otherwise expects our ids
-        (`set_eagle3_layers_to_capture` in deepseek_v2.py).
+        Its classes for `FROM_1_IN_SGLANG` add 1 back only if the first id is 1, and otherwise expect our ids.
         """
-        if self.target.model_type == "deepseek_v2" and layers[0] != 2:
+        if self.target.model_type in FROM_1_IN_SGLANG and layers[0] != 2:
             ids = list(layers)
         else:
             ids = [layer - 1 for layer in layers]

@@ -40,7 +40,8 @@ from mtptrain.utils.files import read_sealed
 from mtptrain.utils.setting_bounds import between, between_or_none
 
 TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that can be trained: their layers are dense and scale scores by 1 / sqrt(head_dim)."""
+"""Families that can be trained: their layers are dense and scale scores by 1 / sqrt(head_dim). The first is for targets
+of any other family."""
 
 
 class DraftModelHead(Head):
@@ -282,7 +283,7 @@ def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> P
     head_dim = getattr(target, "head_dim", None) if has_target_heads else None
     tied = target.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     return AutoConfig.for_model(
-        target.model_type if target.model_type in TRAINED_MODEL_TYPES else "llama",
+        target.model_type if target.model_type in TRAINED_MODEL_TYPES else TRAINED_MODEL_TYPES[0],
         **sizes,
         vocab_size=target.vocab_size,
         head_dim=head_dim or sizes["hidden_size"] // heads,

@@ -16,8 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from mtptrain.target.gguf_header import CHOOSE_ANOTHER, DOWNLOAD_AGAIN, GGUFHeader
 from mtptrain.utils.errors import UserError, error_summary
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Names that llama.cpp and transformers share. Mistral's files are of the architecture llama."""
+ARCHITECTURES = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}
+"""Names that llama.cpp and transformers share, and the modules whose outputs llama.cpp rotates in pairs of neighbours.
+
+Mistral's files are of the architecture llama.
+"""
 
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -208,12 +211,11 @@ def _unbuildable(path: Path, error: Exception) -> UserError:
 def model_tensor(header: GGUFHeader, name: str, config: PreTrainedConfig) -> np.ndarray:
     """Returns a tensor in fp32 and in the layout of transformers.
 
-    llama.cpp rotates neighbouring elements in the architecture llama, so the rows of its query and key projections are
-    in another order.
+    The rows of projections whose outputs llama.cpp rotates in pairs of neighbours are in another order there.
     """
     weights = header.dequantised(name)
     module = name.rpartition(".")[0].rpartition(".")[2]
-    if config.model_type != "llama" or module not in ("attn_q", "attn_k"):
+    if module not in ARCHITECTURES[config.model_type]:
         return weights
     heads = config.num_attention_heads if module == "attn_q" else config.num_key_value_heads
     return weights.reshape(heads, -1, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)

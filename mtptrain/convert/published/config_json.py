@@ -28,6 +28,11 @@ Rule = Callable[[Any, Config, PreTrainedConfig], str | None]
 SECTIONS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
 """Keys that hold further keys."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FROM_1_IN_SGLANG = ("deepseek_v2",)
+"""Families whose layers SGLang counts from 1, as vLLM does, unless the ids start with 1.
+
+Source: `set_eagle3_layers_to_capture` of their classes.
+"""
 SHOWN_CHARACTERS = 80
 """Maximum number of characters that an error quotes from a value."""
 

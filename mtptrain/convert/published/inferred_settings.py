@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
-from mtptrain.convert.published.config_json import Config, captured_ids
+from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, Config, captured_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.layers import SERVED_HEAD_DIMS
@@ -101,8 +101,7 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     num_layers, note = target_config.num_hidden_layers, ""
     if ids is None:
         choices, note = [[2, num_layers // 2, num_layers - 3]], " (2, n // 2 and n - 3, because they are left out)"
-    elif target_config.model_type == "deepseek_v2" and ids[0] != 1:
-        # SGLang's DeepSeek class uses vLLM's ids unless the first is 1 (see SglangEagle3.layer_ids).
+    elif target_config.model_type in FROM_1_IN_SGLANG and ids[0] != 1:
         choices = [ids]
     else:
         as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.config import HiddenStatesConfig
+from mtptrain.serving.exports import WITHOUT_STREAMS
 from mtptrain.serving.vllm_client import SHOWN_LINES, WORKER, find_python
 from mtptrain.target.families import key_heads, read_target_config, sliding_window
 from mtptrain.target.form import find_form
@@ -50,9 +51,6 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 """Environment variables of every engine, which override the user's."""
-WITHOUT_CAPTURE = ("gemma3_text", "mimo")
-"""Families whose class in vLLM 0.32 does not return captured layers: Gemma 3 has no `SupportsEagle3`, and the forward
-of `MiMoModel` leaves them out."""
 
 
 def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
@@ -65,7 +63,7 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
             the target has multi-head latent attention.
     """
     family, reason = target_config.model_type, ""
-    if family in WITHOUT_CAPTURE:
+    if family in WITHOUT_STREAMS["vllm"]:
         reason = "has layers that vLLM cannot capture"
     elif find_form(target_config).keeps_states:
         reason = "has layers that keep states, whose cache has no room for hidden states"
