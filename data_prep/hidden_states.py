@@ -94,7 +94,7 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
         return
     missing = missing_shards(extraction.store_dir, extraction.own, ranks)
     if ranks.is_first:
-        warn_of_limits(config.export.engine, config.head, run.target.config)
+        warn_of_limits(config.export.engine, config.head, run.target.config, run.target.gguf)
         announce(extraction, missing, ranks)
         announce_precision("hidden_states.dtype", config.hidden_states.dtype)
         if config.hidden_states.part == 0:

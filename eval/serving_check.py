@@ -1,12 +1,13 @@
-"""After stage 5: serves the exported head with vLLM, and compares vLLM's counters with ours.
+"""After stage 5: serves the exported head with an engine, and compares the engine's counters with ours.
 
 Reads `run_dir/export/<engine>/` (or `serving.head_dir`, or `export.output_dir`), the trained head, and the prompts of
-`mtptrain acceptance`. With `serving.url`, it starts no vLLM and reads no export, but sends the prompts to that server.
+`mtptrain acceptance`. With `serving.url`, it starts no engine and reads no export, but asks that server.
 Writes `report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal,
 or the program ends with status 1. With `acceptance.dtype=bfloat16`, or a quantised target, the two sides round
 differently, so only the acceptance lengths must agree, within 2 %.
 
     mtptrain serving-check recipe=quickstart serving.engine=vllm
+    mtptrain serving-check recipe=quickstart serving.engine=llama_cpp target.gguf=TARGET.gguf
     mtptrain serving-check recipe=quickstart serving.url=http://localhost:8000
 """
 
@@ -25,17 +26,15 @@ from rich.table import Table
 from mtptrain.command_line.program import command, program
 from mtptrain.config import Dtype, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead
-from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
+from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
-from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
-from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
-from mtptrain.serving.vllm_client import EngineCounts, EngineRun, GenerateJob, VllmProcess, find_python
+from mtptrain.serving.engine import Engine, EngineCounts, EngineRun
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import eos_token_ids
 from mtptrain.target.loading import load_target
@@ -44,13 +43,14 @@ from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 
+from .engines import find_engine, spare_tokens
 from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
+MADE_NONE = {"llama.cpp": ": no drafts were made, as llama-server makes none without --spec-type"}
+"""Why an engine may draft nothing without saying so."""
 ROUNDING_TOLERANCE = 0.02
 """Largest allowed relative difference of acceptance lengths in bf16 or with a quantised target."""
-CACHED_SEQUENCES = 64
-"""Number of sequences that fit into the KV cache of an engine on a CPU. vLLM's default takes nearly all memory."""
 
 
 @program
@@ -73,84 +73,35 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     config, settings = run.config, run.config.acceptance
     # The check uses only the first turn of a conversation.
     prompts = run.measured_prompts(spare_tokens(config)).input_ids
-    engine = find_engine(run, prompts)
+    engine = find_engine(run, prompts, output_dir)
     ours = decode_here(run, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
+    write_provenance(output_dir, config)
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
-    comparison = Comparison(ours, theirs, check_counts(theirs.counts, config))
+    limits = settings.num_speculative_tokens, settings.max_new_tokens, ours.stop_token_ids
+    counted, rule = engine.counted(ours.drafted, *limits)
+    comparison = Comparison(ours, counted, theirs, check_counts(theirs.counts, config, engine))
     divergence = None if comparison.is_equal else explain(run, list(prompts.values()), comparison)
 
-    write_provenance(output_dir, config)
-    served = {"command": command(), **report(config, comparison, divergence), "prompts_sha256": Prompts(prompts).sha256}
+    served = {"command": command(), **report(config, comparison, divergence), "rule": rule}
+    served["prompts_sha256"] = Prompts(prompts).sha256
     write_sealed(output_dir / "report.json", served)
-    print_table(config, comparison)
+    print_table(config, comparison, engine.name, rule)
     write_run_page(config)
-    is_quantised = getattr(run.target.config, "quantization_config", None) is not None
+    is_quantised = engine.may_round or getattr(run.target.config, "quantization_config", None) is not None
     may_round = settings.dtype == Dtype.bfloat16 or is_quantised
     if not comparison.is_equal and may_round and comparison.is_near:
         print(
-            f"the two sides differ by rounding, as {'a quantised target' if is_quantised else settings.dtype} may: "
+            f"the two sides differ by rounding, as {'quantised weights' if is_quantised else settings.dtype} may: "
             "their acceptance lengths agree within 2 %"
         )
         if divergence is not None:
             print(f"the first difference, for prompt id {list(prompts)[divergence.prompt]}: {divergence}")
         return True
     if not comparison.is_equal:
-        print(what_differs(list(prompts), comparison, divergence), file=sys.stderr)
+        print(what_differs(list(prompts), comparison, divergence, engine), file=sys.stderr)
     return comparison.is_equal
-
-
-def spare_tokens(config: PipelineConfig) -> int:
-    """Returns the number of tokens to keep free at the end of the context.
-
-    If one request comes closer to the end than twice K tokens, vLLM's drafts become useless for all requests.
-    """
-    return 2 * config.acceptance.num_speculative_tokens
-
-
-def find_engine(run: Run, prompts: InputIds) -> VllmProcess | VllmServer:
-    """Returns the engine after quick checks: of a server only its context, otherwise the export and the interpreter.
-
-    Raises:
-        UserError: the Python interpreter or the exported head does not exist, or no server answers, or the interpreter
-            has no vLLM, the export is for another engine or holds another head, or the server is not vLLM, or the
-            server or the head has too short a context.
-    """
-    config, serving, settings = run.config, run.config.serving, run.config.acceptance
-    found = run.head(getattr(torch, settings.dtype), torch.device("cpu"))
-    lengths = settings.max_new_tokens, settings.num_speculative_tokens
-    check_head_context(found.head, prompts.values(), *lengths, setting="head")
-    needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
-    if serving.url is not None:
-        server = VllmServer(serving.url)
-        if server.max_model_len < needed_tokens:
-            raise UserError(
-                f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
-                "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
-                f"{server.max_model_len}; start it with --max-model-len {needed_tokens}"
-            )
-        return server
-    head_dir = run.served_head_dir
-    facts = read_serving_facts(head_dir, serving.engine, found.sha256)
-    python = find_python(serving.python)
-    has_gpu = torch.cuda.is_available()
-    job = GenerateJob(
-        name="vllm",
-        target_dir=str(served_model(facts, head_dir, run.target.directory)),
-        prompts=(),
-        max_new_tokens=settings.max_new_tokens,
-        max_model_len=needed_tokens,
-        speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),
-        hf_overrides=facts["hf_overrides"],
-        dtype=str(settings.dtype),
-        kv_cache_memory_bytes=None
-        if has_gpu
-        else cache_bytes(run.target.config, head_dir, needed_tokens, CACHED_SEQUENCES),
-        tensor_parallel_size=serving.tensor_parallel_size,
-        device_type="cuda" if has_gpu else "cpu",
-    )
-    return VllmProcess(str(python), job)
 
 
 @dataclass(frozen=True)
@@ -202,7 +153,7 @@ def decode(
     )
 
 
-def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineCounts:
+def check_counts(counts: EngineCounts | None, config: PipelineConfig, engine: Engine) -> EngineCounts:
     """Returns the counts. Raises UserError if the server does not draft `num_speculative_tokens` tokens a round."""
     num_drafts = 0 if counts is None else len(counts.accepted_at)
     if counts is None or num_drafts != config.acceptance.num_speculative_tokens:
@@ -210,7 +161,7 @@ def check_counts(counts: EngineCounts | None, config: PipelineConfig) -> EngineC
         raise UserError(
             f"{setting}: the engine must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts "
             f"{num_drafts}; set acceptance.num_speculative_tokens, or start a server with the command of the export's "
-            "README"
+            f"README{MADE_NONE[engine.name] if num_drafts == 0 and engine.name in MADE_NONE else ''}"
         )
     return counts
 
@@ -220,13 +171,11 @@ class Comparison:
     """The results of our own loop and of the engine."""
 
     ours: OurRun
+    counted: EngineCounts
+    """Our counters, by the engine's rules."""
     theirs: EngineRun
     counts: EngineCounts
     """The engine's counters."""
-
-    @property
-    def acceptance(self) -> Acceptance:
-        return summarise(self.ours.drafted)
 
     @property
     def num_plain(self) -> tuple[int, int]:
@@ -238,7 +187,7 @@ class Comparison:
     @property
     def rows(self) -> list[tuple[str, float, float]]:
         """Every compared figure: its name, our value and the engine's value."""
-        ours, theirs = self.acceptance, self.counts
+        ours, theirs = self.counted, self.counts
         accepted = enumerate(zip(ours.accepted_at, theirs.accepted_at, strict=True))
         return [
             ("rounds", ours.rounds, theirs.rounds),
@@ -256,7 +205,7 @@ class Comparison:
     @property
     def is_near(self) -> bool:
         """Whether the acceptance lengths agree up to rounding."""
-        return abs(self.counts.acceptance_length / self.acceptance.acceptance_length - 1) <= ROUNDING_TOLERANCE
+        return abs(self.counts.acceptance_length / self.counted.acceptance_length - 1) <= ROUNDING_TOLERANCE
 
 
 def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Divergence | None:
@@ -275,25 +224,23 @@ def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Diver
     )
 
 
-def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None) -> str:
+def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, engine: Engine) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
-    first = (
-        "The first token that differs cannot be found; to find it, a server must be started with "
-        "--per-request-spec-decode-metrics detailed"
-    )
+    first = "The first token that differs cannot be found, because the engine does not say what each round accepted"
+    if isinstance(engine, VllmServer):
+        first += "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
     if divergence is not None:
         first = f"The first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}"
     problem = f"they differ in {', '.join(unequal)}" if unequal else "neither gives all of these answers"
     return (
-        f"serving check: mtptrain and vLLM {comparison.theirs.version} must have equal counters and give the answers "
-        f"of plain greedy decoding, but {problem}. {first}. In float32, a difference of "
-        "logits below 1e-3 is rounding. Otherwise export the head again; a server must be idle and be started with "
-        "--no-enable-chunked-prefill"
+        f"serving check: mtptrain and {engine.name} {comparison.theirs.version} must have equal counters and give the "
+        f"answers of plain greedy decoding, but {problem}. {first}. In float32, a difference of "
+        f"logits below 1e-3 is rounding. Otherwise {engine.advice}"
     )
 
 
 def report(config: PipelineConfig, comparison: Comparison, divergence: Divergence | None) -> dict[str, Any]:
-    settings, acceptance, counts = config.acceptance, comparison.acceptance, comparison.counts
+    settings, acceptance, counts = config.acceptance, comparison.counted, comparison.counts
     our_plain, their_plain = comparison.num_plain
     names = ("rounds", "drafted", "accepted_at", "acceptance_length")
     return {
@@ -311,15 +258,15 @@ def report(config: PipelineConfig, comparison: Comparison, divergence: Divergenc
     }
 
 
-def print_table(config: PipelineConfig, comparison: Comparison) -> None:
+def print_table(config: PipelineConfig, comparison: Comparison, engine: str, rule: str) -> None:
     settings = config.acceptance
     title = (
-        f"Serving check: vLLM {comparison.theirs.version}, K={settings.num_speculative_tokens}, greedy, "
+        f"Serving check: {engine} {comparison.theirs.version}, K={settings.num_speculative_tokens}, greedy, "
         f"{settings.dtype}"
     )
     table = Table(title=f"{title}, {len(comparison.ours.plain)} prompts")
     table.add_column("", no_wrap=True)
-    for column in ("ours", "vLLM", "difference"):
+    for column in ("ours", engine, "difference"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, ours, theirs in comparison.rows:
         figures = [f"{figure:,}" if isinstance(figure, int) else f"{figure:.3f}" for figure in (ours, theirs)]
@@ -327,6 +274,8 @@ def print_table(config: PipelineConfig, comparison: Comparison) -> None:
     console = Console()
     console.width = max(console.width, 80)
     console.print(table)
+    if rule:
+        print(rule)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
 
 from mtptrain.command_line.program import program
 from mtptrain.config import Dtype, ExportEngine, load_config
@@ -27,7 +26,7 @@ from mtptrain.run import Run
 from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, replaced
 from mtptrain.serving.exports import SERVING, WRITTEN_FOR
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_sealed, save_tensors, write_json, write_sealed, write_text
+from mtptrain.utils.files import read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
 
 README = "README.md"
@@ -56,7 +55,7 @@ def export(run: Run) -> None:
     if output_dir.is_symlink():  # a directory cannot be renamed to a link
         output_dir = output_dir.resolve()
     check_replaceable(output_dir, WRITTEN, "export.output_dir")
-    form = format_for(config.export.engine, config.head, run.target.config)
+    form = format_for(config.export.engine, config.head, run.target.config, run.target.gguf)
     if config.export.engine == ExportEngine.vllm:
         check_directory_name(output_dir, form.method)
     dtype = None if config.export.dtype is Dtype.auto else getattr(torch, config.export.dtype)
@@ -80,7 +79,8 @@ def export(run: Run) -> None:
         write_text(directory / README, readme(run, form, measured, output_dir))
         hide_homes(directory)
         written = {**facts, **serving, "head_sha256": trained.sha256}
-        write_sealed(directory / SERVING, written, ["config.json", form.weights_name])
+        own = ["config.json"] if form.has_config_json else []
+        write_sealed(directory / SERVING, written, [*own, form.weights_name])
     print_summary(output_dir / form.weights_name, proof)
 
 
@@ -95,12 +95,9 @@ def check_directory_name(output_dir: Path, method: str) -> None:
 
 
 def write_head(directory: Path, form: Format, state: Tensors) -> None:
-    """Write the head's tensors and `config.json`."""
-    tensors = {name: tensor.contiguous() for name, tensor in form.tensors(state).items()}
-    dtype = next(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point())
+    """Write the head's tensors and settings."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / "config.json", form.config_json(dtype))
-    save_tensors(directory / form.weights_name, tensors)
+    form.write(directory, {name: tensor.contiguous() for name, tensor in form.tensors(state).items()})
 
 
 def check_tensors(directory: Path, form: Format) -> None:
@@ -113,7 +110,7 @@ def check_tensors(directory: Path, form: Format) -> None:
         state = build_head(form.head, form.target).state_dict()
     expected = {name: tuple(tensor.shape) for name, tensor in form.tensors(state).items()}
     path = directory / form.weights_name
-    actual = {name: tuple(tensor.shape) for name, tensor in load_file(path).items()}
+    actual = {name: tuple(tensor.shape) for name, tensor in form.read(directory).items()}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise UserError(
@@ -125,7 +122,7 @@ def check_tensors(directory: Path, form: Format) -> None:
 def reload_head(directory: Path, form: Format) -> Head:
     """Returns the head that the weights in the directory give after conversion back to our format."""
     head = build_head(form.head, form.target)
-    head.load_state_dict(form.state(load_file(directory / form.weights_name)))
+    head.load_state_dict(form.state(form.read(directory)))
     return head.eval()
 
 
@@ -155,7 +152,7 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
 
 def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
     """Returns the README: how to serve the directory, and its measured acceptance."""
-    config, served = run.config, run.target.name_for_engines
+    config, served = run.config, form.target_name(run.target.name_for_engines)
     launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
     parts = [
         f"# Draft head for `{config.target.path}`",
@@ -186,8 +183,8 @@ def hide_homes(directory: Path) -> None:
 
     The README says so if its command has such a path. Copies of the target's vocabulary stay as they are.
     """
-    copied = [name for name in ("tokenizer_config.json", "generation_config.json") if (directory / name).is_file()]
-    for name in (CONFIG, PROVENANCE, "config.json", README, *copied):
+    some = ("config.json", "tokenizer_config.json", "generation_config.json")
+    for name in (CONFIG, PROVENANCE, README, *(each for each in some if (directory / each).is_file())):
         text = (directory / name).read_text(encoding="utf-8")
         hidden = hide_home(text)
         if hidden != text:

@@ -38,7 +38,9 @@ class Run:
             UserError: there is no such target.
         """
         config = self.config
-        return TargetFiles.find(config.target.path, config.target.revision, config.prompts.template_kwargs)
+        return TargetFiles.find(
+            config.target.path, config.target.revision, config.prompts.template_kwargs, config.target.gguf
+        )
 
     def prompts_file(self, split: Split) -> Path:
         """Returns the file of a split, after comparing its bytes with the manifest.

@@ -125,7 +125,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     torch.manual_seed(config.seed)
     head = build_trainable_head(config.head, run.target.config)
     if ranks.is_first:
-        warn_of_limits(config.export.engine, config.head, run.target.config)
+        warn_of_limits(config.export.engine, config.head, run.target.config, run.target.gguf)
     run.prompts_file(Split.train)  # the first stage is the first to be missed
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(run.stage_dir("draft_vocab"))

@@ -38,8 +38,6 @@ NAMES = {
 def settings_of(target_dir: Path) -> dict[str, Any]:
     """Returns the metadata that llama.cpp's converter writes for a target, its architecture left out."""
     config = AutoConfig.from_pretrained(target_dir)
-    tokens = make_tokenizer().convert_ids_to_tokens(list(range(260)))
-    tokens[257] = MERGED
     name = config.model_type
     return {
         "general.type": "model",
@@ -55,12 +53,21 @@ def settings_of(target_dir: Path) -> dict[str, Any]:
         f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         f"{name}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
         f"{name}.rope.dimension_count": config.head_dim,
+        **tokenizer_settings(config.eos_token_id),
+    }
+
+
+def tokenizer_settings(eos_token_id: int) -> dict[str, Any]:
+    """Returns the metadata of the tests' tokenizer."""
+    tokens = make_tokenizer().convert_ids_to_tokens(list(range(260)))
+    tokens[257] = MERGED
+    return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [NORMAL if len(text) < 3 else CONTROL for text in tokens],
         "tokenizer.ggml.merges": [" ".join(MERGED)],
-        "tokenizer.ggml.eos_token_id": config.eos_token_id,
+        "tokenizer.ggml.eos_token_id": eos_token_id,
         "tokenizer.chat_template": GENERATION_TEMPLATE,
     }
 

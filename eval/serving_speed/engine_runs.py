@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from tqdm import tqdm
 
 from mtptrain.config import PipelineConfig
 from mtptrain.serving.bench_rows import Row, fastest, warn_of_unequal_work
+from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.exports import cache_bytes, served_model, speculative_config
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
 from mtptrain.serving.server_process import ManagedServer
-from mtptrain.serving.vllm_client import EngineCounts
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
@@ -129,7 +130,9 @@ def engine(bench: Bench, num_drafts: int | None) -> Iterator[VllmServer]:
         yield bench.server
         return
     log_path, timeout_s = bench.output_dir / f"server_K{num_drafts}.log", bench.config.serving_bench.start_timeout_s
-    with ManagedServer(bench.python, server_arguments(bench, num_drafts), log_path, timeout_s) as server:
+    connect = partial(VllmServer, is_ours=True)
+    arguments = ["serve", *server_arguments(bench, num_drafts)]
+    with ManagedServer(bench.python, arguments, log_path, timeout_s, connect, "vllm serve") as server:
         yield server
 
 

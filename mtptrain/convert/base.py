@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.layers import HeadDims, head_dims
 from mtptrain.target.families import head_rope_parameters, norm_eps
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import save_tensors, write_json
 
 Tensors = dict[str, torch.Tensor]
 
@@ -44,6 +46,12 @@ class Format(ABC):
     """Changes to the target's config that vLLM needs."""
     speculative_settings: dict[str, object] = {}  # noqa: RUF012 (never changed)
     """Settings of vLLM's `--speculative-config` besides method, model and number of tokens."""
+    target_gguf: Path | None = None
+    """The target's GGUF file, if a setting names one."""
+    needs_gguf = False
+    """Whether the export copies something from the target's GGUF file."""
+    has_config_json = True
+    """Whether the engine reads settings from `config.json`."""
     holds_target = False
     """Whether vLLM serves the directory alone, as a whole checkpoint that includes the target."""
     weights_name = "model.safetensors"
@@ -73,6 +81,20 @@ class Format(ABC):
     @abstractmethod
     def config_json(self, dtype: str) -> dict[str, Any]:
         """Returns the contents of `config.json` for tensors of this dtype."""
+
+    def write(self, directory: Path, tensors: Tensors) -> None:
+        """Write the engine's tensors and `config.json`."""
+        dtype = next(str(each.dtype).removeprefix("torch.") for each in tensors.values() if each.is_floating_point())
+        write_json(directory / "config.json", self.config_json(dtype))
+        save_tensors(directory / self.weights_name, tensors)
+
+    def read(self, directory: Path) -> Tensors:
+        """Returns the engine's tensors that `write` wrote."""
+        return load_file(directory / self.weights_name)
+
+    def target_name(self, name_for_engines: str) -> str:
+        """Returns the name of the target in the launch command."""
+        return name_for_engines
 
     @abstractmethod
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:

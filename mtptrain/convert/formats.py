@@ -1,11 +1,13 @@
 """All export formats, by engine and head. For MiMo targets, `VllmMimo` replaces `VllmMtp`."""
 
 import warnings
+from pathlib import Path
 
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format
 from mtptrain.convert.limits import check_servable
+from mtptrain.convert.llama_cpp import LlamaCppDflash, LlamaCppDraftModel, LlamaCppEagle3
 from mtptrain.convert.mimo import VllmMimo
 from mtptrain.convert.native_mtp import VllmNativeMtp
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
@@ -20,6 +22,7 @@ from mtptrain.convert.vllm import (
     VllmPeagle,
 )
 from mtptrain.heads.config import HeadConfig
+from mtptrain.target.gguf_model import require_same_sizes
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
 
@@ -35,12 +38,15 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("sglang", "mtp"): SglangMtp,
     ("sglang", "eagle"): SglangEagle,
     ("sglang", "eagle3"): SglangEagle3,
+    ("llama_cpp", "eagle3"): LlamaCppEagle3,
+    ("llama_cpp", "dflash"): LlamaCppDflash,
+    ("llama_cpp", "draft_model"): LlamaCppDraftModel,
     ("transformers", "mtp"): TransformersMtp,
 }
 
 
-def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Format:
-    """Returns the format of a head for an engine and a target.
+def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> Format:
+    """Returns the format of a head for an engine and a target, of which llama.cpp has a GGUF file.
 
     Raises:
         UserError: the engine cannot serve the head; the message gives the reason and an alternative.
@@ -60,12 +66,31 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Forma
     check_servable(engine, head, target)
     if (engine, head.name, target.model_type) == ("vllm", "mtp", MiMoConfig.model_type):
         return VllmMimo(head, target)
-    return FORMATS[engine, head.name](head, target)
+    form = FORMATS[engine, head.name](head, target)
+    form.target_gguf = target_gguf
+    if form.needs_gguf:
+        check_gguf(target_gguf, head, target)
+    return form
 
 
-def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
+def check_gguf(path: Path | None, head: HeadConfig, target: PreTrainedConfig) -> None:
+    """Refuse to export a head that needs the tokenizer of the target's GGUF file without the file, or with another's.
+
+    Raises:
+        UserError: no setting names the file, or the file is missing, is damaged, or is that of another model.
+    """
+    if path is None:
+        raise UserError(
+            f"target.gguf: must be the target's GGUF file to export head {head.name} for llama_cpp, which needs its "
+            "tokenizer, but is left out; convert the target with llama.cpp's convert_hf_to_gguf.py and set "
+            "target.gguf=FILE"
+        )
+    require_same_sizes(path, target)
+
+
+def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> None:
     """Warn before a long computation that the head could not be exported for the engine afterwards."""
     try:
-        format_for(engine, head, target)
+        format_for(engine, head, target, target_gguf)
     except UserError as error:
         warnings.warn(f"this head can be trained and measured, but not exported: {error}", stacklevel=2)

@@ -5,15 +5,18 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from mtptrain.convert.llama_cpp import ARCHITECTURE_OF
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG
 from mtptrain.convert.transformers import MODEL_CLASSES
 from mtptrain.heads.config import HeadConfig, LayerConfig
+from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP
-from mtptrain.serving.exports import WITHOUT_STREAMS
-from mtptrain.target.families import head_dim, key_heads, mlp_size, sliding_window
+from mtptrain.serving.exports import STREAMS_OF_LLAMA_CPP, WITHOUT_STREAMS
+from mtptrain.target.families import head_dim, head_rope_parameters, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
 
@@ -59,6 +62,49 @@ def last_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
 def embeddings_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     layers = Eagle3Head.resolve_capture_layers(head, target)
     return list(layers) if layers[0] == 0 else None
+
+
+def other_than_three_streams(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    layers = Eagle3Head.resolve_capture_layers(head, target)
+    return list(layers) if len(layers) != 3 else None
+
+
+def last_stream_of_dflash(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+    layers = DflashHead.resolve_capture_layers(head, target)
+    return list(layers) if layers[-1] == target.num_hidden_layers else None
+
+
+def family_without_known_streams(head: HeadConfig, target: PreTrainedConfig) -> object:
+    return None if target.model_type in STREAMS_OF_LLAMA_CPP else f"a {target.model_type}"
+
+
+def unnormed_experts(head: HeadConfig, target: PreTrainedConfig) -> object:
+    return "false" if getattr(target, "norm_topk_prob", None) is False else None
+
+
+def window(head: HeadConfig, target: PreTrainedConfig) -> object:
+    found = sliding_window(target)
+    return None if found is None or found >= target.max_position_embeddings else f"one of {found} tokens"
+
+
+def unknown_draft_model(head: DraftModelHead.Config, target: PreTrainedConfig) -> object:
+    """Returns what llama.cpp does not know of a draft model: its family, its window, or how its RoPE is scaled."""
+    model = model_config(head, target)
+    if model.model_type not in ARCHITECTURE_OF:
+        return f"a {model.model_type}"
+    if (found := window(head, model)) is not None:
+        return f"one with a window, {found}"
+    rope_type = head_rope_parameters(model)["rope_type"]
+    has_factors = ARCHITECTURE_OF[model.model_type] == ARCHITECTURE_OF["llama"]
+    return None if rope_type == "default" or has_factors else f"a {model.model_type} with {rope_type} RoPE"
+
+
+def output_norm(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    return "true" if head.norm_output else None
+
+
+def norms_of_streams(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    return "true" if head.fc_norm else None
 
 
 def single_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
@@ -208,6 +254,37 @@ LIMITS = (
           stream_1_counted_from_1,
           "for this family SGLang counts layers from 0 if the list starts with 1, and from 1 otherwise",
           "set export.engine=vllm, or train with other layers"),
+    Limit("llama_cpp", "eagle3", "head.norm_output", "false", output_norm,
+          "llama.cpp feeds back the state before the final norm, whatever the file says",
+          "set export.engine=vllm, or train without it"),
+    Limit("llama_cpp", "eagle3", "head.fc_norm", "false", norms_of_streams,
+          "llama.cpp has no norm for each stream",
+          "set export.engine=vllm, or train without it"),
+    Limit("llama_cpp", "eagle3", "head.capture_layers", "three", other_than_three_streams,
+          "llama.cpp reads exactly three",
+          "set export.engine=vllm, or train with three"),
+    Limit("llama_cpp", "eagle3", "head.capture_layers", "below the target's last layer", last_stream,
+          "llama.cpp captures a stream at the input of the next layer",
+          "set export.engine=vllm, or train with other layers"),
+    Limit("llama_cpp", "dflash", "head.capture_layers", "below the target's last layer", last_stream_of_dflash,
+          "llama.cpp captures a stream at the input of the next layer",
+          "set export.engine=vllm, or train with other layers"),
+    *(Limit("llama_cpp", name, "target.path", f"one of {', '.join(STREAMS_OF_LLAMA_CPP)}", family_without_known_streams,
+            "of other families llama.cpp returns no residual streams, or none has been compared with ours",
+            "set export.engine=vllm, or train head=draft_model")
+      for name in ("eagle3", "dflash")),
+    *(Limit("llama_cpp", name, "target.path", "a target without a sliding window", window,
+            "its window in llama.cpp has not been compared with ours",
+            "set export.engine=vllm")
+      for name in ("eagle3", "dflash", "draft_model")),
+    *(Limit("llama_cpp", name, "target.path", "a target with norm_topk_prob=true", unnormed_experts,
+            "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says",
+            "set export.engine=vllm")
+      for name in ("eagle3", "dflash", "draft_model")),
+    Limit("llama_cpp", "draft_model", "head.init_from", f"one of {', '.join(ARCHITECTURE_OF)} without a window, "
+          "and with unscaled RoPE or a Llama's", unknown_draft_model,
+          "the names and RoPE of other models in llama.cpp are not known here",
+          "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"),
     Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no "
                                                 "biases", unsupported_layer,
           "transformers builds the head from the target's own decoder layer",

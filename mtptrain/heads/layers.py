@@ -67,6 +67,13 @@ class Rope:
             )
         )
         self.inv_freq, self.scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)  # f32[head_dim / 2]
+        self.theta = float(rope_parameters["rope_theta"])
+
+    def factors(self) -> torch.Tensor:
+        """Returns how many times as long as without scaling each wave is, f32[head_dim / 2]."""
+        size = 2 * len(self.inv_freq)
+        unscaled = self.theta ** -(torch.arange(0, size, 2, dtype=torch.int64).float() / size)
+        return unscaled / self.inv_freq.cpu()
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin [..., 1, head_dim] for positions [...]."""

@@ -31,6 +31,7 @@ from mtptrain.planning.workload import (
 )
 from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.families import read_target_config
+from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir, weight_files
 from mtptrain.training.flops import matmul_peak
 
@@ -124,7 +125,8 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     if settings.backend is Backend.vllm:
         check_vllm_can_extract(target_config)
     HEADS[config.head.name].check_trainable(config.head, target_config)
-    warn_of_limits(config.export.engine, config.head, target_config)
+    gguf = gguf_of(config.target.path, config.target.gguf)
+    warn_of_limits(config.export.engine, config.head, target_config, gguf)
     captured = HEADS[config.head.name].resolve_capture_layers(config.head, target_config)
     check_store_dtype(settings.store_dtype, captured)
     # 2. Extraction: disk, memory and time.

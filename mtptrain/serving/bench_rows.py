@@ -7,8 +7,8 @@ from typing import Any
 
 from mtptrain.serving.break_even import RoundCost, predicted_speed_up
 from mtptrain.serving.depth_choice import Speeds
+from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.load_generator import Latencies
-from mtptrain.serving.vllm_client import EngineCounts
 
 MOST_DIFFERENT_TOKENS = 0.01
 """Warn if the numbers of output tokens of two rows differ by more than this share."""

@@ -1,7 +1,8 @@
-"""Runs `vllm serve` or `vllm bench serve` in vLLM's Python, for `mtptrain serving-bench`.
+"""Runs an engine's server, or `vllm bench serve`, for `mtptrain serving-bench` and `mtptrain serving-check`.
 
-`bench_worker.py serve ARGUMENTS` runs `vllm serve`, and `bench_worker.py load` runs `vllm bench serve`. Both exit when
-the other end of their stdin is closed, so that neither outlives the program that started it. `load` replaces the
+`bench_worker.py serve ARGUMENTS` runs `vllm serve` and `bench_worker.py load` runs `vllm bench serve`, both in vLLM's
+Python; `bench_worker.py run COMMAND ARGUMENTS` runs any other server. All exit when the other end of their stdin is
+closed, so that none outlives the program that started it. `load` replaces the
 prompts and the progress bar of `vllm bench serve`. The prompts are token ids, which none of vLLM's datasets supports.
 vLLM's jsonl dataset also needs pandas, which vLLM does not install.
 """
@@ -11,6 +12,7 @@ import os
 import runpy
 import select
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -126,5 +128,7 @@ if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     if kind == "serve":
         serve(rest)
+    elif kind == "run":
+        sys.exit(subprocess.call(rest, stdin=subprocess.DEVNULL))
     else:
         generate_load()

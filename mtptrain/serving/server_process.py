@@ -1,18 +1,18 @@
-"""Starts `vllm serve` in its own process group, waits until it answers, and ends the whole group."""
+"""Starts an engine's server in its own process group, waits until it answers, and ends the whole group."""
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import httpx
 
-from mtptrain.serving.vllm_client import SHOWN_LINES
-from mtptrain.serving.vllm_server import VllmServer
+from mtptrain.serving.engine_server import EngineServer
 from mtptrain.utils.distributed import free_port
 from mtptrain.utils.errors import UserError
 
@@ -20,6 +20,9 @@ BENCH_WORKER = Path(__file__).with_name("bench_worker.py")
 SHUTDOWN_TIMEOUT_S = 20.0
 """Seconds that a server may take to shut down before its process group is killed."""
 POLL_S = 0.2
+SHOWN_LINES = 30
+"""Number of log lines that the error of a failed process shows."""
+Server = TypeVar("Server", bound=EngineServer)
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # On a CPU the engine would pin its threads to cores, which a container may forbid.
@@ -31,7 +34,7 @@ ENVIRONMENT = {
 class WorkerProcess:
     """A `bench_worker.py` process in its own process group. It ends no later than this process."""
 
-    def __init__(self, python: Path, arguments: Sequence[str], log_path: Path, stdout: int | None = None) -> None:
+    def __init__(self, python: Path | str, arguments: Sequence[str], log_path: Path, stdout: int | None = None) -> None:
         """Start the process. Its output goes to the log, except for stdout if `stdout` is given."""
         self.log_path = log_path
         with log_path.open("wb") as log:
@@ -58,22 +61,33 @@ class WorkerProcess:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
 
 
-class ManagedServer:
-    """A `vllm serve` process. The context manager starts it, waits until it answers, and ends it."""
+class ManagedServer(Generic[Server]):
+    """The process of a server. The context manager starts it, waits until it answers, and ends it."""
 
-    def __init__(self, python: Path, arguments: Sequence[str], log_path: Path, timeout_s: float) -> None:
+    def __init__(
+        self,
+        python: Path | str,
+        arguments: Sequence[str],
+        log_path: Path,
+        timeout_s: float,
+        connect: Callable[[str], Server],
+        name: str,
+    ) -> None:
         """Store the settings. Only entering the context manager starts the server.
 
         Args:
-            python: an interpreter with vLLM.
-            arguments: arguments of `vllm serve`, without host and port.
+            python: the interpreter of `bench_worker.py`: for vLLM one that has it.
+            arguments: arguments of `bench_worker.py`, to which host and port are added.
             log_path: the file for everything that the server prints.
             timeout_s: seconds that the server may take to start.
+            connect: takes the address of the server that answers.
+            name: the server's command, for error messages.
         """
         self._python, self._arguments = python, arguments
         self._log_path, self._timeout_s = log_path, timeout_s
+        self._connect, self._name = connect, name
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Server:
         """Returns the server once it answers.
 
         Raises:
@@ -81,10 +95,10 @@ class ManagedServer:
         """
         port = free_port()
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        self._worker = WorkerProcess(self._python, ["serve", *self._arguments, *address], self._log_path)
+        self._worker = WorkerProcess(self._python, [*self._arguments, *address], self._log_path)
         try:
             self._wait(f"http://127.0.0.1:{port}/health")
-            return VllmServer(f"http://127.0.0.1:{port}", is_ours=True)
+            return self._connect(f"http://127.0.0.1:{port}")
         except BaseException:
             self._worker.end()
             raise
@@ -100,7 +114,7 @@ class ManagedServer:
             status = self._worker.process.poll()
             if status is not None:
                 raise UserError(
-                    f"vllm serve: must start, but ended with status {status}; its log is {self._log_path}, and its "
+                    f"{self._name}: must start, but ended with status {status}; its log is {self._log_path}, and its "
                     f"last lines are:\n{self._worker.last_lines()}"
                 )
             if time.monotonic() > deadline:

@@ -13,45 +13,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mtptrain.decoding.speculate import Generation
+from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.serving.exports import warn_of_untested_vllm
+from mtptrain.serving.server_process import SHOWN_LINES
 from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 PROGRESS = "vllm_worker:"
 """The prefix of the worker's progress lines. Other lines are printed only after a failure."""
-SHOWN_LINES = 30
-"""Number of log lines that the error of a failed process shows."""
-
-
-@dataclass(frozen=True)
-class EngineCounts:
-    """An engine's drafting counters, summed over all requests of a run."""
-
-    rounds: int
-    """Number of verified drafts, which vLLM calls num_drafts."""
-    drafted: int
-    accepted_at: list[int]
-    """Number of rounds that accepted the draft at each position [K]."""
-
-    @property
-    def acceptance_length(self) -> float:
-        return 1 + sum(self.accepted_at) / max(self.rounds, 1)
-
-
-@dataclass(frozen=True)
-class EngineRun:
-    """An engine's output for a list of prompts."""
-
-    version: str
-    tokens: list[list[int]]
-    """New tokens for each prompt, including the stop token."""
-    counts: EngineCounts | None
-    """None for an engine without drafts."""
-    accepted_by_round: list[list[int]] | None
-    """Number of accepted drafts in each round of each prompt; None if the engine does not report them."""
-    error: str = ""
-    """The engine's error, if it failed; everything else is then empty."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +143,9 @@ class VllmProcess:
     python: str | None
     job: GenerateJob
     """The engine's settings; its prompts are replaced."""
+    name = "vLLM"
+    advice = "export the head again"
+    may_round = False
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
@@ -188,3 +162,6 @@ class VllmProcess:
             served = job.target_dir if head_dir is None else f"{head_dir} for {job.target_dir}"
             raise UserError(f"vLLM: must serve {served}, but raised:\n{run.error}")
         return run
+
+    def counted(self, generations: Sequence[Generation], *limits: object) -> tuple[EngineCounts, str]:
+        return counts_of_all_rounds(generations), ""

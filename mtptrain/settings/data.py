@@ -60,6 +60,8 @@ class TargetConfig:
 
     path: str = MISSING
     """A local directory, a GGUF file, a hub name, or `demo` for the target that ships with the package."""
+    gguf: str | None = None
+    """The target as a GGUF file, for llama.cpp; null is `target.path` if that is one."""
     revision: str | None = None
     """Hub revision; ignored for a local directory or file."""
     verify: bool = False

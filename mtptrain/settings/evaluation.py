@@ -27,12 +27,15 @@ class Baseline(StrEnum):
 class ExportEngine(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
+    llama_cpp = "llama_cpp"
+    """A GGUF file for `llama-server`."""
     transformers = "transformers"
     """`generate(use_mtp=True)`: the directory includes the target."""
 
 
 class ServingEngine(StrEnum):
     vllm = "vllm"
+    llama_cpp = "llama_cpp"
 
 
 @dataclass
@@ -142,6 +145,8 @@ class ServingConfig:
     engine: ServingEngine = ServingEngine.vllm
     python: str | None = None
     """Python interpreter with vLLM, also for `hidden_states.backend=vllm`; null uses `.venv-vllm` in the checkout."""
+    llama_server: str | None = None
+    """llama.cpp's program `llama-server`; null uses `.engines/llama_cpp` in the checkout, or else PATH."""
     url: str | None = None
     """Running server to use instead of starting an engine, such as `http://localhost:8000` (without `/v1`)."""
     tensor_parallel_size: int = at_least(1, default=1)

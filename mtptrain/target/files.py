@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtptrain.target.families import read_target_config
-from mtptrain.target.gguf import is_gguf
+from mtptrain.target.gguf import gguf_of, is_gguf
 from mtptrain.target.hub import DEMO, load_tokenizer, resolve_target, weights_fingerprint
 from mtptrain.target.template_kwargs import set_template_kwargs
 from mtptrain.utils.files import read_json
@@ -25,18 +25,29 @@ class TargetFiles:
     """The setting that chose the target: `demo`, a directory, a GGUF file or a hub name; empty for a directory."""
     revision: str | None = None
     """Revision of the hub repository."""
+    given_gguf: str | None = None
+    """The setting `target.gguf`."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, as `prompts.template_kwargs` sets them."""
 
     @staticmethod
-    def find(path: str, revision: str | None = None, template_kwargs: Mapping[str, Any] | None = None) -> "TargetFiles":
+    def find(
+        path: str,
+        revision: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        gguf: str | None = None,
+    ) -> "TargetFiles":
         """Returns the target at `path`, after downloading or dequantising it if necessary: see `resolve_target`."""
-        return TargetFiles(resolve_target(path, revision), path, revision, template_kwargs or {})
+        return TargetFiles(resolve_target(path, revision), path, revision, gguf, template_kwargs or {})
 
     @property
     def name_for_engines(self) -> str:
         """The name or path by which a serving engine loads the target."""
         return str(self.directory) if self.path in ("", DEMO) or is_gguf(self.path) else self.path
+
+    @property
+    def gguf(self) -> Path | None:
+        return gguf_of(self.path, self.given_gguf)
 
     @property
     def mode(self) -> str:

@@ -37,6 +37,12 @@ def is_gguf(path: str) -> bool:
     return not Path(path).is_dir() and (path.lower().endswith(SUFFIX) or Path(path).is_file())
 
 
+def gguf_of(path: str, given: str | None) -> Path | None:
+    """Returns the target's GGUF file: that of `target.gguf`, or else of `target.path`; None if neither names one."""
+    chosen = given or (path if path and is_gguf(path) else None)
+    return None if chosen is None else Path(chosen)
+
+
 def dequantised_dir(path: Path, setting: str) -> Path:
     """Returns a model directory with the weights of a GGUF file in fp32, which is written when it is first needed.
 

@@ -7,20 +7,22 @@ Both are read by a whitelist. transformers has a reader of its own, but it ignor
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.target.gguf_header import CHOOSE_ANOTHER, DOWNLOAD_AGAIN, GGUFHeader
+from mtptrain.target.gguf_header import CHOOSE_ANOTHER, DOWNLOAD_AGAIN, GGUFHeader, read_header
 from mtptrain.utils.errors import UserError, error_summary
 
-ARCHITECTURES = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}
-"""Names that llama.cpp and transformers share, and the modules whose outputs llama.cpp rotates in pairs of neighbours.
+Rows = TypeVar("Rows", np.ndarray, torch.Tensor)
 
-Mistral's files are of the architecture llama.
-"""
+INTERLEAVED = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": (), "eagle3": ("attn_q", "attn_k"), "dflash": ()}
+"""Modules of each architecture whose outputs llama.cpp rotates in pairs of neighbours: their rows are in another order
+than in transformers."""
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Names that llama.cpp and transformers share. Mistral's files are of the architecture llama."""
 
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -160,6 +162,26 @@ def llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray:
     return 1 / ((1 - smooth) / factor + smooth)
 
 
+def require_same_sizes(path: Path, target: PreTrainedConfig) -> None:
+    """Refuse a GGUF file whose sizes are not the target's.
+
+    Raises:
+        OSError: the file cannot be opened.
+        UserError: it is damaged, or is that of another model.
+    """
+    metadata = read_header(path).metadata
+    architecture = metadata.get("general.architecture")
+    theirs = {name: metadata.get(f"{architecture}.{name}") for name in ("embedding_length", "block_count")}
+    theirs["number of tokens"] = len(metadata.get("tokenizer.ggml.tokens", ()))
+    ours = dict(zip(theirs, (target.hidden_size, target.num_hidden_layers, target.vocab_size), strict=True))
+    for name, size in ours.items():
+        if theirs[name] != size:
+            raise UserError(
+                f"target.gguf: must be the target as a GGUF file, whose {name} is {size}, but in {path} it is "
+                f"{theirs[name]}; convert the model of target.path with llama.cpp's convert_hf_to_gguf.py"
+            )
+
+
 def tensor_names(header: GGUFHeader, config: PreTrainedConfig) -> dict[str, str]:
     """Returns the name in transformers of each tensor of the file. Every tensor of the model is among them.
 
@@ -209,13 +231,20 @@ def _unbuildable(path: Path, error: Exception) -> UserError:
 
 
 def model_tensor(header: GGUFHeader, name: str, config: PreTrainedConfig) -> np.ndarray:
-    """Returns a tensor in fp32 and in the layout of transformers.
-
-    The rows of projections whose outputs llama.cpp rotates in pairs of neighbours are in another order there.
-    """
+    """Returns a tensor in fp32 and in the layout of transformers."""
     weights = header.dequantised(name)
     module = name.rpartition(".")[0].rpartition(".")[2]
-    if module not in ARCHITECTURES[config.model_type]:
+    if module not in INTERLEAVED[config.model_type]:
         return weights
     heads = config.num_attention_heads if module == "attn_q" else config.num_key_value_heads
-    return weights.reshape(heads, -1, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+    return uninterleaved(weights, heads)
+
+
+def interleaved(rows: Rows, num_heads: int) -> Rows:
+    """Returns the rows of a projection in llama.cpp's order, where the two outputs of a rotated pair are neighbours."""
+    return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def uninterleaved(rows: Rows, num_heads: int) -> Rows:
+    """Returns rows that are in llama.cpp's order in that of transformers, where halves of a head are rotated."""
+    return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

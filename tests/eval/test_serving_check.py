@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.serving_check import Comparison, OurRun, find_engine, what_differs
+from eval.engines import find_engine
+from eval.serving_check import Comparison, OurRun, what_differs
 from mtptrain.decoding.speculate import Generation
 from mtptrain.run import Run
 from mtptrain.serving.divergence import Divergence
+from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.serving.exports import read_serving_facts
-from mtptrain.serving.vllm_client import EngineCounts, EngineRun
+from mtptrain.serving.vllm_client import GenerateJob, VllmProcess
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import make_config, run_program
@@ -35,7 +37,7 @@ def test_a_head_with_too_short_a_context_is_refused_before_anything_decodes(
     monkeypatch.setattr(run, "head", lambda *_: short)
     message = r"head: must read the longest prompt with its response and drafts, \d+ tokens, but has a context .* of 16"
     with pytest.raises(UserError, match=message):
-        find_engine(run, {"chat": list(range(10))})
+        find_engine(run, {"chat": list(range(10))}, tmp_path)
 
 
 def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
@@ -65,8 +67,10 @@ def test_an_export_of_another_head_is_refused(tmp_path: Path) -> None:
 def test_a_difference_names_its_prompt_once_by_its_id() -> None:
     ours = OurRun([Generation([3, 4], 1, 0, 1, [1])], [[3, 4]], (), "00")
     counts = EngineCounts(rounds=2, drafted=1, accepted_at=[0])
-    comparison = Comparison(ours, EngineRun("0.32.0", [[3, 4]], counts, [[0, 0]]), counts)
-    found = what_differs(["chat 7"], comparison, Divergence("draft", 0, 1, 4, 9, 2.0, 0.25))
+    theirs = EngineRun("0.32.0", [[3, 4]], counts, [[0, 0]])
+    comparison = Comparison(ours, counts_of_all_rounds(ours.drafted), theirs, counts)
+    divergence = Divergence("draft", 0, 1, 4, 9, 2.0, 0.25)
+    found = what_differs(["chat 7"], comparison, divergence, VllmProcess(None, GenerateJob("", "", (), 1, 1)))
     assert "rounds (1 here, 2 there), accepted at 0 (1 here, 0 there)" in found
     first = "The first difference, for prompt id chat 7: draft token 1 is 4 for us and probably 9 for the engine; our"
     assert first in found

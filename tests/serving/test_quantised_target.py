@@ -9,7 +9,7 @@ import pytest
 from eval.serving_check import ROUNDING_TOLERANCE
 from tests.conftest import TINY_SETTINGS, run_program, write_text_files
 from tests.quantised import quantise
-from tests.serving.conftest import OnDisk
+from tests.serving.ours import OnDisk
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("int8", "float32"), ("int4", "bfloat16")])

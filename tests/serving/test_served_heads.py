@@ -16,7 +16,7 @@ from mtptrain.decoding.acceptance import summarise
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.serving.divergence import first_answer_divergence, first_draft_divergence
-from mtptrain.serving.vllm_client import EngineCounts
+from mtptrain.serving.engine import EngineCounts
 from tests.serving.cases import (
     BF16_CASES,
     BROKEN_CASES,
@@ -28,7 +28,8 @@ from tests.serving.cases import (
     Case,
     is_served_here,
 )
-from tests.serving.conftest import NUM_GENERATED, OnDisk, Served, drafted_here
+from tests.serving.conftest import NUM_GENERATED, Served
+from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.served_directories.breaks import BREAKS
 from tests.serving.table import served_table
 

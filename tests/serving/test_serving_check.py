@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import run_program
 from tests.sealed import describe_again
-from tests.serving.conftest import OnDisk, Run, vllm_server
+from tests.serving.conftest import Run, vllm_server
+from tests.serving.ours import OnDisk
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig
 
 from mtptrain.config import HiddenStatesConfig
 from mtptrain.serving.exports import WITHOUT_STREAMS
-from mtptrain.serving.vllm_client import SHOWN_LINES, WORKER, find_python
+from mtptrain.serving.server_process import SHOWN_LINES
+from mtptrain.serving.vllm_client import WORKER, find_python
 from mtptrain.target.families import key_heads, read_target_config, sliding_window
 from mtptrain.target.form import find_form
 from mtptrain.utils.errors import UserError

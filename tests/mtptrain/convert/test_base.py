@@ -21,12 +21,17 @@ EAGLE3_VARIANTS: list[dict[str, object]] = [
 ]
 OF_ONE_FAMILY = "native_mtp"
 """The head whose format depends on the target's family; see warm_start/test_native_modules.py."""
-CASES = [(engine, name, {}) for engine, name in FORMATS if name != OF_ONE_FAMILY] + [
-    (engine, name, settings) for engine, name in FORMATS if name in ("eagle3", "peagle") for settings in EAGLE3_VARIANTS
+WITH_CONFIG = [(engine, name) for engine, name in FORMATS if engine != "llama_cpp" and name != OF_ONE_FAMILY]
+"""Formats with a `config.json`. See test_llama_cpp.py for the others."""
+CASES = [(engine, name, {}) for engine, name in WITH_CONFIG] + [
+    (engine, name, settings)
+    for engine, name in WITH_CONFIG
+    if name in ("eagle3", "peagle")
+    for settings in EAGLE3_VARIANTS
 ]
 CASES += [("vllm", "dflash", {"draft_vocab_size": 96, "num_layers": 3, "head_dim": 128})]
 every_case = pytest.mark.parametrize(("engine", "name", "settings"), CASES)
-LAYER_FORMATS = [(engine, name) for engine, name in FORMATS if issubclass(HEADS[name], LayerHead)]
+LAYER_FORMATS = [(engine, name) for engine, name in WITH_CONFIG if issubclass(HEADS[name], LayerHead)]
 """Formats of heads that an engine runs as a Llama."""
 
 
@@ -100,8 +105,8 @@ def test_draft_ids_are_written_as_int64_offsets_and_a_bool_mask(target: LlamaCon
 
 def test_a_head_that_an_engine_has_no_class_for_is_refused_with_the_engines_that_have_one(target: LlamaConfig) -> None:
     message = (
-        r"export\.engine: must be vllm or sglang for head eagle3, but is transformers, which has no class for it; set "
-        r"export\.engine=vllm"
+        r"export\.engine: must be vllm or sglang or llama_cpp for head eagle3, but is transformers, which has no class "
+        r"for it; set export\.engine=vllm"
     )
     with pytest.raises(ValueError, match=message):
         format_for("transformers", head_config("eagle3"), target)
@@ -118,9 +123,7 @@ def test_a_head_that_no_engine_has_a_class_for_is_refused_by_name(target: LlamaC
 
 
 def test_every_format_is_of_its_head(target: LlamaConfig) -> None:
-    for (engine, name), kind in FORMATS.items():
-        if name == OF_ONE_FAMILY:
-            continue
+    for engine, name in WITH_CONFIG:
         form = format_for(engine, head_config(name), target)
-        assert type(form) is kind and isinstance(form, Format)
+        assert type(form) is FORMATS[engine, name] and isinstance(form, Format)
         assert "DIR" in form.launch("TARGET", Path("/DIR"), 3)

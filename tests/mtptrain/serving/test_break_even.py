@@ -20,8 +20,8 @@ from mtptrain.serving.break_even import (
     verdict,
     verdicts,
 )
+from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.load_generator import Latencies, Spread
-from mtptrain.serving.vllm_client import EngineCounts
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed

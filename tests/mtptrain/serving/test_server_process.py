@@ -12,6 +12,7 @@ import pytest
 
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer
+from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.utils.errors import UserError
 from tests.programs import is_running, wait_until_ended
 
@@ -21,7 +22,7 @@ PYTHON = Path(sys.executable)
 def test_a_server_that_ends_names_its_log_and_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with pytest.raises(UserError, match="vllm serve: must start, but ended with status 1; its log is") as refused:
-        ManagedServer(PYTHON, ["target"], log, 60).__enter__()
+        ManagedServer(PYTHON, ["serve", "target"], log, 60, VllmServer, "vllm serve").__enter__()
     assert str(log) in str(refused.value) and "No module named 'vllm'" in str(refused.value)
 
 
@@ -43,7 +44,7 @@ def sleeping_python(directory: Path) -> Path:
 def test_a_server_that_does_not_answer_in_time_is_killed_with_its_children(tmp_path: Path) -> None:
     python = sleeping_python(tmp_path)
     with pytest.raises(UserError, match=r"serving_bench\.start_timeout_s: the server must answer within 1 s, but"):
-        ManagedServer(python, ["target"], tmp_path / "server.log", 1).__enter__()
+        ManagedServer(python, ["serve", "target"], tmp_path / "server.log", 1, VllmServer, "vllm serve").__enter__()
     wait_until_ended(int((tmp_path / "child").read_text()))
 
 

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from mtptrain.serving import vllm_server
-from mtptrain.serving.vllm_client import EngineCounts
+from mtptrain.serving import engine_server
+from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.utils.errors import UserError
 
@@ -108,7 +108,7 @@ def test_a_server_of_another_version_than_the_tested_one_is_warned_of(fake: Fake
 
 
 def test_a_server_whose_counters_never_settle_is_refused(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "SETTLE_LIMIT_S", 1.0)
+    monkeypatch.setattr(engine_server, "SETTLE_LIMIT_S", 1.0)
     server = VllmServer(address(fake))
     fake.is_busy = True
     with pytest.raises(UserError, match=r"must serve no other requests .*, but its counters still change 1 s after"):
@@ -162,7 +162,7 @@ def test_an_answer_that_vllm_would_not_give_is_refused_in_one_line(fake: FakeSer
 def test_an_answer_without_a_bound_is_refused(
     fake: FakeServer, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], answer: bytes, message: str
 ) -> None:
-    monkeypatch.setattr(vllm_server, "MAX_BODY_BYTES", 1_000)
+    monkeypatch.setattr(engine_server, "MAX_BODY_BYTES", 1_000)
     fake.headers, fake.answers["/version"] = headers, answer
     with pytest.raises(ValueError, match=f"serving.url: must be a vLLM server, but .*/version {message}"):
         VllmServer(address(fake))

@@ -66,7 +66,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     if is_of_family:
         return head.eval().requires_grad_(False)
     if isinstance(head, DflashHead):
-        share_key_norms(head)
+        if kind != "dflash_two_norms":
+            share_key_norms(head)
         attend_to_masks(head)
     # A head that feeds nothing back can only learn to repeat a token. It gets more prompts, because a repeating answer
     # has few distinct tokens.
@@ -99,7 +100,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         optimizer.step()
         optimizer.zero_grad()
     # Copy the norm, because a file cannot hold one tensor under several names.
-    if isinstance(head, DflashHead):
+    if isinstance(head, DflashHead) and kind != "dflash_two_norms":
         share_key_norms(head, deepcopy)
     return head.eval().requires_grad_(False)
 

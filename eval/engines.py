@@ -1,0 +1,113 @@
+"""Finds the engine that `mtptrain serving-check` asks, after quick checks of everything that it needs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtptrain.config import Dtype, PipelineConfig
+from mtptrain.decoding.prompts import check_head_context
+from mtptrain.run import Run
+from mtptrain.serving.engine import Engine
+from mtptrain.serving.exports import cache_bytes, read_serving_facts, served_model, speculative_config
+from mtptrain.serving.llama_server import (
+    LlamaProcess,
+    LlamaServer,
+    find_llama_server,
+    is_in_fp32,
+    server_arguments,
+)
+from mtptrain.serving.vllm_client import GenerateJob, VllmProcess, find_python
+from mtptrain.serving.vllm_server import VllmServer
+from mtptrain.settings.evaluation import ServingEngine
+from mtptrain.target.gguf_model import require_same_sizes
+from mtptrain.utils.errors import UserError
+
+CACHED_SEQUENCES = 64
+"""Number of sequences that fit into the KV cache of vLLM on a CPU. Its default takes nearly all memory."""
+SERVERS: dict[ServingEngine, type[VllmServer] | type[LlamaServer]] = {
+    ServingEngine.vllm: VllmServer,
+    ServingEngine.llama_cpp: LlamaServer,
+}
+
+
+def spare_tokens(config: PipelineConfig) -> int:
+    """Returns the number of tokens to keep free at the end of the context.
+
+    If one request comes closer to the end than twice K tokens, vLLM's drafts become useless for all
+    requests, and llama.cpp drafts fewer tokens.
+    """
+    return 2 * config.acceptance.num_speculative_tokens
+
+
+def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> Engine:
+    """Returns the engine after quick checks: of a server only its context, otherwise the export and the program.
+
+    Raises:
+        UserError: the engine's program or the exported head does not exist, or no server answers, or the export is for
+            another engine or holds another head, or the server is of another kind, or the server or the head has too
+            short a context.
+    """
+    config, serving, settings = run.config, run.config.serving, run.config.acceptance
+    found = run.head(getattr(torch, settings.dtype), torch.device("cpu"))
+    lengths = settings.max_new_tokens, settings.num_speculative_tokens
+    check_head_context(found.head, prompts.values(), *lengths, setting="head")
+    needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
+    if serving.url is not None:
+        server = SERVERS[serving.engine](serving.url)
+        if server.max_model_len < needed_tokens:
+            flag = "--max-model-len" if serving.engine is ServingEngine.vllm else "-c"
+            raise UserError(
+                f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
+                "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
+                f"{server.max_model_len}; start it with {flag} {needed_tokens}"
+            )
+        return server
+    facts = read_serving_facts(run.served_head_dir, serving.engine, found.sha256)
+    if serving.engine is ServingEngine.llama_cpp:
+        return llama_process(run, str(facts["method"]), needed_tokens, output_dir)
+    return vllm_process(run, facts, needed_tokens)
+
+
+def vllm_process(run: Run, facts: dict[str, Any], needed_tokens: int) -> VllmProcess:
+    serving, settings, head_dir = run.config.serving, run.config.acceptance, run.served_head_dir
+    python = find_python(serving.python)
+    has_gpu = torch.cuda.is_available()
+    job = GenerateJob(
+        name="vllm",
+        target_dir=str(served_model(facts, head_dir, run.target.directory)),
+        prompts=(),
+        max_new_tokens=settings.max_new_tokens,
+        max_model_len=needed_tokens,
+        speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),
+        hf_overrides=facts["hf_overrides"],
+        dtype=str(settings.dtype),
+        kv_cache_memory_bytes=None
+        if has_gpu
+        else cache_bytes(run.target.config, head_dir, needed_tokens, CACHED_SEQUENCES),
+        tensor_parallel_size=serving.tensor_parallel_size,
+        device_type="cuda" if has_gpu else "cpu",
+    )
+    return VllmProcess(str(python), job)
+
+
+def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -> LlamaProcess:
+    """Returns the server that decodes with the target's GGUF file.
+
+    Raises:
+        UserError: there is no `llama-server`, or no setting names the target's GGUF file, or it is another target's.
+    """
+    settings, gguf, head_file = run.config.acceptance, run.target.gguf, run.served_head_dir / "model.gguf"
+    program = find_llama_server(run.config.serving.llama_server)
+    if gguf is None:
+        raise UserError(
+            "target.gguf: must be the target as a GGUF file, which llama.cpp serves, but is left out; convert the "
+            f"target with `python convert_hf_to_gguf.py {run.target.directory} --outtype f32 --outfile TARGET.gguf` of "
+            "llama.cpp, and set target.gguf=TARGET.gguf"
+        )
+    require_same_sizes(gguf, run.target.config)
+    may_round = not (is_in_fp32(gguf) and is_in_fp32(head_file))
+    is_exact = settings.dtype == Dtype.float32
+    head = head_file, method, settings.num_speculative_tokens
+    arguments = server_arguments(gguf, needed_tokens, 1, is_exact, head)
+    return LlamaProcess(program, arguments, output_dir / "llama-server.log", may_round)

@@ -1,0 +1,79 @@
+"""A serving engine as `mtptrain serving-check` sees it: it answers prompts, and counts the drafts that it accepts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mtptrain.decoding.acceptance import summarise
+from mtptrain.decoding.speculate import Generation
+
+
+@dataclass(frozen=True)
+class EngineCounts:
+    """An engine's drafting counters, summed over all requests of a run."""
+
+    rounds: int
+    """Number of verified drafts, which engines call num_drafts."""
+    drafted: int
+    accepted_at: list[int]
+    """Number of rounds that accepted the draft at each position [K]."""
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + sum(self.accepted_at) / max(self.rounds, 1)
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """An engine's output for a list of prompts."""
+
+    version: str
+    tokens: list[list[int]]
+    """New tokens for each prompt, including the stop token."""
+    counts: EngineCounts | None
+    """None for an engine without drafts."""
+    accepted_by_round: list[list[int]] | None
+    """Number of accepted drafts in each round of each prompt; None if the engine does not report them."""
+    error: str = ""
+    """The engine's error, if it failed; everything else is then empty."""
+
+
+class Engine(Protocol):
+    """An engine that runs, or that starts when it is asked."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def advice(self) -> str:
+        """The advice if the engine's counters differ from ours by more than rounding."""
+
+    @property
+    def may_round(self) -> bool:
+        """Whether the engine rounds weights, whatever `acceptance.dtype` is."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
+        """Returns greedy answers to prompts of token ids, and how much the counters grew.
+
+        Raises:
+            UserError: the engine does not answer, or other requests changed its counters.
+        """
+        ...
+
+    def counted(
+        self,
+        generations: Sequence[Generation],
+        num_speculative_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> tuple[EngineCounts, str]:
+        """Returns what this engine counts for our answers, and a sentence on its rules if they changed the counts."""
+        ...
+
+
+def counts_of_all_rounds(generations: Sequence[Generation]) -> EngineCounts:
+    """Returns our own counters: every round drafts K tokens, and counts those accepted past the end of the answer."""
+    ours = summarise(generations)
+    return EngineCounts(ours.rounds, ours.drafted, ours.accepted_at)

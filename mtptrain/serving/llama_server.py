@@ -1,0 +1,229 @@
+"""Decodes prompts on llama.cpp's `llama-server`, and counts our drafts by its rules. Tested with b11434."""
+
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
+from mtptrain.serving.engine_server import EngineServer, counts_of
+from mtptrain.serving.exports import WRITTEN_FOR
+from mtptrain.serving.server_process import ManagedServer
+from mtptrain.target.gguf_header import read_header
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import parse_json
+
+DEFAULT_SERVER = Path(__file__).parents[2] / ".engines" / "llama_cpp" / "bin" / "llama-server"
+EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
+EXACT_DRAFT = ("-ctkd", "f32", "-ctvd", "f32")
+"""Arguments for keys and values in fp32. By default they are rounded to f16, which changes some answers."""
+START_TIMEOUT_S = 600.0
+"""Seconds that a server may take to load the target."""
+RULE = (
+    "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
+    "answer: ours are counted by the same rules."
+)
+
+
+def find_llama_server(path: str | None) -> Path:
+    """Returns the program `llama-server`: `serving.llama_server`, the one in the checkout, or that on PATH.
+
+    Raises:
+        UserError: there is none.
+    """
+    on_path = shutil.which("llama-server")
+    found = Path(path) if path else DEFAULT_SERVER if DEFAULT_SERVER.is_file() or on_path is None else Path(on_path)
+    if not found.is_file():
+        raise UserError(
+            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} does not exist; run `make "
+            ".engines/llama_cpp/.installed`, or set serving.llama_server=PATH"
+        )
+    return found
+
+
+def is_in_fp32(path: Path) -> bool:
+    """Returns whether all matrices of a GGUF file are in fp32."""
+    kinds = {tensor.kind for tensor in read_header(path).tensors.values() if len(tensor.shape) > 1}
+    return kinds <= {GGMLQuantizationType.F32}
+
+
+def server_arguments(
+    target: Path, max_context: int, num_slots: int, is_exact: bool, head: tuple[Path, str, int] | None
+) -> list[str]:
+    """Returns the arguments of `llama-server`, without host and port.
+
+    Args:
+        target: the target's GGUF file.
+        max_context: number of tokens that a request may have.
+        num_slots: number of requests at a time.
+        is_exact: keep keys and values in fp32, without flash attention.
+        head: the exported file, the kind of draft, and K; None decodes without drafts.
+    """
+    arguments = ["-m", str(target), "-c", str(max_context * num_slots), "-np", str(num_slots)]
+    arguments += ["--metrics", "--no-warmup", *(EXACT if is_exact else ())]
+    if head is not None:
+        file, method, num_drafts = head
+        arguments += ["-md", str(file), "--spec-type", method]
+        arguments += ["--spec-draft-n-max", str(num_drafts), "--spec-draft-p-min", "0"]
+        arguments += EXACT_DRAFT if is_exact else ()
+    return arguments
+
+
+class LlamaCpp:
+    """The name of the engine, and the rules by which it counts."""
+
+    name = "llama.cpp"
+    advice = (
+        "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
+        f"llama.cpp drafts nothing, and with {' '.join((*EXACT, *EXACT_DRAFT))}"
+    )
+
+    def counted(
+        self,
+        generations: Sequence[Generation],
+        num_speculative_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> tuple[EngineCounts, str]:
+        """Returns what llama.cpp counts for our answers, and a sentence on its rules if they changed the counts."""
+        rounds = drafted = 0
+        accepted_at = np.zeros(num_speculative_tokens, int)
+        for generation in generations:
+            for num_drafts, num_accepted in _drafts(generation, num_speculative_tokens, max_new_tokens, stop_token_ids):
+                rounds, drafted = rounds + 1, drafted + num_drafts
+                accepted_at[:num_accepted] += 1
+        counts = EngineCounts(rounds, drafted, accepted_at.tolist())
+        return counts, "" if counts == counts_of_all_rounds(generations) else RULE
+
+
+class LlamaServer(LlamaCpp, EngineServer):
+    """A running `llama-server` at a base URL."""
+
+    command = "llama-server --metrics"
+
+    def __init__(self, url: str, *, may_round: bool = False) -> None:
+        """Ask the server for its version, target and context length.
+
+        Raises:
+            UserError: the server does not answer, or is not llama.cpp's.
+        """
+        super().__init__(url)
+        self.may_round = may_round
+        self.version, self.model_path, self.max_model_len = self.read("/props", _properties)
+        build = re.match(r"b(\d+)-", self.version)
+        if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
+            warnings.warn(
+                f"{self.shown_url}: llama.cpp should be {WRITTEN_FOR['llama_cpp']}, the only version that mtptrain was "
+                f"tested with, but is {self.version}; another version may read exports differently",
+                stacklevel=2,
+            )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
+        """Returns greedy answers to prompts of token ids, one at a time, and how much the counters grew.
+
+        Raises:
+            UserError: the server does not answer, or answers with an error, or serves other requests in the meantime,
+                or ends answers at other tokens.
+        """
+        before, drafted, answers = self.counters(), 0, []
+        for prompt in prompts:
+            request = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
+            request |= {"return_tokens": True, "cache_prompt": False}
+            tokens, num_drafted, ended = self.read("/completion", _completion, request)
+            self._check_end(tokens, ended, stop_token_ids)
+            answers.append(tokens)
+            drafted += num_drafted
+        after = self.settled_counters()
+        counts = counts_of({name: after[name] - before.get(name, 0) for name in after})
+        if counts is not None and counts.drafted != drafted:
+            raise UserError(
+                f"{self.shown_url}: the server must serve no other requests during the check, but drafted "
+                f"{counts.drafted} tokens instead of {drafted}; repeat the check when it is idle"
+            )
+        return EngineRun(self.version, answers, counts, None)
+
+    def _check_end(self, tokens: Sequence[int], ended: bool, stop_token_ids: Sequence[int]) -> None:
+        early = [token for token in tokens[:-1] if token in stop_token_ids]
+        if early or (ended and tokens[-1] not in stop_token_ids):
+            does = f"goes on after token {early[0]}" if early else f"ends an answer at token {tokens[-1]}"
+            raise UserError(
+                f"{self.shown_url}: the target's GGUF file must end answers at the tokens of the target's "
+                f"generation_config.json, {list(stop_token_ids)}, but the server {does}; convert the target again, or "
+                "correct eos_token_id there"
+            )
+
+
+@dataclass(frozen=True)
+class LlamaProcess(LlamaCpp):
+    """Runs `llama-server` in a new process for each list of prompts."""
+
+    program: Path
+    arguments: Sequence[str]
+    log_path: Path
+    may_round: bool
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
+        """Returns the answers of `LlamaServer.generate`.
+
+        Raises:
+            UserError: the server cannot load the target or the head, or one of the errors of `LlamaServer.generate`.
+        """
+        command = ["run", str(self.program), *self.arguments]
+        with ManagedServer(
+            sys.executable, command, self.log_path, START_TIMEOUT_S, LlamaServer, "llama-server"
+        ) as server:
+            return server.generate(prompts, max_new_tokens, stop_token_ids)
+
+
+def _drafts(
+    generation: Generation, num_speculative_tokens: int, max_new_tokens: int, stop_token_ids: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Returns how many tokens each round drafts and accepts by llama.cpp's rules.
+
+    `get_n_draft_max` leaves room for the token that follows the drafts. `common_sampler_sample_and_accept_n` ends at an
+    accepted end of the answer, unless that is the last draft.
+    """
+    rounds, position = [], 1  # the target chose token 0 itself
+    for accepted in generation.accepted_by_round:
+        num_drafts = min(num_speculative_tokens, max_new_tokens - position - 1)
+        if num_drafts > 0:
+            accepted = min(accepted, num_drafts)
+            for index, token in enumerate(generation.tokens[position : position + accepted]):
+                if token in stop_token_ids and index + 1 < num_drafts:
+                    accepted = index
+                    break
+            rounds.append((num_drafts, accepted))
+            position += accepted
+        position += 1
+    return rounds
+
+
+def _properties(body: bytes) -> tuple[str, str, int]:
+    """Returns the version, the target's file and the context length."""
+    answer = parse_json(body, "props")
+    version, path = answer["build_info"], answer["model_path"]
+    length = answer["default_generation_settings"]["n_ctx"]
+    if not isinstance(version, str) or not isinstance(path, str) or type(length) is not int or length < 1:
+        raise TypeError
+    return version, path, length
+
+
+def _completion(body: bytes) -> tuple[list[int], int, bool]:
+    """Returns the tokens of a completion, the number of drafted tokens, and whether it ended by itself."""
+    answer: dict[str, Any] = parse_json(body, "completion")
+    tokens, drafted = answer["tokens"], answer["timings"].get("draft_n", 0)
+    if not isinstance(tokens, list) or not all(type(number) is int for number in (*tokens, drafted)) or not tokens:
+        raise TypeError
+    return tokens, drafted, answer["stop_type"] == "eos"

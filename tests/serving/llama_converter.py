@@ -1,0 +1,28 @@
+"""Runs llama.cpp's own converter, with the tests' tokenizer in place of those that it knows.
+
+llama_converter.py SOURCE TOKENIZER.json ARGUMENTS: the second holds the tokenizer's metadata, the others are those of
+`convert_hf_to_gguf.py`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+source, tokenizer, *arguments = sys.argv[1:]
+sys.path.insert(0, source)
+
+import convert_hf_to_gguf  # noqa: E402 (from the path above)
+from conversion.base import TextModel  # noqa: E402
+from gguf import GGUFValueType  # noqa: E402
+
+
+def set_vocab(model: TextModel) -> None:
+    for key, value in json.loads(Path(tokenizer).read_text()).items():
+        model.gguf_writer.add_key_value(
+            key, value, GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+        )
+
+
+TextModel._set_vocab_sentencepiece = TextModel._set_vocab_gpt2 = set_vocab
+sys.argv = ["convert_hf_to_gguf.py", *arguments]
+convert_hf_to_gguf.main()

@@ -1,0 +1,88 @@
+"""Builds what llama.cpp serves: targets by its own converter, heads by our export."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mtptrain.convert.formats import format_for
+from mtptrain.decoding.speculate import Generation
+from mtptrain.export import check_tensors, write_head
+from mtptrain.heads.base import Head
+from mtptrain.serving.engine import EngineCounts, EngineRun
+from mtptrain.serving.llama_server import DEFAULT_SERVER, LlamaProcess, find_llama_server, server_arguments
+from tests.gguf_files import tokenizer_settings
+from tests.serving.cases import CONTEXT_TOKENS, EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
+from tests.serving.ours import OnDisk, drafted_here
+
+SOURCE = DEFAULT_SERVER.parents[1] / "source"
+
+
+def convert(source: Path, out: Path, *arguments: str) -> Path:
+    """Converts a model or a head to GGUF with llama.cpp's own program, in fp32."""
+    tokenizer = out.with_suffix(".json")
+    tokenizer.write_text(json.dumps(tokenizer_settings(EOS)))
+    command = [sys.executable, "tests/serving/llama_converter.py", str(SOURCE), str(tokenizer), str(source)]
+    command += ["--outtype", "f32", "--outfile", str(out), *arguments]
+    result = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def llama_server() -> Iterator[Path]:
+    """Yields the program of the checkout, which uses one thread, or skips the test if it was not built."""
+    if not (DEFAULT_SERVER.parents[1] / ".installed").is_file():
+        pytest.skip("NOTHING IS SERVED BY LLAMA.CPP: run `make .engines/llama_cpp/.installed`")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLAMA_ARG_THREADS", "1")
+        yield find_llama_server(None)
+
+
+@pytest.fixture(scope="session")
+def gguf_of(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function that converts each target once."""
+    directory = tmp_path_factory.mktemp("gguf")
+    return cache(lambda name: convert(target_of(name).directory, directory / f"{name}.gguf"))
+
+
+Serve = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
+
+
+@pytest.fixture(scope="session")
+def serve_by_llama(
+    llama_server: Path,
+    gguf_of: Callable[[str], Path],
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Serve:
+    """Returns a function that serves a case, and returns our answers, the engine's, and our counts by its rules."""
+
+    def serve(
+        case: Case,
+        *,
+        file: Path | None = None,
+        target: Path | None = None,
+        is_exact: bool = True,
+        without: tuple[str, ...] = (),
+    ) -> tuple[list[Generation], EngineRun, EngineCounts]:
+        directory, num_drafts = tmp_path_factory.mktemp("head"), case.num_speculative_tokens
+        gguf = target or gguf_of(case.target)
+        form = format_for("llama_cpp", HEAD_CONFIGS[case.head], target_of(case.target).target.config, gguf)
+        write_head(directory, form, head_of(case.head, case.target).state_dict())
+        check_tensors(directory, form)
+        head = file or directory / form.weights_name, form.method, num_drafts
+        arguments = server_arguments(gguf, CONTEXT_TOKENS, 1, is_exact, head)
+        for flag in without:
+            del arguments[arguments.index(flag) : arguments.index(flag) + 2]
+        process = LlamaProcess(llama_server, arguments, directory / "server.log", may_round=False)
+        theirs = process.generate(PROMPTS, MAX_NEW_TOKENS, [EOS])
+        ours = drafted_here(case, target_of, head_of)
+        return ours, theirs, process.counted(ours, num_drafts, MAX_NEW_TOKENS, [EOS])[0]
+
+    return serve

@@ -1,0 +1,50 @@
+"""What mtptrain itself decodes for the cases that engines serve."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation
+from mtptrain.heads.base import Head
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
+from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS, Case
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Pairs a target with its directory."""
+
+    directory: Path
+    target: Target
+    """The target in fp32."""
+
+    def in_dtype(self, dtype: str) -> Target:
+        return (
+            self.target
+            if dtype == "float32"
+            else load_target(self.directory, getattr(torch, dtype), torch.device("cpu"))
+        )
+
+
+def drafted_here(
+    case: Case, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]
+) -> list[Generation]:
+    """Returns what mtptrain's own decoding generates for the same prompts."""
+    target, head = target_of(case.target).in_dtype(case.dtype), deepcopy(head_of(case.head, case.target))
+    return generate_in_batches(
+        target,
+        HeadDrafter(head.to(getattr(torch, case.dtype)), target.parts, case.num_speculative_tokens),
+        PROMPTS,
+        num_speculative_tokens=case.num_speculative_tokens,
+        max_new_tokens=MAX_NEW_TOKENS,
+        sampler=Sampler(),
+        eos_token_ids=[EOS],
+        batch_size=8,
+    )

@@ -1,0 +1,173 @@
+"""Tests that llama.cpp's counters equal ours, and that each of its traps is found. Its server is built once by make."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+
+from mtptrain.convert.formats import format_for
+from mtptrain.export import write_head
+from mtptrain.heads.base import Head
+from mtptrain.serving.llama_server import LlamaServer, server_arguments
+from mtptrain.serving.server_process import ManagedServer
+from tests.conftest import run_program
+from tests.gguf_files import F32, write_gguf
+from tests.gguf_files import tensors_of as tensors_of_target
+from tests.serving.cases import HEAD_CONFIGS, LLAMA_CPP_CASES, Case
+from tests.serving.conftest import Run
+from tests.serving.llama_cpp import Serve, convert
+from tests.serving.ours import OnDisk
+
+ONE_OF_EACH = [Case("eagle3", "llama"), Case("dflash", "llama_shared"), Case("draft_model", "qwen3")]
+
+
+def check_equal(serve: Serve, case: Case) -> None:
+    ours, theirs, counted = serve(case)
+    assert theirs.tokens == [generation.tokens for generation in ours]
+    assert theirs.counts == counted and counted.accepted_at[0] > 0
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+def test_llama_cpp_counts_as_we_do(serve_by_llama: Serve, case: Case) -> None:
+    check_equal(serve_by_llama, case)
+
+
+@pytest.mark.parametrize("case", [case for case in LLAMA_CPP_CASES if case not in ONE_OF_EACH], ids=str)
+def test_llama_cpp_counts_as_we_do_in_every_case(serve_by_llama: Serve, case: Case) -> None:
+    check_equal(serve_by_llama, case)
+
+
+def tensors_of(path: Path) -> dict[str, np.ndarray]:
+    return {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
+
+
+def metadata_of(path: Path) -> dict[str, object]:
+    fields = GGUFReader(path).fields.values()
+    return {field.name: field.contents() for field in fields if not field.name.startswith(("GGUF.", "general."))}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3_small_vocabulary", "eagle3_norms_before_inside", "dflash"])
+def test_our_file_is_that_of_llama_cpps_converter(
+    kind: str,
+    llama_server: Path,
+    gguf_of: Callable[[str], Path],
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path: Path,
+) -> None:
+    """Tests also that the converter reads the layers of our export for vLLM."""
+    target = target_of("llama_8_layers" if kind == "dflash" else "llama")
+    name = target.directory.name.rstrip("0123456789")
+    state, config = head_of(kind, name).state_dict(), HEAD_CONFIGS[kind]
+    write_head(tmp_path / "vllm", format_for("vllm", config, target.target.config), state)
+    write_head(tmp_path / "ours", format_for("llama_cpp", config, target.target.config, gguf_of(name)), state)
+    converted = convert(tmp_path / "vllm", tmp_path / "converted.gguf", "--target-model-dir", str(target.directory))
+    ours, theirs = tensors_of(tmp_path / "ours/model.gguf"), tensors_of(converted)
+    assert ours.keys() == theirs.keys()
+    for tensor in ours:  # RoPE factors are computed in another order
+        assert np.allclose(ours[tensor], theirs[tensor], rtol=1e-6 if tensor == "rope_freqs.weight" else 0, atol=0)
+    our_metadata, their_metadata = metadata_of(tmp_path / "ours/model.gguf"), metadata_of(converted)
+    wanted = {key for key in our_metadata if key.startswith(("eagle3.", "dflash."))} & their_metadata.keys()
+    assert len(wanted) >= 12 and any(key.endswith(".target_layers") for key in wanted)
+    assert {key: our_metadata[key] for key in wanted} == {key: pytest.approx(their_metadata[key]) for key in wanted}
+    # Without the ids at the top level, the converter takes its default layers and says nothing.
+    if kind == "eagle3":
+        path = tmp_path / "vllm/config.json"
+        config_json = json.loads(path.read_text())
+        del config_json["eagle_aux_hidden_state_layer_ids"]
+        path.write_text(json.dumps(config_json))
+        wrong = convert(tmp_path / "vllm", tmp_path / "wrong.gguf", "--target-model-dir", str(target.directory))
+        assert metadata_of(wrong)["eagle3.target_layers"] != our_metadata["eagle3.target_layers"]
+
+
+def test_a_head_without_the_targets_rope_factors_counts_otherwise(
+    serve_by_llama: Serve, head_of: Callable[[str, str], Head], target_of: Callable[[str], OnDisk], tmp_path: Path
+) -> None:
+    case = Case("eagle3", "llama")
+    form = format_for("llama_cpp", HEAD_CONFIGS["eagle3"], target_of("llama").target.config)
+    tensors = form.tensors(head_of("eagle3", "llama").state_dict())
+    del tensors["rope_freqs.weight"]
+    form.write(tmp_path, tensors)
+    _, theirs, counted = serve_by_llama(case, file=tmp_path / form.weights_name)
+    assert theirs.counts != counted
+
+
+def test_keys_that_half_precision_cannot_hold_are_exact_with_our_arguments(
+    serve_by_llama: Serve, target_of: Callable[[str], OnDisk], tmp_path: Path
+) -> None:
+    """Tests our arguments for keys and values with a target of larger keys and smaller queries."""
+    case, directory = Case("eagle3_default_layers", "llama_8_layers"), target_of("llama_8_layers").directory
+    tensors = tensors_of_target(directory)
+    scales = {".attn_k.": 2.0**17, ".attn_q.": 2.0**-17}
+    larger = {name: tensors[name] * scale for part, scale in scales.items() for name in tensors if part in name}
+    target = write_gguf(tmp_path / "larger.gguf", directory, F32, tensors=larger)
+    ours, theirs, counted = serve_by_llama(case, target=target)
+    assert theirs.tokens == [generation.tokens for generation in ours] and theirs.counts == counted
+    _, rounded, _ = serve_by_llama(case, target=target, is_exact=False)
+    assert rounded.tokens != theirs.tokens
+
+
+def test_without_the_kind_of_draft_nothing_is_drafted(serve_by_llama: Serve) -> None:
+    _, theirs, _ = serve_by_llama(Case("eagle3", "llama"), without=("--spec-type",))
+    assert theirs.counts is not None and (theirs.counts.rounds, theirs.counts.accepted_at) == (0, [])
+
+
+@pytest.fixture(scope="module")
+def run(make_run: Callable[..., Run], llama_server: Path, gguf_of: Callable[[str], Path]) -> Run:
+    """Returns a run whose head is exported for llama.cpp."""
+    engine = ("export.engine=llama_cpp", "serving.engine=llama_cpp", f"target.gguf={gguf_of('llama')}")
+    head = ("head=eagle3", "head.capture_layers=[1,2,3]")
+    return make_run("eagle3", *head, *engine, "acceptance.num_prompts=12", "acceptance.max_new_tokens=32")
+
+
+def test_serving_check_starts_llama_cpp(run: Run, tmp_path: Path) -> None:
+    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == "llama_cpp"
+    assert report["ours"]["plain_greedy_answers"] == 12 and report["theirs"]["accepted_at"][0] > 0
+    assert report["rule"].startswith("llama.cpp drafts at most one token less")
+    assert "Serving check: llama.cpp" in result.stdout and "ours are counted by the same rules" in result.stdout
+    readme = (run[0] / "export/llama_cpp/README.md").read_text()
+    assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in readme and "for llama_cpp b11434" in readme
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_serving_check_asks_a_running_server(run: Run, llama_server: Path, tmp_path: Path, drafts: bool) -> None:
+    target = Path(run[1][-3].removeprefix("target.gguf="))
+    arguments = server_arguments(target, 512, 1, True, (run[0] / "export/llama_cpp/model.gguf", "draft-eagle3", 3))
+    if not drafts:
+        index = arguments.index("--spec-type")
+        del arguments[index : index + 2]
+    command = ["run", str(llama_server), *arguments]
+    with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
+        settings = f"serving.output_dir={tmp_path / 'check'}", f"serving.url={server.url}"
+        result = run_program("eval.serving_check", *run[1], *settings)
+    if drafts:
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert json.loads((tmp_path / "check/report.json").read_text())["is_equal"]
+    else:
+        assert result.returncode != 0
+        assert "drafts 0; " in result.stderr and "makes none without --spec-type" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("target.gguf=null", "target.gguf: must be the target as a GGUF file, which llama.cpp serves, but is left out"),
+        ("serving.llama_server=/nowhere", "serving.llama_server: must be llama.cpp's program llama-server, but"),
+    ],
+)
+def test_serving_check_refuses_what_it_cannot_serve(run: Run, tmp_path: Path, override: str, message: str) -> None:
+    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}", override)
+    assert result.returncode != 0 and message in result.stderr
+
+
+def test_the_gguf_file_of_another_target_is_refused(run: Run, gguf_of: Callable[[str], Path], tmp_path: Path) -> None:
+    other = f"target.gguf={gguf_of('llama_8_layers')}"
+    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}", other)
+    assert result.returncode != 0 and "whose block_count is 4, but in" in result.stderr and "it is 8" in result.stderr
