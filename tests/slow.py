@@ -11,6 +11,8 @@ SLOW = {
     r"tests/serving/test_served_heads\.py::test_(a_served|every_prompt|vllm_without|in_bf16|a_head_served|the_states)\w*"
     r"\[(?!(mtp|eagle|eagle3)-llama-K3\]|llama\]|mtp-llama-K3-without_columns\])",
     r"tests/serving/test_served_heads\.py::test_(the_table|the_pages_table)",
+    # Heads served by llama.cpp. Kept: one of each kind, and every trap.
+    r"tests/serving/test_llama_cpp\.py::test_(llama_cpp_counts_as_we_do_in_every_case|the_gguf_file_of_another)",
     # Extraction by vLLM. Kept: Llama, the comparison of both backends' stores, tensor parallelism with forked workers.
     r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\])",
     r"tests/serving/test_vllm_store\.py::test_runs_killed",

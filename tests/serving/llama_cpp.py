@@ -50,7 +50,7 @@ def gguf_of(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPat
     return cache(lambda name: convert(target_of(name).directory, directory / f"{name}.gguf"))
 
 
-Serve = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
+ServeByLlama = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +60,7 @@ def serve_by_llama(
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Serve:
+) -> ServeByLlama:
     """Returns a function that serves a case, and returns our answers, the engine's, and our counts by its rules."""
 
     def serve(
@@ -86,3 +86,10 @@ def serve_by_llama(
         return ours, theirs, process.counted(ours, num_drafts, MAX_NEW_TOKENS, [EOS])[0]
 
     return serve
+
+
+def check_equal(serve: ServeByLlama, case: Case) -> None:
+    """Checks that all answers and counters equal ours."""
+    ours, theirs, counted = serve(case)
+    assert theirs.tokens == [generation.tokens for generation in ours]
+    assert theirs.counts == counted and counted.accepted_at[0] > 0

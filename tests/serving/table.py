@@ -11,12 +11,23 @@ import torch
 from safetensors.torch import load_file
 
 from mtptrain.convert.formats import FORMATS, format_for
+from mtptrain.convert.limits import check_servable
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from mtptrain.serving.engine import EngineCounts
-from tests.serving.cases import BF16_CASES, CASES, HEAD_CONFIGS, IN_TABLE, NOT_HERE, TARGETS, is_served_here
+from tests.serving.cases import (
+    BF16_CASES,
+    CASES,
+    HEAD_CONFIGS,
+    IN_TABLE,
+    LLAMA_CPP_CASES,
+    NOT_HERE,
+    TARGETS,
+    is_served_here,
+)
 from tests.serving.conftest import Served
+from tests.serving.llama_cpp import ServeByLlama, check_equal
 from tests.serving.ours import OnDisk
 
 FAMILIES = {
@@ -39,23 +50,40 @@ MORE_FAMILIES = {
     "qwen3_next": "Qwen3-Next (full attention)",
 }
 """Families of `MORE_TARGETS` and `NATIVE_TARGETS`, which have lines below the table instead of columns in it."""
-ENGINES = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23"}
+ENGINES = {
+    "vllm": "vLLM 0.32",
+    "llama_cpp": "llama.cpp b11434",
+    "sglang": "SGLang 0.5.23",
+    "transformers": "transformers 5.23",
+}
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
 LEGEND = f"""
-*{EQUAL}*: served in fp32; all counters and answers equal ours. *{NEAR}*: served in bf16, the only
-dtype of vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the files are
-checked, but not served. *{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves
-it. Llama and Qwen3 are tested with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with
-its own lm_head and with the flags of EAGLE-3.1; the others with K = 3. `peagle` and `medusa` are
-tested with K = 1 and 5 too on targets that repeat tokens, and `dflash` with K = 1, 3 and 5, with a
-draft vocabulary and with two layers of equal `k_norm`.
+*{EQUAL}*: served in fp32; all answers equal ours, and all counters by
+[the engine's rules](#checking-an-export). *{NEAR}*: served in bf16, the only dtype of
+vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the files are checked, but
+not served.
+*{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves it. Llama and Qwen3 are
+tested with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and, in
+vLLM, with the flags of EAGLE-3.1; the others with K = 3. `peagle` and `medusa` are tested with
+K = 1 and 5 too on targets that repeat tokens, and `dflash` with K = 1, 3 and 5, with a draft
+vocabulary and with two layers, whose `k_norm` must be equal in vLLM. llama.cpp's Qwen2 has unscaled
+RoPE, and the weights of its Qwen3-MoE's experts add up to 1.
 """
 
 
 def cell(
-    engine: str, head_name: str, head: Head, family: str, target: OnDisk, served: dict[str, Served], directory: Path
+    engine: str,
+    head_name: str,
+    head: Head,
+    family: str,
+    target: OnDisk,
+    served: dict[str, Served],
+    serve_by_llama: ServeByLlama,
+    directory: Path,
 ) -> str:
     """Returns the cell of a head for a family in an engine. `directory` must not exist; the export is written there."""
+    if engine == "llama_cpp":
+        return served_by_llama(serve_by_llama, head_name, family, target)
     try:
         form = format_for(engine, HEAD_CONFIGS[head_name], target.target.config)
     except ValueError:
@@ -70,6 +98,19 @@ def cell(
     assert reloaded.keys() == state.keys() and all(torch.equal(reloaded[name], state[name]) for name in state)
     # tests/mtptrain/convert/test_transformers.py compares what transformers accepts with our own loop.
     return EQUAL if engine == "transformers" else CHECKED
+
+
+def served_by_llama(serve: ServeByLlama, head: str, family: str, target: OnDisk) -> str:
+    tried = {(case.head, TARGETS[case.target].model_type): case for case in LLAMA_CPP_CASES}
+    case = tried.get((head, family))
+    if case is not None:
+        check_equal(serve, case)
+        return EQUAL
+    try:
+        check_servable("llama_cpp", HEAD_CONFIGS[head], target.target.config)
+    except ValueError:
+        return REFUSED
+    return UNTRIED
 
 
 def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
@@ -94,7 +135,11 @@ def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
 
 
 def served_table(
-    served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], directory: Path
+    served: dict[str, Served],
+    serve_by_llama: ServeByLlama,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    directory: Path,
 ) -> str:
     """Returns a table with a row for each engine and head, and a column for each family."""
     lines = ["| engine | head | " + " | ".join(FAMILIES.values()) + " |", "|---|---|" + "---|" * len(FAMILIES)]
@@ -109,6 +154,7 @@ def served_table(
                         family,
                         target_of(family),
                         served,
+                        serve_by_llama,
                         directory / engine / head / family,
                     )
                     for family in FAMILIES

@@ -29,6 +29,7 @@ from tests.serving.cases import (
     is_served_here,
 )
 from tests.serving.conftest import NUM_GENERATED, Served
+from tests.serving.llama_cpp import ServeByLlama
 from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.served_directories.breaks import BREAKS
 from tests.serving.table import served_table
@@ -162,12 +163,14 @@ def test_an_engine_that_fails_says_why_and_the_others_go_on(served: dict[str, Se
 
 def test_the_pages_table_is_what_was_served(
     served: dict[str, Served],
+    serve_by_llama: ServeByLlama,
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path: Path,
 ) -> None:
     """Tests that the table of docs/serving.md is up to date; `make served-table` rewrites it."""
-    table, found = served_table(served, target_of, head_of, tmp_path), BETWEEN.search(PAGE.read_text())
+    table = served_table(served, serve_by_llama, target_of, head_of, tmp_path)
+    found = BETWEEN.search(PAGE.read_text())
     assert found is not None
     if os.environ.get("WRITE_SERVED_TABLE"):
         PAGE.write_text(BETWEEN.sub(lambda _: table, PAGE.read_text()))

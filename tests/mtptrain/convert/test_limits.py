@@ -5,7 +5,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.convert.formats import FORMATS, format_for, warn_of_limits
 from mtptrain.convert.limits import LIMITS
-from tests.conftest import FAMILIES
+from tests.conftest import FAMILIES, YARN_ROPE
 from tests.mtptrain.convert.conftest import head_config
 
 FAMILIES_IN_TESTS = sorted({family for family, _ in FAMILIES.values()})
@@ -128,6 +128,29 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"head: must be a layer with the target's sizes \(.*\) .* but is one with \(1, 1, 128, 64\) instead of "
         r"\(1, 1, 128, 96\)",
     ),
+    ("llama_cpp", "eagle3", {"norm_output": True}, "llama", {}, r"head\.norm_output: must be false .* but is true: .* "
+                                                                r"feeds back the state before"),
+    ("llama_cpp", "eagle3", {"fc_norm": True}, "llama", {}, r"head\.fc_norm: must be false .* but is true: "),
+    ("llama_cpp", "eagle3", {"capture_layers": [1, 3]}, "llama", {}, r"must be three .* but is \[1, 3\]: "),
+    ("llama_cpp", "eagle3", {"capture_layers": [1, 2, 4]}, "llama", {}, r"must be below the target's last layer .* but "
+                                                                        r"is \[1, 2, 4\]: llama\.cpp captures"),
+    ("llama_cpp", "dflash", {"capture_layers": [1, 4]}, "llama", {}, r"must be below .* but is \[1, 4\]: llama\.cpp"),
+    ("llama_cpp", "eagle3", {}, "qwen2", {}, r"target\.path: must be one of llama, .* but is a qwen2: of other"),
+    ("llama_cpp", "dflash", {}, "gemma3_text", {}, r"target\.path: must be one of llama, .* but is a gemma3_text"),
+    *(
+        ("llama_cpp", name, {}, "mistral", {"sliding_window": 128}, r"must be a target without a sliding window .* but "
+                                                                    r"is one of 128 tokens: its window in llama\.cpp")
+        for name in ("eagle3", "dflash", "draft_model")
+    ),
+    *(
+        ("llama_cpp", name, {}, "qwen3_moe", {"norm_topk_prob": False}, r"must be a target with norm_topk_prob=true .* "
+                                                                        r"but is false: llama\.cpp makes the weights")
+        for name in ("eagle3", "dflash", "draft_model")
+    ),
+    (
+        "llama_cpp", "draft_model", {}, "qwen2", {"rope_parameters": YARN_ROPE},
+        r"head\.init_from: must be one of llama, .* but is a qwen2 with yarn RoPE: the names .*; convert the export of",
+    ),
     ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) instead of \(1, 1, 64, 96\)"),
 ]  # fmt: skip
 
@@ -163,7 +186,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         for engine, name in FORMATS
         if not any(
             row.find_violation(
-                head_config(name, capture_layers=[2, 3])
+                head_config(name, capture_layers=[1, 2, 3] if engine == "llama_cpp" else [2, 3])
                 if name in ("eagle3", "peagle", "dflash")
                 else head_config(name),
                 configured(family),
@@ -186,6 +209,10 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     }
     expected |= {("vllm", "medusa", family) for family in families}
     expected |= {("vllm", "draft_model", family) for family in FAMILIES_IN_TESTS}
+    with_streams = ("llama", "mistral", "qwen3")
+    expected |= {("llama_cpp", name, family) for name in ("eagle3", "dflash") for family in with_streams}
+    # Every target with experts here has weights that do not add up to 1.
+    expected |= {("llama_cpp", "draft_model", family) for family in (*with_streams, "qwen2", "gemma3_text", "mimo")}
     assert served == expected | {("transformers", "mtp", "llama")}, (
         "transformers must serve llama only, because mistral's default config has a sliding window"
     )
