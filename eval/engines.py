@@ -25,6 +25,8 @@ from mtptrain.utils.errors import UserError
 
 CACHED_SEQUENCES = 64
 """Number of sequences that fit into the KV cache of vLLM on a CPU. Its default takes nearly all memory."""
+GGUF_HEAD = "model.gguf"
+"""Name of the head's file in an export for llama.cpp."""
 SERVERS: dict[ServingEngine, type[VllmServer] | type[LlamaServer]] = {
     ServingEngine.vllm: VllmServer,
     ServingEngine.llama_cpp: LlamaServer,
@@ -97,8 +99,22 @@ def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -
     Raises:
         UserError: there is no `llama-server`, or no setting names the target's GGUF file, or it is another target's.
     """
-    settings, gguf, head_file = run.config.acceptance, run.target.gguf, run.served_head_dir / "model.gguf"
-    program = find_llama_server(run.config.serving.llama_server)
+    settings, head_file = run.config.acceptance, run.served_head_dir / GGUF_HEAD
+    program, gguf = find_llama_server(run.config.serving.llama_server), require_gguf(run)
+    may_round = not (is_in_fp32(gguf) and is_in_fp32(head_file))
+    is_exact = settings.dtype == Dtype.float32
+    head = head_file, method, settings.num_speculative_tokens
+    arguments = server_arguments(gguf, needed_tokens, 1, is_exact, head)
+    return LlamaProcess(program, arguments, output_dir / "llama-server.log", may_round)
+
+
+def require_gguf(run: Run) -> Path:
+    """Returns the target's GGUF file.
+
+    Raises:
+        UserError: no setting names it, or it is that of another target.
+    """
+    gguf = run.target.gguf
     if gguf is None:
         raise UserError(
             "target.gguf: must be the target as a GGUF file, which llama.cpp serves, but is left out; convert the "
@@ -106,8 +122,4 @@ def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -
             "llama.cpp, and set target.gguf=TARGET.gguf"
         )
     require_same_sizes(gguf, run.target.config)
-    may_round = not (is_in_fp32(gguf) and is_in_fp32(head_file))
-    is_exact = settings.dtype == Dtype.float32
-    head = head_file, method, settings.num_speculative_tokens
-    arguments = server_arguments(gguf, needed_tokens, 1, is_exact, head)
-    return LlamaProcess(program, arguments, output_dir / "llama-server.log", may_round)
+    return gguf

@@ -1,11 +1,11 @@
 """After stage 5: measures the speed of a serving engine as seen by a client, with and without the exported head.
 
-Starts `vllm serve` without drafts and with each K of `serving_bench.num_speculative_tokens`, or uses the server at
-`serving.url`. Sends the prompts of `mtptrain acceptance` at every concurrency with vLLM's own `vllm bench serve`. Reads
-`run_dir/export/vllm/` (or `serving.head_dir`, or `export.output_dir`), except with `serving.url`. Writes to
-`run_dir/serving_bench/`: `report.json`, `plot.svg`, the files of `vllm bench serve`, and all logs. If it started the
-engines and drafting was faster at any concurrency, it also writes settings for engines with the fastest K, and a
-`README.md` with the commands that use them. Prints a table.
+Starts `vllm serve`, or with `serving.engine=llama_cpp` llama.cpp's `llama-server`, without drafts and with each K of
+`serving_bench.num_speculative_tokens`, or uses the server at `serving.url`. Sends the prompts of `mtptrain acceptance`
+at every concurrency, to vLLM with its own `vllm bench serve`. Reads `run_dir/export/ENGINE/` (or `serving.head_dir`,
+or `export.output_dir`), except with `serving.url`. Writes to `run_dir/serving_bench/`: `report.json`, `plot.svg`, the
+times of all requests, and all logs. If it started vLLM and drafting was faster at any concurrency, it also writes
+settings for engines with the fastest K, and a `README.md` with the commands that use them. Prints a table.
 
 With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
 `eval.serving_speed.break_even_measurement`.
@@ -34,18 +34,20 @@ from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
 from mtptrain.serving.exports import read_serving_facts
+from mtptrain.serving.llama_server import find_llama_server
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.vllm_client import find_python
-from mtptrain.serving.vllm_server import VllmServer
+from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
+from .engines import SERVERS, require_gguf
 from .plots import drawing, plot_serving
 from .serving_speed.break_even_measurement import measure_break_even
-from .serving_speed.engine_runs import Bench, check_device, drafting_depths, measure
+from .serving_speed.engine_runs import Bench, check_device, drafting_depths, load_generator, measure
 
 
 @program
@@ -59,11 +61,11 @@ def main(cfg: DictConfig) -> None:
             return
         bench = prepare(Run(config), output_dir)
         write_provenance(output_dir, config)
-        with LoadGenerator(bench.python, output_dir / "load.log") as generator:
-            if bench.server is None:
+        with load_generator(bench) as generator:
+            if bench.server is None and isinstance(generator, LoadGenerator):
                 check_device(generator)
-            rows = measure(bench, generator)
-        write_results(bench, rows, generator.version)
+            rows, version = measure(bench, generator)
+        write_results(bench, rows, version)
 
 
 def prepare(run: Run, output_dir: Path) -> Bench:
@@ -77,16 +79,20 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     config, serving = run.config, run.config.serving
     most_drafts = max(drafting_depths(config))
     prompts = list(run.measured_prompts(2 * most_drafts).input_ids.values())
-    python = find_python(serving.python)
+    is_llama_cpp = serving.engine is ServingEngine.llama_cpp
+    program = find_llama_server(serving.llama_server) if is_llama_cpp else find_python(serving.python)
+    if is_llama_cpp:
+        require_gguf(run)
     head_dir = run.served_head_dir
     if serving.url is not None:
-        bench = Bench(config, output_dir, run.target, prompts, python, None, {}, head_dir, VllmServer(serving.url))
+        server = SERVERS[serving.engine](serving.url)
+        bench = Bench(config, output_dir, run.target, prompts, program, None, {}, head_dir, server)
         check_server(bench)
         return bench
     head = run.head(getattr(torch, config.acceptance.dtype), torch.device("cpu"))
     check_head_context(head.head, prompts, config.acceptance.max_new_tokens, most_drafts, "head")
     facts = read_serving_facts(head_dir, serving.engine, head.sha256)
-    return Bench(config, output_dir, run.target, prompts, python, head.sha256, facts, head_dir, None)
+    return Bench(config, output_dir, run.target, prompts, program, head.sha256, facts, head_dir, None)
 
 
 def check_server(bench: Bench) -> None:
@@ -94,7 +100,8 @@ def check_server(bench: Bench) -> None:
     server, target = bench.server, bench.target
     assert server is not None
     is_own_export = Path(server.root).resolve() == bench.head_dir.resolve()  # that of a MiMo head holds the target
-    if not is_own_export and not is_same_model(server.root, target):
+    is_own_file = target.gguf is not None and Path(server.root).name == target.gguf.name
+    if not is_own_export and not is_own_file and not is_same_model(server.root, target):
         raise UserError(
             f"serving.url: the server must serve {target.path}, but {server.shown_url} serves {server.root}; ask "
             "another server, or set target.path"
@@ -146,7 +153,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     write_sealed(path, report)
     print_table(bench, rows, str(report["version"]), costs)
     remove_engine_settings(bench.output_dir)
-    if bench.server is None:
+    if bench.server is None and not bench.is_llama_cpp:
         served = bench.target.name_for_engines
         written = write_engine_settings(
             bench.output_dir, speeds, bench.facts, bench.head_dir, served, config.head, bench.target.config
@@ -161,7 +168,7 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str, costs: Sequence
     sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
     what = f"{bench.num_requests} requests per row, {sampling}, up to {settings.max_new_tokens} tokens"
     table = Table(
-        title=f"vLLM {version}: {what}",
+        title=f"{bench.engine_name} {version}: {what}",
         caption="TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream."
         + (" Predicted: speed-up by the costs of serving_bench.break_even." if costs else ""),
     )

@@ -46,6 +46,7 @@ from mtptrain.serving.break_even import (
 from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.vllm_client import find_python
+from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
@@ -135,6 +136,8 @@ def engine_python(config: PipelineConfig, target_config: PreTrainedConfig) -> Pa
     Raises:
         UserError: `serving.python` is set, but does not exist or has no vLLM.
     """
+    if config.serving.engine is not ServingEngine.vllm:
+        return UserError("serving_bench.break_even measures vLLM only")
     try:
         format_for(config.serving.engine, config.head, target_config)
     except UserError as error:
@@ -204,7 +207,7 @@ def engine_costs(
         bench = Bench(config, output_dir, target, prompts, python, head_sha256, facts, head_dir, None)
         with LoadGenerator(python, output_dir / "load.log") as generator:
             check_device(generator)
-            rows = measure(bench, generator)
+            rows, _ = measure(bench, generator)
     return costs_of_rows(str(config.serving.engine), rows)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,18 @@ from mtptrain.config import PipelineConfig
 from mtptrain.serving.bench_rows import Row, fastest, warn_of_unequal_work
 from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.exports import cache_bytes, served_model, speculative_config
+from mtptrain.serving.llama_load import LlamaLoadGenerator
+from mtptrain.serving.llama_server import LlamaServer
+from mtptrain.serving.llama_server import server_arguments as server_arguments_of_llama
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
 from mtptrain.serving.server_process import ManagedServer
 from mtptrain.serving.vllm_server import VllmServer
+from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
+
+from ..engines import GGUF_HEAD, SERVERS
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,23 @@ class Bench:
     output_dir: Path
     target: TargetFiles
     prompts: list[list[int]]
-    python: Path
+    program: Path
+    """vLLM's Python, or `llama-server`."""
     head_sha256: str | None
     """None for a running server, which does not report its head."""
     facts: dict[str, Any]
     """Content of `serving.json` in the export; empty for a running server."""
     head_dir: Path
-    server: VllmServer | None
+    server: VllmServer | LlamaServer | None
     """The running server of `serving.url`."""
+
+    @property
+    def is_llama_cpp(self) -> bool:
+        return self.config.serving.engine is ServingEngine.llama_cpp
+
+    @property
+    def engine_name(self) -> str:
+        return SERVERS[self.config.serving.engine].name
 
     @property
     def prompts_path(self) -> Path:
@@ -70,6 +86,11 @@ def drafting_depths(config: PipelineConfig) -> list[int]:
     return config.serving_bench.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
 
 
+def load_generator(bench: Bench) -> LoadGenerator | LlamaLoadGenerator:
+    """Returns the load generator of the engine. Entering it starts it."""
+    return LlamaLoadGenerator() if bench.is_llama_cpp else LoadGenerator(bench.program, bench.output_dir / "load.log")
+
+
 def check_device(generator: LoadGenerator) -> None:
     """Refuse a CPU build of vLLM on a machine with GPUs, because it would run without a warning."""
     if torch.cuda.is_available() and generator.is_cpu:
@@ -79,18 +100,20 @@ def check_device(generator: LoadGenerator) -> None:
         )
 
 
-def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
-    """Returns a row for each engine and concurrency. Engines run one after another."""
+def measure(bench: Bench, generator: LoadGenerator | LlamaLoadGenerator) -> tuple[list[Row], str]:
+    """Returns a row for each engine and concurrency, and the engine's version. Engines run one after another."""
     settings = bench.config.serving_bench
     write_json(bench.prompts_path, bench.prompts)
     choices: list[int | None] = [*bench.depths] if bench.server is None else [None]
     rows: list[Row] = []
+    version = ""
     total = len(choices) * len(settings.concurrency) * settings.repeats * bench.num_requests
     with tqdm(total=total, desc="serving bench", unit="request") as bar:
         for num_drafts in choices:
             name = "server" if num_drafts is None else f"K{num_drafts}"
             bar.set_description(f"{name} starts")
             with engine(bench, num_drafts) as server:
+                version = server.version
                 if settings.warmup_requests:
                     load = make_load(bench, server, f"{name}_warmup", max(settings.concurrency))
                     send(server, generator, replace(load, num_requests=settings.warmup_requests))
@@ -101,11 +124,14 @@ def measure(bench: Bench, generator: LoadGenerator) -> list[Row]:
                     runs.append(Row(num_drafts, concurrency, *send(server, generator, load, advance(bar))))
                 rows += fastest(runs)
     warn_of_unequal_work(rows)
-    return rows
+    return rows, version
 
 
 def send(
-    server: VllmServer, generator: LoadGenerator, load: Load, finished: Callable[[int], None] = lambda _: None
+    server: VllmServer | LlamaServer,
+    generator: LoadGenerator | LlamaLoadGenerator,
+    load: Load,
+    finished: Callable[[int], None] = lambda _: None,
 ) -> tuple[Latencies, EngineCounts | None]:
     """Sends a load, and returns the client's latencies and how much the server's drafting counters grew."""
     before = server.counters()
@@ -123,17 +149,31 @@ def advance(bar: Any) -> Callable[[int], None]:
 
 
 @contextmanager
-def engine(bench: Bench, num_drafts: int | None) -> Iterator[VllmServer]:
+def engine(bench: Bench, num_drafts: int | None) -> Iterator[VllmServer | LlamaServer]:
     """Runs an engine with K drafts per round, or yields the running server."""
     if bench.server is not None or num_drafts is None:
         assert bench.server is not None
         yield bench.server
         return
     log_path, timeout_s = bench.output_dir / f"server_K{num_drafts}.log", bench.config.serving_bench.start_timeout_s
+    if bench.is_llama_cpp:
+        command = ["run", str(bench.program), *llama_arguments(bench, num_drafts)]
+        with ManagedServer(sys.executable, command, log_path, timeout_s, LlamaServer, "llama-server") as llama:
+            yield llama
+        return
+    command = ["serve", *server_arguments(bench, num_drafts)]
     connect = partial(VllmServer, is_ours=True)
-    arguments = ["serve", *server_arguments(bench, num_drafts)]
-    with ManagedServer(bench.python, arguments, log_path, timeout_s, connect, "vllm serve") as server:
+    with ManagedServer(bench.program, command, log_path, timeout_s, connect, "vllm serve") as server:
         yield server
+
+
+def llama_arguments(bench: Bench, num_drafts: int) -> list[str]:
+    """Returns the arguments of `llama-server`: its usual ones, and as many slots as requests are in flight."""
+    settings, gguf = bench.config.serving_bench, bench.target.gguf
+    assert gguf is not None
+    head = (bench.head_dir / GGUF_HEAD, str(bench.facts["method"]), num_drafts) if num_drafts else None
+    arguments = server_arguments_of_llama(gguf, bench.context_tokens, max(settings.concurrency), False, head)
+    return [*arguments, *settings.server_args]
 
 
 def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
@@ -158,13 +198,13 @@ def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
     return [*arguments, *config.serving_bench.server_args]
 
 
-def make_load(bench: Bench, server: VllmServer, name: str, concurrency: int) -> Load:
+def make_load(bench: Bench, server: VllmServer | LlamaServer, name: str, concurrency: int) -> Load:
     config, settings = bench.config, bench.config.acceptance
     return Load(
         # Part of each request's cache salt, so that no run hits prefixes that an earlier run left in a running server.
         name=f"{name}-{uuid.uuid4().hex[:8]}",
         url=server.url,
-        model=server.model,
+        model=getattr(server, "model", ""),  # llama.cpp serves one
         prompts_path=str(bench.prompts_path),
         num_requests=bench.num_requests,
         concurrency=concurrency,

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
-from mtptrain.serving.engine_server import EngineServer, counts_of
+from mtptrain.serving.engine_server import Counters, EngineServer, counts_of
 from mtptrain.serving.exports import WRITTEN_FOR
 from mtptrain.serving.server_process import ManagedServer
 from mtptrain.target.gguf_header import read_header
@@ -117,7 +117,7 @@ class LlamaServer(LlamaCpp, EngineServer):
         """
         super().__init__(url)
         self.may_round = may_round
-        self.version, self.model_path, self.max_model_len = self.read("/props", _properties)
+        self.version, self.root, self.max_model_len = self.read("/props", _properties)
         build = re.match(r"b(\d+)-", self.version)
         if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
             warnings.warn(
@@ -143,14 +143,18 @@ class LlamaServer(LlamaCpp, EngineServer):
             self._check_end(tokens, ended, stop_token_ids)
             answers.append(tokens)
             drafted += num_drafted
-        after = self.settled_counters()
-        counts = counts_of({name: after[name] - before.get(name, 0) for name in after})
+        counts = self.counts_since(before, len(prompts))
         if counts is not None and counts.drafted != drafted:
             raise UserError(
                 f"{self.shown_url}: the server must serve no other requests during the check, but drafted "
                 f"{counts.drafted} tokens instead of {drafted}; repeat the check when it is idle"
             )
         return EngineRun(self.version, answers, counts, None)
+
+    def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
+        """Returns how much the drafting counters grew. The server does not count requests."""
+        after = self.settled_counters()
+        return counts_of({name: after[name] - before.get(name, 0) for name in after})
 
     def _check_end(self, tokens: Sequence[int], ended: bool, stop_token_ids: Sequence[int]) -> None:
         early = [token for token in tokens[:-1] if token in stop_token_ids]

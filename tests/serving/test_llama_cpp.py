@@ -168,3 +168,26 @@ def test_the_gguf_file_of_another_target_is_refused(run: Run, gguf_of: Callable[
     other = f"target.gguf={gguf_of('llama_8_layers')}"
     result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}", other)
     assert result.returncode != 0 and "whose block_count is 4, but in" in result.stderr and "it is 8" in result.stderr
+
+
+def test_serving_bench_measures_llama_cpp(run: Run, tmp_path: Path) -> None:
+    settings = (
+        *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
+        *("serving_bench.num_requests=6", "serving_bench.warmup_requests=1", "serving_bench.ignore_eos=true"),
+        f"serving_bench.output_dir={tmp_path / 'bench'}",
+    )
+    result = run_program("eval.serving_bench", *run[1], *settings)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "bench/report.json").read_text())
+    assert report["engine"] == "llama_cpp" and "llama.cpp" in result.stdout
+    rows = report["rows"]
+    assert [(row["num_speculative_tokens"], row["concurrency"]) for row in rows] == [
+        (num_drafts, concurrency) for num_drafts in (0, 1, 3) for concurrency in (1, 2)
+    ]
+    for row in rows:
+        assert row["requests"] == 6 and row["output_tokens"] == 6 * 32
+        assert row["ttft_ms"]["p50"] > 0 and row["tpot_ms"]["p50"] > 0 and row["output_tokens_per_s"] > 0
+        drafts = row["accepted_at"]
+        assert drafts is None or len(drafts) == row["num_speculative_tokens"]
+    assert all(row["rounds"] > 0 and sum(row["accepted_at"]) > 0 for row in rows[2:])
+    assert (tmp_path / "bench/plot.svg").is_file() and not (tmp_path / "bench/vllm.json").exists()

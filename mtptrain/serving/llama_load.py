@@ -1,0 +1,104 @@
+"""Sends requests to `llama-server`, and measures them as `vllm bench serve` measures those to vLLM."""
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from mtptrain.serving.engine_server import REQUEST_TIMEOUT_S
+from mtptrain.serving.load_generator import Latencies, Load
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import parse_json, write_json
+from mtptrain.utils.masking import hide_passwords
+
+SAME_STEP_S = 5e-4
+"""Largest time between two messages of one step: llama.cpp sends a message for each token that a step accepts."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The times of one request, in seconds."""
+
+    start: float
+    steps: list[float]
+    """When the first message of each step arrived."""
+    end: float
+    num_tokens: int
+
+
+class LlamaLoadGenerator:
+    """Runs one load after another in threads. The context manager has the form of `LoadGenerator`'s."""
+
+    def __enter__(self) -> "LlamaLoadGenerator":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing: there is nothing to end."""
+
+    def run(self, load: Load, finished: Callable[[int], None] = lambda _: None) -> Latencies:
+        """Send the requests and return their latencies. Call `finished` with the number of requests finished so far.
+
+        Writes `load.result_path` with the entries of a result of `vllm bench serve`.
+
+        Raises:
+            UserError: a request failed.
+        """
+        prompts = json.loads(Path(load.prompts_path).read_text())
+        limits = httpx.Limits(max_connections=load.concurrency)
+        try:
+            with (
+                httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits) as client,
+                ThreadPoolExecutor(load.concurrency) as pool,
+            ):
+                start = time.perf_counter()
+                jobs = [
+                    pool.submit(_ask, client, load, prompts[index % len(prompts)], load.seed + index)
+                    for index in range(load.num_requests)
+                ]
+                for done, job in enumerate(as_completed(jobs), 1):
+                    job.result()  # raises its error
+                    finished(done)
+                duration = time.perf_counter() - start
+        except (httpx.HTTPError, LookupError, ValueError) as error:
+            raise UserError(
+                f"{hide_passwords(load.url)}: the server must answer every request, but one failed at concurrency "
+                f"{load.concurrency}: {error}; see the server's log"
+            ) from error
+        answers = [job.result() for job in jobs]
+        result = {
+            "completed": len(answers),
+            "total_output_tokens": sum(answer.num_tokens for answer in answers),
+            "duration": duration,
+            "ttfts": [answer.steps[0] - answer.start for answer in answers],
+            "latencies": [answer.end - answer.start for answer in answers],
+            "output_lens": [answer.num_tokens for answer in answers],
+            "itls": [
+                [later - step for step, later in zip(answer.steps, answer.steps[1:], strict=False)]
+                for answer in answers
+            ],
+        }
+        write_json(Path(load.result_path), result)
+        return Latencies.read(Path(load.result_path))
+
+
+def _ask(client: httpx.Client, load: Load, prompt: list[int], seed: int) -> _Answer:
+    request = {"prompt": prompt, "n_predict": load.max_new_tokens, "ignore_eos": load.ignore_eos, "seed": seed}
+    request |= load.sampling | {"stream": True, "cache_prompt": False}
+    start, last, steps, num_tokens = time.perf_counter(), -1.0, [], 0
+    with client.stream("POST", f"{load.url}/completion", json=request) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                now = time.perf_counter()
+                message = parse_json(line.removeprefix("data: ").encode(), "message")
+                if message["stop"]:
+                    num_tokens = message["tokens_predicted"]
+                else:
+                    if now - last > SAME_STEP_S:
+                        steps.append(now)
+                    last = now
+    return _Answer(start, steps or [last], time.perf_counter(), num_tokens)
