@@ -1,6 +1,7 @@
 """Tests that llama.cpp's counters equal ours, and that each of its traps is found. Its server is built once by make."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from mtptrain.serving.server_process import ManagedServer
 from tests.conftest import run_program
 from tests.gguf_files import F32, write_gguf
 from tests.gguf_files import tensors_of as tensors_of_target
+from tests.sealed import describe_again
 from tests.serving.cases import HEAD_CONFIGS, LLAMA_CPP_CASES, Case
 from tests.serving.conftest import Run
 from tests.serving.llama_cpp import ServeByLlama, check_equal, convert
@@ -191,3 +193,30 @@ def test_serving_bench_measures_llama_cpp(run: Run, tmp_path: Path) -> None:
         assert drafts is None or len(drafts) == row["num_speculative_tokens"]
     assert all(row["rounds"] > 0 and sum(row["accepted_at"]) > 0 for row in rows[2:])
     assert (tmp_path / "bench/plot.svg").is_file() and not (tmp_path / "bench/vllm.json").exists()
+
+
+@pytest.fixture(scope="module")
+def quantised(target_of: Callable[[str], OnDisk], llama_server: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a target in q8_0, whose activations llama.cpp quantises too."""
+    out = tmp_path_factory.mktemp("quantised") / "q8_0.gguf"
+    return convert(target_of("llama").directory, out, "--outtype", "q8_0")
+
+
+def test_quantised_weights_are_compared_on_the_engines_answers(run: Run, quantised: Path, tmp_path: Path) -> None:
+    settings = f"target.gguf={quantised}", f"serving.output_dir={tmp_path / 'check'}"
+    result = run_program("eval.serving_check", *run[1], *settings)
+    report = json.loads((tmp_path / "check/report.json").read_text())
+    assert result.returncode == 0, (result.stdout, result.stderr[-3000:])
+    assert not report["is_equal"] and "ours are those along the engine's answers" in result.stdout
+    ours, theirs = report["ours_on_their_answers"], report["theirs"]
+    assert abs(ours["accepted_at"][0] - theirs["accepted_at"][0]) <= 0.05 * theirs["rounds"]
+
+
+def test_a_wrong_head_is_found_with_quantised_weights_too(run: Run, quantised: Path, tmp_path: Path) -> None:
+    wrong = shutil.copytree(run[0] / "export/llama_cpp", tmp_path / "wrong")
+    tensors = GGUFReader(wrong / "model.gguf", "r+").tensors
+    next(tensor for tensor in tensors if tensor.name == "output_norm.weight").data[:] = 0
+    describe_again(wrong / "serving.json")
+    settings = f"target.gguf={quantised}", f"serving.output_dir={tmp_path / 'check'}", f"serving.head_dir={wrong}"
+    result = run_program("eval.serving_check", *run[1], *settings)
+    assert result.returncode == 1 and "but they differ in" in result.stderr
