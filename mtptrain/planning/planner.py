@@ -18,6 +18,7 @@ from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, Speed, TrainMemory, make_plan
 from mtptrain.serving.break_even import read_costs, verdicts
+from mtptrain.serving.found_engines import describe_engines
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import config_dir
 
@@ -34,6 +35,7 @@ def print_plan(config: PipelineConfig) -> Plan:
         table.add_row(name, value)
     table.add_row("free disk", f"{_gb(plan.free_bytes)} on the disk of run_dir")
     table.add_row("does a draft pay?", describe_break_even(config))
+    table.add_row("engines here", describe_engines(config.serving))
     table.add_row("export", f"{_gb(plan.export_bytes)} of host memory; the target's decoder layers are not loaded")
     console = Console()
     console.print(table, markup=False)

