@@ -11,6 +11,7 @@ from mtptrain.convert.llama_cpp import LlamaCppDflash, LlamaCppDraftModel, Llama
 from mtptrain.convert.mimo import VllmMimo
 from mtptrain.convert.native_mtp import VllmNativeMtp
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
+from mtptrain.convert.tensorrt_llm import TensorRtDraftModel, TensorRtEagle3
 from mtptrain.convert.transformers import TransformersMtp
 from mtptrain.convert.vllm import (
     VllmDflash,
@@ -41,6 +42,8 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("llama_cpp", "eagle3"): LlamaCppEagle3,
     ("llama_cpp", "dflash"): LlamaCppDflash,
     ("llama_cpp", "draft_model"): LlamaCppDraftModel,
+    ("tensorrt_llm", "eagle3"): TensorRtEagle3,
+    ("tensorrt_llm", "draft_model"): TensorRtDraftModel,
     ("transformers", "mtp"): TransformersMtp,
 }
 

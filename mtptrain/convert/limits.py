@@ -285,6 +285,12 @@ LIMITS = (
           "and with unscaled RoPE or a Llama's", unknown_draft_model,
           "the names and RoPE of other models in llama.cpp are not known here",
           "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"),
+    Limit("tensorrt_llm", "eagle3", "head.norm_before_residual", "false", normed_residual,
+          "TensorRT-LLM takes the residual before the norm",
+          "set export.engine=vllm, or train without it"),
+    Limit("tensorrt_llm", "eagle3", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
+          "TensorRT-LLM counts layers from 0 and has no id for the embeddings",
+          "set export.engine=vllm, or train with other layers"),
     Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no "
                                                 "biases", unsupported_layer,
           "transformers builds the head from the target's own decoder layer",

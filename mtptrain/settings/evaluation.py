@@ -29,6 +29,7 @@ class ExportEngine(StrEnum):
     sglang = "sglang"
     llama_cpp = "llama_cpp"
     """A GGUF file for `llama-server`."""
+    tensorrt_llm = "tensorrt_llm"
     transformers = "transformers"
     """`generate(use_mtp=True)`: the directory includes the target."""
 

@@ -54,6 +54,7 @@ ENGINES = {
     "vllm": "vLLM 0.32",
     "llama_cpp": "llama.cpp b11434",
     "sglang": "SGLang 0.5.23",
+    "tensorrt_llm": "TensorRT-LLM 1.3",
     "transformers": "transformers 5.23",
 }
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"

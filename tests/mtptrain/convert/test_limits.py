@@ -151,6 +151,8 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         "llama_cpp", "draft_model", {}, "qwen2", {"rope_parameters": YARN_ROPE},
         r"head\.init_from: must be one of llama, .* but is a qwen2 with yarn RoPE: the names .*; convert the export of",
     ),
+    ("tensorrt_llm", "eagle3", {"norm_before_residual": True}, "llama", {}, r"must be false .* True: TensorRT-LLM"),
+    ("tensorrt_llm", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 2\]: TensorRT"),
     ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) instead of \(1, 1, 64, 96\)"),
 ]  # fmt: skip
 
@@ -209,6 +211,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     }
     expected |= {("vllm", "medusa", family) for family in families}
     expected |= {("vllm", "draft_model", family) for family in FAMILIES_IN_TESTS}
+    expected |= {("tensorrt_llm", name, family) for name in ("eagle3", "draft_model") for family in FAMILIES_IN_TESTS}
     with_streams = ("llama", "mistral", "qwen3")
     expected |= {("llama_cpp", name, family) for name in ("eagle3", "dflash") for family in with_streams}
     # Every target with experts here has weights that do not add up to 1.
