@@ -13,7 +13,7 @@ KNOWN = {
     ("vLLM", "0.32"): "tested; on a CPU it samples wrongly with drafts above temperature 0",
     ("vLLM", "0.33"): "not tested; it has no medusa",
 }
-"""What is known of a version of an engine."""
+"""Facts about versions of engines."""
 
 
 def describe_engines(serving: ServingConfig) -> str:

@@ -152,7 +152,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"head\.init_from: must be one of llama, .* but is a qwen2 with yarn RoPE: the names .*; convert the export of",
     ),
     ("tensorrt_llm", "eagle3", {"norm_before_residual": True}, "llama", {}, r"must be false .* True: TensorRT-LLM"),
-    ("tensorrt_llm", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 2\]: TensorRT"),
+    ("tensorrt_llm", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 2\]: Tensor"),
     ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) instead of \(1, 1, 64, 96\)"),
 ]  # fmt: skip
 
