@@ -64,6 +64,8 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
                 "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
                 f"{server.max_model_len}; start it with {flag} {needed_tokens}"
             )
+        if isinstance(server, LlamaServer) and (head_file := run.served_head_dir / GGUF_HEAD).is_file():
+            server.may_round |= not is_in_fp32(head_file)
         return server
     facts = read_serving_facts(run.served_head_dir, serving.engine, found.sha256)
     if serving.engine is ServingEngine.llama_cpp:

@@ -39,6 +39,7 @@ from mtptrain.settings.evaluation import (
     ServingConfig,
     ServingEngine,
     check_acceptance,
+    check_export,
     check_serving_bench,
 )
 from mtptrain.settings.hardware import this_machine
@@ -151,6 +152,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
         raise UserError(f"head.name: must be one of {', '.join(HEADS)}, but is {config.head.name!r}; set head=NAME")
     _check_relations(config)
     check_acceptance(config.acceptance)
+    check_export(config.export)
     check_serving_bench(config.serving_bench, config.serving)
     _check_stream(config)
     _check_depths(config)

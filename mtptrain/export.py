@@ -16,15 +16,17 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.command_line.program import program
-from mtptrain.config import Dtype, ExportEngine, load_config
+from mtptrain.config import ExportEngine, load_config
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
+from mtptrain.convert.llama_cpp import GgufFormat
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, describe_shape
 from mtptrain.run import Run
 from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, replaced
 from mtptrain.serving.exports import SERVING, WRITTEN_FOR
+from mtptrain.settings.evaluation import ExportDtype
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
@@ -58,8 +60,14 @@ def export(run: Run) -> None:
     form = format_for(config.export.engine, config.head, run.target.config, run.target.gguf)
     if config.export.engine == ExportEngine.vllm:
         check_directory_name(output_dir, form.method)
-    dtype = None if config.export.dtype is Dtype.auto else getattr(torch, config.export.dtype)
+    dtype, chosen = None, config.export.dtype
+    if chosen is not ExportDtype.auto:
+        dtype = torch.float32 if chosen is ExportDtype.q8_0 else getattr(torch, chosen)
     trained = run.head(dtype, torch.device("cpu"))
+    if chosen is ExportDtype.q8_0:
+        assert isinstance(form, GgufFormat)
+        form.is_quantised = True
+        trained.head.load_state_dict(form.rounded(trained.head.state_dict()))
     measured = measured_acceptance(config.stage_dir("acceptance") / "report.json", trained.sha256)
 
     # Write beside the final directory, so that an unfinished or unverified export never gets the final name.

@@ -55,6 +55,8 @@ class GgufFormat(Format):
     weights_name = "model.gguf"
     has_config_json = False
     num_layers = 1
+    is_quantised = False
+    """Whether matrices are written as q8_0, instead of in their own dtype."""
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
@@ -88,7 +90,7 @@ class GgufFormat(Format):
             if name == D2T:
                 writer.add_tensor(name, tensor.numpy())
             else:
-                kind = KINDS[tensor.dtype] if tensor.ndim > 1 else KINDS[torch.float32]
+                kind = self._kind(tensor)
                 writer.add_tensor(name, quantize(tensor.float().numpy(), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -101,6 +103,15 @@ class GgufFormat(Format):
             values = tensor.data if tensor.name == D2T else dequantize(tensor.data, tensor.tensor_type)
             found[tensor.name] = torch.from_numpy(np.array(values))
         return found
+
+    def rounded(self, state: Tensors) -> Tensors:
+        """Returns the head's `state_dict` as it is after writing and reading."""
+        tensors = self.tensors(state)
+        for name, tensor in tensors.items():
+            if name != D2T:
+                kind = self._kind(tensor)
+                tensors[name] = torch.from_numpy(dequantize(quantize(tensor.float().numpy(), kind), kind))
+        return self.state(tensors)
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         """Returns the metadata of the file, which it has instead of a `config.json`."""
@@ -147,6 +158,8 @@ class GgufFormat(Format):
             "-ctkd f32 -ctvd f32 -fa off`, and a target in f32, it accepts exactly the drafts that mtptrain does; its "
             "usual caches in f16 and quantised targets round differently.",
         ]
+        if self.is_quantised:
+            notes.append("The matrices here are rounded to 8 bits; acceptance was measured before.")
         if self.target_gguf is None:
             notes.append(
                 f"`{TARGET_GGUF}` is the target, converted with llama.cpp's own program: `python "
@@ -154,12 +167,19 @@ class GgufFormat(Format):
             )
         return notes
 
+    def _kind(self, tensor: torch.Tensor) -> GGMLQuantizationType:
+        """Returns the type in which a tensor is written. Blocks of q8_0 are rows of 32 values."""
+        if tensor.ndim == 1:
+            return KINDS[torch.float32]
+        is_whole = tensor.shape[-1] % 32 == 0
+        return GGMLQuantizationType.Q8_0 if self.is_quantised and is_whole else KINDS[tensor.dtype]
+
     @property
     def _rope(self) -> Rope:
         return Rope(self.dims.head_dim, self.config)
 
     def _is_interleaved(self, name: str) -> bool:
-        return name.split(".")[-2:-1] != [] and name.split(".")[-2] in INTERLEAVED[self.architecture]
+        return name.rpartition(".")[0].rpartition(".")[2] in INTERLEAVED[self.architecture]
 
     def _num_heads(self, name: str) -> int:
         return self.dims.num_attention_heads if ".attn_q." in name else self.dims.num_key_value_heads

@@ -109,15 +109,15 @@ class LlamaServer(LlamaCpp, EngineServer):
 
     command = "llama-server --metrics"
 
-    def __init__(self, url: str, *, may_round: bool = False) -> None:
+    def __init__(self, url: str) -> None:
         """Ask the server for its version, target and context length.
 
         Raises:
             UserError: the server does not answer, or is not llama.cpp's.
         """
         super().__init__(url)
-        self.may_round = may_round
-        self.version, self.root, self.max_model_len = self.read("/props", _properties)
+        self.version, self.root, self.max_model_len, weights = self.read("/props", _properties)
+        self.may_round = "all F32" not in weights
         build = re.match(r"b(\d+)-", self.version)
         if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
             warnings.warn(
@@ -214,14 +214,15 @@ def _drafts(
     return rounds
 
 
-def _properties(body: bytes) -> tuple[str, str, int]:
-    """Returns the version, the target's file and the context length."""
+def _properties(body: bytes) -> tuple[str, str, int, str]:
+    """Returns the version, the target's file, the context length and the type of the target's weights."""
     answer = parse_json(body, "props")
-    version, path = answer["build_info"], answer["model_path"]
+    version, path, weights = answer["build_info"], answer["model_path"], answer["model_ftype"]
     length = answer["default_generation_settings"]["n_ctx"]
-    if not isinstance(version, str) or not isinstance(path, str) or type(length) is not int or length < 1:
+    texts = (version, path, weights)
+    if not all(isinstance(text, str) for text in texts) or type(length) is not int or length < 1:
         raise TypeError
-    return version, path, length
+    return version, path, length, weights
 
 
 def _completion(body: bytes) -> tuple[list[int], int, bool]:

@@ -128,15 +128,33 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
         )
 
 
+class ExportDtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    q8_0 = "q8_0"
+    """8 bits in blocks of 32, for llama.cpp. Vectors stay in float32."""
+
+
 @dataclass
 class ExportConfig:
     """Stage 5: write the head to a directory that a serving engine loads."""
 
     engine: ExportEngine = ExportEngine.vllm
-    dtype: Dtype = Dtype.auto
+    dtype: ExportDtype = ExportDtype.auto
     """Dtype of the written weights; `auto` keeps the dtype in which training saved them."""
     output_dir: str | None = directory_path(default=None)
     """null is `run_dir/export/<engine>`."""
+
+
+def check_export(settings: ExportConfig) -> None:
+    """Raises UserError for settings that contradict each other."""
+    if settings.dtype is ExportDtype.q8_0 and settings.engine is not ExportEngine.llama_cpp:
+        raise UserError(
+            "export.dtype: must be float32, bfloat16, float16 or auto for engines other than llama_cpp, but is q8_0 "
+            f"for {settings.engine}; set export.engine=llama_cpp, or another dtype"
+        )
 
 
 @dataclass

@@ -212,6 +212,18 @@ def test_quantised_weights_are_compared_on_the_engines_answers(run: Run, quantis
     assert abs(ours["accepted_at"][0] - theirs["accepted_at"][0]) <= 0.05 * theirs["rounds"]
 
 
+def test_a_head_in_8_bits_accepts_nearly_as_much(run: Run, tmp_path: Path) -> None:
+    export = ("export.dtype=q8_0", f"export.output_dir={tmp_path / 'q8_0'}")
+    result = run_program("mtptrain.export", *run[1], *export)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "rounded to 8 bits" in (tmp_path / "q8_0/README.md").read_text()
+    settings = f"serving.head_dir={tmp_path / 'q8_0'}", f"serving.output_dir={tmp_path / 'check'}"
+    result = run_program("eval.serving_check", *run[1], *settings)
+    assert result.returncode == 0, (result.stdout, result.stderr[-3000:])
+    report = json.loads((tmp_path / "check/report.json").read_text())
+    assert report["theirs"]["plain_greedy_answers"] == 12, "a rounded head must not change the answers"
+
+
 def test_a_wrong_head_is_found_with_quantised_weights_too(run: Run, quantised: Path, tmp_path: Path) -> None:
     wrong = shutil.copytree(run[0] / "export/llama_cpp", tmp_path / "wrong")
     tensors = GGUFReader(wrong / "model.gguf", "r+").tensors

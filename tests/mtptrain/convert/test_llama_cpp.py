@@ -16,7 +16,7 @@ from mtptrain.export import check_tensors, reload_head, write_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf_header import read_header
 from mtptrain.utils.errors import UserError
-from tests.conftest import LLAMA3_ROPE, make_target
+from tests.conftest import LLAMA3_ROPE, make_config, make_target
 from tests.gguf_files import F32, write_gguf
 from tests.mtptrain.convert.conftest import head_config, random_head
 
@@ -65,6 +65,32 @@ def test_a_heads_state_comes_back_exactly(
     matrices = {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1}
     assert matrices == {{torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]}
     assert not (tmp_path / "out/config.json").exists()
+
+
+@pytest.mark.parametrize(("name", "settings", "family"), CASES)
+def test_a_head_in_8_bits_comes_back_as_it_was_rounded(
+    tmp_path: Path, target_gguf: Path, name: str, settings: dict[str, Any], family: str
+) -> None:
+    config, target = head_config(name, **settings), target_of(family)
+    form, state = format_for("llama_cpp", config, target, target_gguf), random_head(config, target).state_dict()
+    assert isinstance(form, GgufFormat)
+    form.is_quantised = True
+    write_head(tmp_path / "out", form, state)
+    restored, rounded = reload_head(tmp_path / "out", form).state_dict(), form.rounded(state)
+    assert all(torch.equal(restored[key], rounded[key]) for key in state)
+    tensors = GGUFReader(tmp_path / "out/model.gguf").tensors
+    assert {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1} == {"Q8_0"}
+    for key, tensor in state.items():
+        error = (restored[key].float() - tensor.float()).abs().max() / tensor.float().abs().max().clamp(min=1)
+        assert error < 5e-3 and (tensor.ndim > 1 or error == 0), key
+
+
+def test_8_bits_are_for_llama_cpp_alone() -> None:
+    with pytest.raises(
+        UserError, match=r"export\.dtype: must be float32, .* but is q8_0 for vllm; set export\.engine="
+    ):
+        make_config("export.dtype=q8_0")
+    assert make_config("export.dtype=q8_0", "export.engine=llama_cpp").export.dtype == "q8_0"
 
 
 def test_the_file_of_a_target_is_written_as_it_was_read(tmp_path: Path) -> None:
