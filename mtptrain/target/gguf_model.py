@@ -166,9 +166,10 @@ def require_same_sizes(path: Path, target: PreTrainedConfig) -> None:
     """Refuse a GGUF file whose sizes are not the target's.
 
     Raises:
-        OSError: the file cannot be opened.
-        UserError: it is damaged, or is that of another model.
+        UserError: it does not exist, is damaged, or is that of another model.
     """
+    if not path.is_file():
+        raise UserError(f"target.gguf: must be an existing GGUF file, but {path} does not exist; correct the path")
     metadata = read_header(path).metadata
     architecture = metadata.get("general.architecture")
     theirs = {name: metadata.get(f"{architecture}.{name}") for name in ("embedding_length", "block_count")}

@@ -145,6 +145,13 @@ def test_the_gguf_file_of_another_model_is_refused(target_gguf: Path) -> None:
         format_for("llama_cpp", head_config("dflash"), target, target_gguf)
 
 
+def test_a_gguf_file_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"target\.gguf: must be an existing GGUF file, but nowhere\.gguf does not exist"
+    ):
+        format_for("llama_cpp", head_config("dflash"), target_of("llama"), Path("nowhere.gguf"))
+
+
 def test_the_command_names_the_targets_file_or_says_how_to_make_it(target_gguf: Path) -> None:
     for gguf, shown in ((None, TARGET_GGUF), (target_gguf, str(target_gguf))):
         form = format_for("llama_cpp", head_config("eagle3"), target_of("llama"), gguf)
