@@ -98,7 +98,7 @@ def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
     started, is_reported = time.monotonic(), False
     while not is_done():
         if not is_reported and time.monotonic() - started > REPORT_AFTER_S:
-            tqdm.write(f"waiting for {waiting_for}")
+            tqdm.write(f"waiting for {waiting_for}", file=sys.stderr)  # stdout may be a file, and buffered
             is_reported = True
         time.sleep(POLL_S)
 
