@@ -20,6 +20,7 @@ from mtptrain.serving.llama_server import (
 from mtptrain.serving.vllm_client import GenerateJob, VllmProcess, find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.settings.evaluation import ServingEngine
+from mtptrain.target.gguf import fingerprint
 from mtptrain.target.gguf_model import require_same_sizes
 from mtptrain.utils.errors import UserError
 
@@ -64,8 +65,10 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
                 "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
                 f"{server.max_model_len}; start it with {flag} {needed_tokens}"
             )
-        if isinstance(server, LlamaServer) and (head_file := run.served_head_dir / GGUF_HEAD).is_file():
-            server.may_round |= not is_in_fp32(head_file)
+        if isinstance(server, LlamaServer):
+            check_served_file(server, run.target.gguf)
+            head_file = run.served_head_dir / GGUF_HEAD
+            server.may_round |= head_file.is_file() and not is_in_fp32(head_file)
         return server
     facts = read_serving_facts(run.served_head_dir, serving.engine, found.sha256)
     if serving.engine is ServingEngine.llama_cpp:
@@ -108,6 +111,23 @@ def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -
     head = head_file, method, settings.num_speculative_tokens
     arguments = server_arguments(gguf, needed_tokens, 1, is_exact, head)
     return LlamaProcess(program, arguments, output_dir / "llama-server.log", may_round)
+
+
+def check_served_file(server: LlamaServer, gguf: Path | None) -> None:
+    """Refuse a running server of another file than the target's. A file on another machine must have its name.
+
+    Raises:
+        UserError: it serves another file.
+    """
+    served = Path(server.root)
+    if gguf is None or not gguf.is_file():
+        return
+    is_same = fingerprint(served) == fingerprint(gguf) if served.is_file() else served.name == gguf.name
+    if not is_same:
+        raise UserError(
+            f"serving.url: the server must serve {gguf}, but {server.shown_url} serves {server.root}, which is another "
+            "file; ask another server, or set target.gguf"
+        )
 
 
 def require_gguf(run: Run) -> Path:

@@ -34,7 +34,7 @@ from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
 from mtptrain.serving.exports import read_serving_facts
-from mtptrain.serving.llama_server import find_llama_server
+from mtptrain.serving.llama_server import LlamaServer, find_llama_server
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.settings.evaluation import ServingEngine
@@ -44,7 +44,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
-from .engines import SERVERS, require_gguf
+from .engines import SERVERS, check_served_file, require_gguf
 from .plots import drawing, plot_serving
 from .serving_speed.break_even_measurement import measure_break_even
 from .serving_speed.engine_runs import Bench, check_device, drafting_depths, load_generator, measure
@@ -99,6 +99,8 @@ def check_server(bench: Bench) -> None:
     """Refuse a running server that serves another model, or whose context is too short."""
     server, target = bench.server, bench.target
     assert server is not None
+    if isinstance(server, LlamaServer):
+        check_served_file(server, target.gguf)
     is_own_export = Path(server.root).resolve() == bench.head_dir.resolve()  # that of a MiMo head holds the target
     is_own_file = target.gguf is not None and Path(server.root).name == target.gguf.name
     if not is_own_export and not is_own_file and not is_same_model(server.root, target):
@@ -110,7 +112,8 @@ def check_server(bench: Bench) -> None:
         raise UserError(
             f"serving.url: the server's context must hold {bench.context_tokens} tokens (the longest prompt, "
             "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
-            f"{server.max_model_len}; start it with --max-model-len {bench.context_tokens}"
+            f"{server.max_model_len}; start it with {'-c' if bench.is_llama_cpp else '--max-model-len'} "
+            f"{bench.context_tokens}"
         )
 
 

@@ -78,6 +78,16 @@ def family_without_known_streams(head: HeadConfig, target: PreTrainedConfig) -> 
     return None if target.model_type in STREAMS_OF_LLAMA_CPP else f"a {target.model_type}"
 
 
+def other_activation(head: HeadConfig, target: PreTrainedConfig) -> object:
+    found = getattr(target, "hidden_act", "silu")
+    return None if found == "silu" else found
+
+
+def biases_beside_llama(head: HeadConfig, target: PreTrainedConfig) -> object:
+    is_llama = ARCHITECTURE_OF.get(target.model_type) == ARCHITECTURE_OF["llama"]
+    return "true" if getattr(target, "attention_bias", False) and not is_llama else None
+
+
 def unnormed_experts(head: HeadConfig, target: PreTrainedConfig) -> object:
     return "false" if getattr(target, "norm_topk_prob", None) is False else None
 
@@ -275,6 +285,15 @@ LIMITS = (
       for name in ("eagle3", "dflash")),
     *(Limit("llama_cpp", name, "target.path", "a target without a sliding window", window,
             "its window in llama.cpp has not been compared with ours",
+            "set export.engine=vllm")
+      for name in ("eagle3", "dflash", "draft_model")),
+    *(Limit("llama_cpp", name, "target.path", "a target with hidden_act=silu", other_activation,
+            "llama.cpp computes silu in every family that is known here",
+            "set export.engine=vllm")
+      for name in ("eagle3", "dflash", "draft_model")),
+    *(Limit("llama_cpp", name, "target.path", "a target with attention_bias=false, unless it is a Llama",
+            biases_beside_llama,
+            "llama.cpp's classes of other families do not load these biases",
             "set export.engine=vllm")
       for name in ("eagle3", "dflash", "draft_model")),
     *(Limit("llama_cpp", name, "target.path", "a target with norm_topk_prob=true", unnormed_experts,

@@ -15,6 +15,9 @@ from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.heads.base import Head
 from mtptrain.target.model import Target
 
+ROUNDED_SHARE = 0.05
+"""Largest gap between the logits of two tokens, as a share of the larger one, that rounding explains."""
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -36,6 +39,11 @@ class Divergence:
     """Our logit of our token."""
     logit_gap: float
     """Our logit of our token minus our logit of the engine's token."""
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding of weights or activations explains that the target chose another token."""
+        return self.what == "draft" or abs(self.logit_gap) <= ROUNDED_SHARE * abs(self.logit)
 
     def __str__(self) -> str:
         """Returns the difference without its prompt, which callers name by an id or an index."""

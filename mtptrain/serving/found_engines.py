@@ -1,10 +1,7 @@
 """Finds the engines of this machine, and says what is known of their versions."""
 
-import re
-import subprocess
-
 from mtptrain.serving.exports import WRITTEN_FOR
-from mtptrain.serving.llama_server import find_llama_server
+from mtptrain.serving.llama_server import find_llama_server, llama_version
 from mtptrain.serving.vllm_client import find_python, vllm_version
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.utils.errors import UserError
@@ -36,7 +33,4 @@ def _vllm(serving: ServingConfig) -> str:
 
 
 def _llama_cpp(serving: ServingConfig) -> str:
-    command = [str(find_llama_server(serving.llama_server)), "--version"]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
-    found = re.search(r"version: (.*)", result.stdout + result.stderr)
-    return found[1] if found else "of an unknown version"
+    return llama_version(find_llama_server(serving.llama_server)) or "of an unknown version"

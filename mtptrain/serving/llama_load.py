@@ -15,8 +15,12 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json, write_json
 from mtptrain.utils.masking import hide_passwords
 
-SAME_STEP_S = 5e-4
+SAME_STEP_S = 2e-3
 """Largest time between two messages of one step: llama.cpp sends a message for each token that a step accepts."""
+
+
+SAMPLING_NAMES = {"repetition_penalty": "repeat_penalty"}
+"""llama.cpp's names of settings that vLLM names otherwise."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,11 @@ class LlamaLoadGenerator:
             UserError: a request failed.
         """
         prompts = json.loads(Path(load.prompts_path).read_text())
-        limits = httpx.Limits(max_connections=load.concurrency)
+        # The server closes a connection after each stream, of which a kept one would learn too late.
+        limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)
+        pool = ThreadPoolExecutor(load.concurrency)
         try:
-            with (
-                httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits) as client,
-                ThreadPoolExecutor(load.concurrency) as pool,
-            ):
+            with httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
                 start = time.perf_counter()
                 jobs = [
                     pool.submit(_ask, client, load, prompts[index % len(prompts)], load.seed + index)
@@ -68,6 +71,8 @@ class LlamaLoadGenerator:
                 f"{hide_passwords(load.url)}: the server must answer every request, but one failed at concurrency "
                 f"{load.concurrency}: {error}; see the server's log"
             ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after an error, none of the others is worth waiting for
         answers = [job.result() for job in jobs]
         result = {
             "completed": len(answers),
@@ -87,7 +92,8 @@ class LlamaLoadGenerator:
 
 def _ask(client: httpx.Client, load: Load, prompt: list[int], seed: int) -> _Answer:
     request = {"prompt": prompt, "n_predict": load.max_new_tokens, "ignore_eos": load.ignore_eos, "seed": seed}
-    request |= load.sampling | {"stream": True, "cache_prompt": False}
+    sampling = {SAMPLING_NAMES.get(name, name): value for name, value in load.sampling.items()}
+    request |= sampling | {"stream": True, "cache_prompt": False}
     start, last, steps, num_tokens = time.perf_counter(), -1.0, [], 0
     with client.stream("POST", f"{load.url}/completion", json=request) as response:
         response.raise_for_status()
@@ -95,6 +101,8 @@ def _ask(client: httpx.Client, load: Load, prompt: list[int], seed: int) -> _Ans
             if line.startswith("data: "):
                 now = time.perf_counter()
                 message = parse_json(line.removeprefix("data: ").encode(), "message")
+                if "error" in message:
+                    raise ValueError(str(message["error"]))
                 if message["stop"]:
                     num_tokens = message["tokens_predicted"]
                 else:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -10,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFReader
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.serving.engine_server import Counters, EngineServer, counts_of
 from mtptrain.serving.exports import WRITTEN_FOR
 from mtptrain.serving.server_process import ManagedServer
-from mtptrain.target.gguf_header import read_header
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 
@@ -25,6 +25,7 @@ DEFAULT_SERVER = Path(__file__).parents[2] / ".engines" / "llama_cpp" / "bin" / 
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 EXACT_DRAFT = ("-ctkd", "f32", "-ctvd", "f32")
 """Arguments for keys and values in fp32. By default they are rounded to f16, which changes some answers."""
+VERSION_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 600.0
 """Seconds that a server may take to load the target."""
 RULE = (
@@ -41,17 +42,31 @@ def find_llama_server(path: str | None) -> Path:
     """
     on_path = shutil.which("llama-server")
     found = Path(path) if path else DEFAULT_SERVER if DEFAULT_SERVER.is_file() or on_path is None else Path(on_path)
-    if not found.is_file():
+    if llama_version(found) is None:
         raise UserError(
-            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} does not exist; run `make "
-            ".engines/llama_cpp/.installed`, or set serving.llama_server=PATH"
+            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} "
+            f"{'is another file' if found.exists() else 'does not exist'}; run `make .engines/llama_cpp/.installed`, "
+            "or set serving.llama_server=PATH"
         )
     return found
 
 
+def llama_version(program: Path) -> str | None:
+    """Returns the version that a program names; None if it is not llama.cpp's, or cannot be run."""
+    try:
+        command = [str(program), "--version"]
+        result = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True, timeout=VERSION_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^version: (.*)", result.stdout + result.stderr, re.MULTILINE)
+    return found and found[1]
+
+
 def is_in_fp32(path: Path) -> bool:
     """Returns whether all matrices of a GGUF file are in fp32."""
-    kinds = {tensor.kind for tensor in read_header(path).tensors.values() if len(tensor.shape) > 1}
+    kinds = {tensor.tensor_type for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1}
     return kinds <= {GGMLQuantizationType.F32}
 
 
@@ -118,6 +133,7 @@ class LlamaServer(LlamaCpp, EngineServer):
         super().__init__(url)
         self.version, self.root, self.max_model_len, weights = self.read("/props", _properties)
         self.may_round = "all F32" not in weights
+        self.counters()  # the page of metrics exists only with --metrics
         build = re.match(r"b(\d+)-", self.version)
         if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
             warnings.warn(
@@ -138,6 +154,8 @@ class LlamaServer(LlamaCpp, EngineServer):
         before, drafted, answers = self.counters(), 0, []
         for prompt in prompts:
             request = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
+            # Set all values: omitted ones come from the GGUF file, and penalties affect greedy decoding.
+            request |= {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
             request |= {"return_tokens": True, "cache_prompt": False}
             tokens, num_drafted, ended = self.read("/completion", _completion, request)
             self._check_end(tokens, ended, stop_token_ids)

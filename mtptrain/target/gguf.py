@@ -38,8 +38,17 @@ def is_gguf(path: str) -> bool:
 
 
 def gguf_of(path: str, given: str | None) -> Path | None:
-    """Returns the target's GGUF file: that of `target.gguf`, or else of `target.path`; None if neither names one."""
-    chosen = given or (path if path and is_gguf(path) else None)
+    """Returns the target's GGUF file: that of `target.gguf`, or else of `target.path`; None if neither names one.
+
+    Raises:
+        UserError: they name two files.
+    """
+    own = path if path and is_gguf(path) else None
+    if given and own and Path(given).resolve() != Path(own).resolve():
+        raise UserError(
+            f"target.gguf: must be left out if target.path is a GGUF file, {own}, but is {given}; leave one of them out"
+        )
+    chosen = given or own
     return None if chosen is None else Path(chosen)
 
 

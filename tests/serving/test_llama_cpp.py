@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from gguf import GGUFReader
 from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
+from mtptrain.serving.llama_load import LlamaLoadGenerator
 from mtptrain.serving.llama_server import LlamaServer, server_arguments
+from mtptrain.serving.load_generator import Load
 from mtptrain.serving.server_process import ManagedServer
 from tests.conftest import run_program
 from tests.gguf_files import F32, write_gguf
@@ -193,6 +196,42 @@ def test_serving_bench_measures_llama_cpp(run: Run, tmp_path: Path) -> None:
         assert drafts is None or len(drafts) == row["num_speculative_tokens"]
     assert all(row["rounds"] > 0 and sum(row["accepted_at"]) > 0 for row in rows[2:])
     assert (tmp_path / "bench/plot.svg").is_file() and not (tmp_path / "bench/vllm.json").exists()
+
+
+def test_a_head_with_a_vocabulary_of_its_own_is_checked_by_the_programs(
+    make_run: Callable[..., Run], llama_server: Path, gguf_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = ("export.engine=llama_cpp", "serving.engine=llama_cpp", f"target.gguf={gguf_of('llama')}")
+    head = ("head=eagle3", "head.capture_layers=[1,2,3]", "head.draft_vocab_size=200")
+    _, overrides = make_run("eagle3_small_vocabulary", *head, *settings, "acceptance.num_prompts=6")
+    result = run_program("eval.serving_check", *overrides, f"serving.output_dir={tmp_path / 'check'}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads((tmp_path / "check/report.json").read_text())["is_equal"]
+    result = run_program(
+        "eval.serving_check", *overrides, f"serving.output_dir={tmp_path / 'short'}", "acceptance.max_new_tokens=2"
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads((tmp_path / "short/report.json").read_text())["theirs"]["rounds"] == 0
+
+
+def test_a_server_of_another_file_is_refused(run: Run, llama_server: Path, quantised: Path, tmp_path: Path) -> None:
+    command = ["run", str(llama_server), *server_arguments(quantised, 512, 1, True, None)]
+    with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
+        for program in ("eval.serving_check", "eval.serving_bench"):
+            result = run_program(program, *run[1], f"serving.url={server.url}", f"run_dir={run[0]}")
+            assert result.returncode != 0 and "which is another file; ask another server" in result.stderr
+
+
+def test_many_requests_of_a_bench_are_all_answered(
+    llama_server: Path, gguf_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A connection that was kept after a stream made every tenth request fail."""
+    (tmp_path / "prompts.json").write_text(json.dumps([[1, 2, 3], [4, 5]]))
+    command = ["run", str(llama_server), *server_arguments(gguf_of("llama"), 256, 2, False, None)]
+    with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
+        load = Load("load", server.url, "", str(tmp_path / "prompts.json"), 60, 2, 4, {"temperature": 0.0}, True, 0, "")
+        found = LlamaLoadGenerator().run(replace(load, result_path=str(tmp_path / "result.json")))
+    assert (found.requests, found.output_tokens) == (60, 240)
 
 
 @pytest.fixture(scope="module")

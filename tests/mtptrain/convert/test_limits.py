@@ -143,6 +143,14 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         for name in ("eagle3", "dflash", "draft_model")
     ),
     *(
+        ("llama_cpp", name, {}, "llama", {"hidden_act": "gelu"}, r"a target with hidden_act=silu .* but is gelu: ")
+        for name in ("eagle3", "dflash", "draft_model")
+    ),
+    *(
+        ("llama_cpp", name, {}, "qwen3", {"attention_bias": True}, r"with attention_bias=false, .* but is true: llama")
+        for name in ("eagle3", "dflash", "draft_model")
+    ),
+    *(
         ("llama_cpp", name, {}, "qwen3_moe", {"norm_topk_prob": False}, r"must be a target with norm_topk_prob=true .* "
                                                                         r"but is false: llama\.cpp makes the weights")
         for name in ("eagle3", "dflash", "draft_model")

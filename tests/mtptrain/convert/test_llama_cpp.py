@@ -146,9 +146,7 @@ def test_the_gguf_file_of_another_model_is_refused(target_gguf: Path) -> None:
 
 
 def test_a_gguf_file_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"target\.gguf: must be an existing GGUF file, but nowhere\.gguf does"
-    ):
+    with pytest.raises(UserError, match=r"target\.gguf: must be an existing GGUF file, but nowhere\.gguf does"):
         format_for("llama_cpp", head_config("dflash"), target_of("llama"), Path("nowhere.gguf"))
 
 

@@ -11,7 +11,7 @@ from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.serving.divergence import first_answer_divergence, first_draft_divergence
+from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
@@ -89,3 +89,9 @@ def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(
         found.logit_gap == pytest.approx(float(logits[found.ours] - logits[found.theirs]), abs=1e-4)
         and found.logit_gap > 0
     )
+
+
+def test_only_a_small_gap_between_logits_is_rounding() -> None:
+    assert Divergence("answer", 0, 1, 4, 9, logit=22.5, logit_gap=0.13).is_rounding
+    assert not Divergence("answer", 0, 1, 4, 9, logit=22.5, logit_gap=4.2).is_rounding
+    assert Divergence("draft", 0, 1, 4, 9, logit=2.0, logit_gap=1.5).is_rounding, "a head's logits may be far apart"

@@ -26,6 +26,8 @@ def test_versions_are_named_with_what_is_known_of_them(tmp_path: Path, version: 
     python = program(tmp_path / "python", f"echo {version}")
     server = program(tmp_path / "llama-server", "echo 'version: 9.9.9 (build 7)' >&2")
     found = describe_engines(ServingConfig(python=python, llama_server=server))
+    other = program(tmp_path / "other", "echo hello")
+    assert "llama.cpp: not found" in describe_engines(ServingConfig(python=python, llama_server=other))
     assert found.splitlines() == [known, "llama.cpp 9.9.9 (build 7): tested is b11434"]
 
 

@@ -16,10 +16,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.gguf import cache_dir
+from mtptrain.target.gguf import cache_dir, gguf_of
 from mtptrain.target.gguf_model import LLAMA3_ROPE
 from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target
 from mtptrain.target.loading import load_target
+from mtptrain.utils.errors import UserError
 from tests.conftest import TINY_SETTINGS, make_target, make_tokenizer, run_program, write_text_files
 from tests.gguf_files import MERGED, write_gguf
 from tests.mtptrain.target.inputs import CPU, TOKENS
@@ -261,3 +262,16 @@ def test_the_stages_run_on_a_gguf_file(tmp_path: Path, file: Path) -> None:
         assert result.returncode == 0, result.stderr[-3000:]
     manifest = json.loads((tmp_path / "run/hidden_states/manifest.json").read_text())
     assert str(file) in json.dumps(manifest)
+
+
+def test_two_settings_may_not_name_two_files(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    a, b = str(tmp_path / "a.gguf"), str(tmp_path / "b.gguf")
+    assert (
+        gguf_of(a, None) == gguf_of(a, a) == gguf_of(str(tmp_path), a) == Path(a) and gguf_of("hub/name", None) is None
+    )
+    with pytest.raises(
+        UserError, match=r"target\.gguf: must be left out if target\.path is a GGUF file, .*a\.gguf, but"
+    ):
+        gguf_of(a, b)
