@@ -79,13 +79,21 @@ def family_without_known_streams(head: HeadConfig, target: PreTrainedConfig) -> 
 
 
 def family_unknown_in_openvino(head: HeadConfig, target: PreTrainedConfig) -> object:
-    return None if target.model_type in FAMILIES_OF_OPENVINO else f"a {target.model_type}"
+    """Returns the family of the target, or of the draft model, if it was not compared."""
+    if target.model_type not in FAMILIES_OF_OPENVINO:
+        return f"a {target.model_type}"
+    model = draft_model_of(head, target)
+    return None if model.model_type in FAMILIES_OF_OPENVINO else f"a {model.model_type} as draft model"
 
 
-def draft_model_unknown_in_openvino(head: DraftModelHead.Config, target: PreTrainedConfig) -> object:
-    """Returns the draft model's family or window, if none such was compared."""
-    model = model_config(head, target)
-    return family_unknown_in_openvino(head, model) or window(head, model)
+def window_in_openvino(head: HeadConfig, target: PreTrainedConfig) -> object:
+    """Returns the window of the target, or of the draft model."""
+    return window(head, target) or window(head, draft_model_of(head, target))
+
+
+def draft_model_of(head: HeadConfig, target: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the head if it is a model of its own, else that of the target."""
+    return model_config(head, target) if isinstance(head, DraftModelHead.Config) else target
 
 
 def unnormed_experts(head: HeadConfig, target: PreTrainedConfig) -> object:
@@ -335,17 +343,13 @@ LIMITS = (
           "OpenVINO gives the head the target's lm_head",
           "set export.engine=vllm, or train without it"),
     *(Limit("openvino", name, "target.path", f"one of {', '.join(FAMILIES_OF_OPENVINO)}", family_unknown_in_openvino,
-            "no other family in OpenVINO has been compared with ours",
+            "in OpenVINO no other family has been compared with ours",
             "set export.engine=vllm")
       for name in ("eagle3", "dflash", "draft_model")),
-    *(Limit("openvino", name, "target.path", "a target without a sliding window", window,
+    *(Limit("openvino", name, "target.path", "a target without a sliding window", window_in_openvino,
             "its window in OpenVINO has not been compared with ours",
             "set export.engine=vllm")
       for name in ("eagle3", "dflash", "draft_model")),
-    Limit("openvino", "draft_model", "head.init_from", f"one of {', '.join(FAMILIES_OF_OPENVINO)} without a window",
-          draft_model_unknown_in_openvino,
-          "no other draft model in OpenVINO has been compared with ours",
-          "convert the export of export.engine=vllm with optimum-cli"),
     Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no "
                                                 "biases", unsupported_layer,
           "transformers builds the head from the target's own decoder layer",

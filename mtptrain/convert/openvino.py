@@ -29,8 +29,10 @@ for kind in ("xml", "bin"):
 """
 RUN = """\
 import openvino_genai
+scheduler = openvino_genai.SchedulerConfig()
+scheduler.enable_prefix_caching = False
 draft = openvino_genai.draft_model("head_openvino", "CPU")
-pipeline = openvino_genai.LLMPipeline("target_openvino", "CPU", draft_model=draft)
+pipeline = openvino_genai.LLMPipeline("target_openvino", "CPU", draft_model=draft, scheduler_config=scheduler)
 print(pipeline.generate("def main", max_new_tokens=64, num_assistant_tokens={num_speculative_tokens}))
 """
 
@@ -55,6 +57,8 @@ class OpenvinoFormat(Format):
         notes = [
             "These commands need `openvino-genai==2026.4.1.0 optimum-intel==2.2.0 einops 'diffusers<0.38'`. Without "
             "`--trust-remote-code`, optimum converts an EAGLE-3 head as a plain Llama, without an error.",
+            'With `INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32"` for both models, OpenVINO accepts '
+            "exactly the drafts that mtptrain does. By default it rounds to the types in which the CPU is fastest.",
         ]
         if self.hidden_layers:
             notes.append(

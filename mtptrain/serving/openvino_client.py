@@ -4,6 +4,7 @@ OpenVINO's converter needs other versions of transformers than training does. It
 (`make .venv-openvino/.installed`).
 """
 
+import subprocess
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.serving.exports import WRITTEN_FOR
-from mtptrain.serving.worker import has_package, run_worker
+from mtptrain.serving.worker import run_worker
 from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("openvino_worker.py")
@@ -31,13 +32,20 @@ def find_openvino_python(python: str | None) -> Path:
         UserError: the interpreter does not exist, or OpenVINO GenAI is not installed for it.
     """
     path = DEFAULT_PYTHON if python is None else Path(python)
-    if not path.is_file() or not has_package(path, "openvino_genai"):
+    if not path.is_file() or not openvino_version(path):
         raise UserError(
             f"serving.openvino_python: must be a Python with OpenVINO GenAI, but {path} "
             f"{'has none' if path.is_file() else 'does not exist'}; run `make .venv-openvino/.installed`, or set "
             "serving.openvino_python to the Python of an environment with openvino-genai and optimum-intel"
         )
     return path
+
+
+def openvino_version(python: Path) -> str:
+    """Returns the version of OpenVINO GenAI that is installed for an interpreter, or an empty string."""
+    command = [str(python), "-I", "-c", "from importlib.metadata import version; print(version('openvino-genai'))"]
+    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    return found.stdout.strip()
 
 
 @dataclass(frozen=True)

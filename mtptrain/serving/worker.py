@@ -12,12 +12,6 @@ from mtptrain.serving.server_process import SHOWN_LINES
 from mtptrain.utils.errors import UserError
 
 
-def has_package(python: Path, name: str) -> bool:
-    """Returns whether an interpreter finds a package, without importing it."""
-    program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
-    return subprocess.run([str(python), "-I", "-c", program], stdin=subprocess.DEVNULL, check=False).returncode == 0
-
-
 def run_worker(python: Path, worker: Path, arguments: Sequence[str], job: object, name: str) -> Any:
     """Returns what the worker writes for a job, both as JSON.
 

@@ -1,6 +1,8 @@
 """Tests that OpenVINO's counters equal ours, and that each of its traps is found."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +59,23 @@ def test_serving_check_starts_openvino(run: Run, tmp_path: Path) -> None:
     assert "Serving check: OpenVINO 2026.4.1" in result.stdout and "drafted tokens are not compared" in result.stdout
     readme = (run[0] / "export/openvino/README.md").read_text()
     assert 'model.set_rt_info([0, 1, 2], "hidden_layers_list")' in readme and "for openvino 2026.4.1" in readme
+
+
+def test_the_commands_of_the_readme_decode(run: Run, openvino_python: Path, tmp_path: Path) -> None:
+    readme = (run[0] / "export/openvino/README.md").read_text()
+    commands, tools = readme.split("```")[1], openvino_python.parent
+    result = subprocess.run(
+        ["bash", "-e", "-c", commands],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    head = (tmp_path / "head_openvino/openvino_model.xml").read_text()
+    assert "hidden_layers_list" in head and "eagle3_mode" in head and result.stdout.strip()
 
 
 @pytest.mark.parametrize(
