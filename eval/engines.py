@@ -17,6 +17,7 @@ from mtptrain.serving.llama_server import (
     is_in_fp32,
     server_arguments,
 )
+from mtptrain.serving.openvino_client import OpenvinoProcess, find_openvino_python
 from mtptrain.serving.vllm_client import GenerateJob, VllmProcess, find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.settings.evaluation import ServingEngine
@@ -57,6 +58,11 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
     check_head_context(found.head, prompts.values(), *lengths, setting="head")
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
     if serving.url is not None:
+        if serving.engine not in SERVERS:
+            raise UserError(
+                f"serving.url: must be the address of a server of {' or '.join(SERVERS)}, but serving.engine is "
+                f"{serving.engine}, which is started here; leave one of them out"
+            )
         server = SERVERS[serving.engine](serving.url)
         if server.max_model_len < needed_tokens:
             flag = "--max-model-len" if serving.engine is ServingEngine.vllm else "-c"
@@ -73,6 +79,9 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
     facts = read_serving_facts(run.served_head_dir, serving.engine, found.sha256)
     if serving.engine is ServingEngine.llama_cpp:
         return llama_process(run, str(facts["method"]), needed_tokens, output_dir)
+    if serving.engine is ServingEngine.openvino:
+        python = find_openvino_python(serving.openvino_python)
+        return OpenvinoProcess(python, run.target.directory, run.served_head_dir, settings.num_speculative_tokens)
     return vllm_process(run, facts, needed_tokens)
 
 

@@ -8,6 +8,7 @@ differently, so only the acceptance lengths must agree, within 2 %.
 
     mtptrain serving-check recipe=quickstart serving.engine=vllm
     mtptrain serving-check recipe=quickstart serving.engine=llama_cpp target.gguf=TARGET.gguf
+    mtptrain serving-check recipe=quickstart serving.engine=openvino
     mtptrain serving-check recipe=quickstart serving.url=http://localhost:8000
 """
 
@@ -219,10 +220,12 @@ class Comparison:
     def rows(self) -> list[tuple[str, float, float]]:
         """Every compared figure: its name, our value and the engine's value."""
         ours, theirs = self.followed or self.counted, self.counts
+        # Not every engine reports how many tokens it drafted.
+        drafted = [] if theirs.drafted is None else [("drafted tokens", ours.drafted or 0, theirs.drafted)]
         accepted = enumerate(zip(ours.accepted_at, theirs.accepted_at, strict=True))
         return [
             ("rounds", ours.rounds, theirs.rounds),
-            ("drafted tokens", ours.drafted, theirs.drafted),
+            *drafted,
             *((f"accepted at {depth}", our_count, their_count) for depth, (our_count, their_count) in accepted),
             ("acceptance length", ours.acceptance_length, theirs.acceptance_length),
             (f"answers equal to plain greedy, of {len(self.ours.plain)}", *self.num_plain),

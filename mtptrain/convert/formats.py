@@ -10,6 +10,7 @@ from mtptrain.convert.limits import check_servable
 from mtptrain.convert.llama_cpp import LlamaCppDflash, LlamaCppDraftModel, LlamaCppEagle3
 from mtptrain.convert.mimo import VllmMimo
 from mtptrain.convert.native_mtp import VllmNativeMtp
+from mtptrain.convert.openvino import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
 from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.tensorrt_llm import TensorRtDraftModel, TensorRtEagle3
 from mtptrain.convert.transformers import TransformersMtp
@@ -44,6 +45,9 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("llama_cpp", "draft_model"): LlamaCppDraftModel,
     ("tensorrt_llm", "eagle3"): TensorRtEagle3,
     ("tensorrt_llm", "draft_model"): TensorRtDraftModel,
+    ("openvino", "eagle3"): OpenvinoEagle3,
+    ("openvino", "dflash"): OpenvinoDflash,
+    ("openvino", "draft_model"): OpenvinoDraftModel,
     ("transformers", "mtp"): TransformersMtp,
 }
 

@@ -15,7 +15,7 @@ from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP
-from mtptrain.serving.exports import STREAMS_OF_LLAMA_CPP, WITHOUT_STREAMS
+from mtptrain.serving.exports import FAMILIES_OF_OPENVINO, STREAMS_OF_LLAMA_CPP, WITHOUT_STREAMS
 from mtptrain.target.families import head_dim, head_rope_parameters, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
@@ -88,6 +88,24 @@ def biases_beside_llama(head: HeadConfig, target: PreTrainedConfig) -> object:
     return "true" if getattr(target, "attention_bias", False) and not is_llama else None
 
 
+def family_unknown_in_openvino(head: HeadConfig, target: PreTrainedConfig) -> object:
+    """Returns the family of the target, or of the draft model, if it was not compared."""
+    if target.model_type not in FAMILIES_OF_OPENVINO:
+        return f"a {target.model_type}"
+    model = draft_model_of(head, target)
+    return None if model.model_type in FAMILIES_OF_OPENVINO else f"a {model.model_type} as draft model"
+
+
+def window_in_openvino(head: HeadConfig, target: PreTrainedConfig) -> object:
+    """Returns the window of the target, or of the draft model."""
+    return window(head, target) or window(head, draft_model_of(head, target))
+
+
+def draft_model_of(head: HeadConfig, target: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the head if it is a model of its own, else that of the target."""
+    return model_config(head, target) if isinstance(head, DraftModelHead.Config) else target
+
+
 def unnormed_experts(head: HeadConfig, target: PreTrainedConfig) -> object:
     return "false" if getattr(target, "norm_topk_prob", None) is False else None
 
@@ -115,6 +133,19 @@ def output_norm(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
 
 def norms_of_streams(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     return "true" if head.fc_norm else None
+
+
+def norm_before_fc(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
+    return "true" if head.norm_before_fc else None
+
+
+def own_lm_head(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+    return head.draft_vocab_size
+
+
+def embeddings_stream_of_dflash(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+    layers = DflashHead.resolve_capture_layers(head, target)
+    return list(layers) if layers[0] == 0 else None
 
 
 def single_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
@@ -310,6 +341,34 @@ LIMITS = (
     Limit("tensorrt_llm", "eagle3", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
           "TensorRT-LLM counts layers from 0 and has no id for the embeddings",
           "set export.engine=vllm, or train with other layers"),
+    *(Limit("openvino", "eagle3", f"head.{setting}", "false", find_violation,
+            "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error",
+            "set export.engine=vllm, or train without it")
+      for setting, find_violation in (("norm_before_fc", norm_before_fc), ("norm_before_residual", normed_residual),
+                                      ("fc_norm", norms_of_streams), ("norm_output", output_norm))),
+    Limit("openvino", "eagle3", "head.capture_layers", "three", other_than_three_streams,
+          "OpenVINO reads exactly three",
+          "set export.engine=vllm, or train with three"),
+    Limit("openvino", "eagle3", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
+          "OpenVINO counts layers from 0 by their outputs and has no id for the embeddings",
+          "set export.engine=vllm, or train with other layers"),
+    Limit("openvino", "dflash", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream_of_dflash,
+          "OpenVINO counts layers from 0 by their outputs and has no id for the embeddings",
+          "set export.engine=vllm, or train with other layers"),
+    Limit("openvino", "dflash", "head.capture_layers", "below the target's last layer", last_stream_of_dflash,
+          "optimum takes the state after the final norm for the stream after the last layer",
+          "set export.engine=vllm, or train with other layers"),
+    Limit("openvino", "dflash", "head.draft_vocab_size", "null", own_lm_head,
+          "OpenVINO gives the head the target's lm_head",
+          "set export.engine=vllm, or train without it"),
+    *(Limit("openvino", name, "target.path", f"one of {', '.join(FAMILIES_OF_OPENVINO)}", family_unknown_in_openvino,
+            "in OpenVINO no other family has been compared with ours",
+            "set export.engine=vllm")
+      for name in ("eagle3", "dflash", "draft_model")),
+    *(Limit("openvino", name, "target.path", "a target without a sliding window", window_in_openvino,
+            "its window in OpenVINO has not been compared with ours",
+            "set export.engine=vllm")
+      for name in ("eagle3", "dflash", "draft_model")),
     Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no "
                                                 "biases", unsupported_layer,
           "transformers builds the head from the target's own decoder layer",

@@ -14,7 +14,8 @@ class EngineCounts:
 
     rounds: int
     """Number of verified drafts, which engines call num_drafts."""
-    drafted: int
+    drafted: int | None
+    """None if the engine does not report it."""
     accepted_at: list[int]
     """Number of rounds that accepted the draft at each position [K]."""
 

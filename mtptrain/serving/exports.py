@@ -14,7 +14,14 @@ from mtptrain.utils.files import read_json, read_sealed
 
 SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
-WRITTEN_FOR = {"vllm": "0.32", "sglang": "0.5.23", "llama_cpp": "b11434", "tensorrt_llm": "1.3", "transformers": "5.23"}
+WRITTEN_FOR = {
+    "vllm": "0.32",
+    "sglang": "0.5.23",
+    "llama_cpp": "b11434",
+    "openvino": "2026.4.1",
+    "tensorrt_llm": "1.3",
+    "transformers": "5.23",
+}
 """The version of each engine that exports are written for. Tests serve them with vLLM and transformers."""
 WITHOUT_STREAMS = {"vllm": ("gemma3_text", "mimo"), "sglang": ("mimo",)}
 """Families whose class in an engine does not return residual streams: in vLLM Gemma 3 has no `SupportsEagle3`, and
@@ -24,6 +31,8 @@ STREAMS_OF_LLAMA_CPP = ("llama", "mistral", "qwen3", "qwen3_moe")
 
 Its classes of Qwen2, Gemma 3 and DeepSeek-V2 return none.
 """
+FAMILIES_OF_OPENVINO = ("llama", "mistral", "qwen3")
+"""Families whose counters in OpenVINO GenAI were compared with ours."""
 REQUIRED = ("engine", "method", "hf_overrides", "head_sha256")
 """Entries of `serving.json` that every export has."""
 

@@ -2,6 +2,7 @@
 
 from mtptrain.serving.exports import WRITTEN_FOR
 from mtptrain.serving.llama_server import find_llama_server, llama_version
+from mtptrain.serving.openvino_client import find_openvino_python, openvino_version
 from mtptrain.serving.vllm_client import find_python, vllm_version
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.utils.errors import UserError
@@ -16,13 +17,16 @@ KNOWN = {
 def describe_engines(serving: ServingConfig) -> str:
     """Returns a line for each engine that can be started here: its version, and what is known of it."""
     lines = []
-    for name, find in (("vLLM", _vllm), ("llama.cpp", _llama_cpp)):
+    for name, engine, find in (
+        ("vLLM", "vllm", _vllm),
+        ("llama.cpp", "llama_cpp", _llama_cpp),
+        ("OpenVINO GenAI", "openvino", _openvino),
+    ):
         try:
             version = find(serving)
         except UserError as error:
             lines.append(f"{name}: not found ({str(error).rpartition('; ')[2]})")
             continue
-        engine = {"vLLM": "vllm", "llama.cpp": "llama_cpp"}[name]
         known = KNOWN.get((name, ".".join(version.split(".")[:2])), f"tested is {WRITTEN_FOR[engine]}")
         lines.append(f"{name} {version}: {known}")
     return "\n".join(lines)
@@ -30,6 +34,10 @@ def describe_engines(serving: ServingConfig) -> str:
 
 def _vllm(serving: ServingConfig) -> str:
     return vllm_version(find_python(serving.python, warns=False)) or "of an unknown version"
+
+
+def _openvino(serving: ServingConfig) -> str:
+    return openvino_version(find_openvino_python(serving.openvino_python))
 
 
 def _llama_cpp(serving: ServingConfig) -> str:

@@ -4,10 +4,7 @@ vLLM and training need different versions of torch and transformers. vLLM theref
 .venv-vllm/.installed`) and runs in its own process, as in production.
 """
 
-import json
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,13 +13,11 @@ from typing import Any
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.serving.exports import warn_of_untested_vllm
-from mtptrain.serving.server_process import SHOWN_LINES
+from mtptrain.serving.worker import run_worker
 from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-PROGRESS = "vllm_worker:"
-"""The prefix of the worker's progress lines. Other lines are printed only after a failure."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +93,8 @@ def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[Eng
         UserError: the interpreter does not exist, or vLLM is not installed for it, or the process ended early. An
             engine's own error is returned in its result instead.
     """
-    version, results = _run_worker(jobs, find_python(python))
-    return [_engine_run(version, result) for result in results]
+    answer = run_worker(find_python(python), WORKER, ["generate"], [asdict(job) for job in jobs], "vLLM")
+    return [_engine_run(answer["version"], result) for result in answer["results"]]
 
 
 def _engine_run(version: str, result: dict[str, Any]) -> EngineRun:
@@ -112,36 +107,6 @@ def _engine_run(version: str, result: dict[str, Any]) -> EngineRun:
             counters["num_drafts"], counters["num_draft_tokens"], counters["num_accepted_tokens_per_pos"]
         )
     return EngineRun(version, result["tokens"], counts, result["accepted_by_round"])
-
-
-def _run_worker(jobs: Sequence[GenerateJob], python: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Returns vLLM's version, and the worker's result for each job."""
-    with tempfile.TemporaryDirectory(prefix="mtptrain-vllm-") as directory:
-        job_path, result_path = (Path(directory) / name for name in ("job.json", "result.json"))
-        job_path.write_text(json.dumps([asdict(job) for job in jobs]))
-        command = [str(part) for part in (python, WORKER, "generate", job_path, result_path)]
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
-            assert process.stdout is not None
-            lines = []
-            for line in process.stdout:
-                lines.append(line)
-                if line.startswith(PROGRESS):
-                    sys.stderr.write(line.removeprefix(PROGRESS).lstrip())
-                    sys.stderr.flush()
-        if process.returncode or not result_path.is_file():
-            raise UserError(
-                f"vLLM: the worker must end with a result, but ended with status {process.returncode}; its last "
-                "lines:\n" + "".join(lines[-SHOWN_LINES:])
-            )
-        result = json.loads(result_path.read_text())
-    return result["version"], result["results"]
 
 
 @dataclass(frozen=True)

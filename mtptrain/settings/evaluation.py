@@ -30,6 +30,8 @@ class ExportEngine(StrEnum):
     llama_cpp = "llama_cpp"
     """A GGUF file for `llama-server`."""
     tensorrt_llm = "tensorrt_llm"
+    openvino = "openvino"
+    """A directory that optimum-intel converts for OpenVINO GenAI."""
     transformers = "transformers"
     """`generate(use_mtp=True)`: the directory includes the target."""
 
@@ -37,6 +39,7 @@ class ExportEngine(StrEnum):
 class ServingEngine(StrEnum):
     vllm = "vllm"
     llama_cpp = "llama_cpp"
+    openvino = "openvino"
 
 
 @dataclass
@@ -166,6 +169,8 @@ class ServingConfig:
     """Python interpreter with vLLM, also for `hidden_states.backend=vllm`; null uses `.venv-vllm` in the checkout."""
     llama_server: str | None = None
     """llama.cpp's program `llama-server`; null uses `.engines/llama_cpp` in the checkout, or else PATH."""
+    openvino_python: str | None = None
+    """Python interpreter with OpenVINO GenAI and optimum-intel; null uses `.venv-openvino` in the checkout."""
     url: str | None = None
     """Running server to use instead of starting an engine, such as `http://localhost:8000` (without `/v1`)."""
     tensor_parallel_size: int = at_least(1, default=1)

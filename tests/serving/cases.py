@@ -108,6 +108,7 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "eagle3_norms_before": Eagle3Head.Config(capture_layers=[1, 2, 4], norm_before_fc=True, norm_before_residual=True),
     "eagle3_1": Eagle3Head.Config(capture_layers=[1, 2, 3], fc_norm=True, norm_output=True),
     "eagle3_default_layers": Eagle3Head.Config(),
+    "eagle3_last_stream": Eagle3Head.Config(capture_layers=[1, 2, 4]),
     "peagle": PeagleHead.Config(capture_layers=[1, 2, 3]),
     "medusa": MedusaHead.Config(ttt_steps=5),
     "medusa_two_layers": MedusaHead.Config(ttt_steps=3, num_layers=2, fc_bias=True),
@@ -195,6 +196,7 @@ BF16_CASES = [
     Case("mtp", "gemma3_text", dtype="bfloat16"),
 ]
 TARGETS |= {
+    "llama_10_layers": TargetKind("llama", 0.7, {"num_hidden_layers": 10}),
     "qwen2_unscaled": TargetKind("qwen2", 1.5),
     "qwen3_moe_normed": TargetKind("qwen3_moe", 1.0, FAMILIES["qwen3_moe"][1] | {"norm_topk_prob": True}),
 }
@@ -222,6 +224,27 @@ LLAMA_CPP_CASES = [
     Case("eagle3_default_layers", "llama_8_layers"),
 ]
 """Cases that llama.cpp serves. It reads no stream after the last layer."""
+OPENVINO_CASES = [
+    *(
+        Case(head, target, num_drafts)
+        for head in ("eagle3", "draft_model")
+        for target in ("llama", "qwen3")
+        for num_drafts in (1, 3, 5)
+    ),
+    *(
+        Case(head, target, HEAD_CONFIGS[head].ttt_steps)
+        for head in ("dflash", "dflash_K1", "dflash_K5", "dflash_two_norms")
+        for target in ("llama_shared", "qwen3_shared")
+    ),
+    *(
+        Case(head, target)
+        for head in ("eagle3_small_vocabulary", "eagle3_own_lm_head")
+        for target in ("llama", "qwen3")
+    ),
+    Case("eagle3_last_stream", "llama"),
+    *(Case(head, "mistral") for head in ("eagle3", "draft_model")),
+]
+"""Cases that OpenVINO serves."""
 BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared", "mtp_mimo": "mimo"}
 """Target of each head's broken cases. A head that is not listed uses `llama`."""
 BROKEN_CASES = [

@@ -30,6 +30,7 @@ from mtptrain.utils.distributed import free_port
 from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
 from tests.serving.cases import BF16_CASES, BROKEN_CASES, CASES, CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
+from tests.serving.openvino import openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.served_directories.writing import make_head, make_served_target, write_served_head
 

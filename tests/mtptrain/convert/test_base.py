@@ -28,6 +28,7 @@ CASES = [(engine, name, {}) for engine, name in WITH_CONFIG] + [
     for engine, name in WITH_CONFIG
     if name in ("eagle3", "peagle")
     for settings in EAGLE3_VARIANTS
+    if engine != "openvino" or "draft_vocab_size" in settings  # it has none of the other flags
 ]
 CASES += [("vllm", "dflash", {"draft_vocab_size": 96, "num_layers": 3, "head_dim": 128})]
 every_case = pytest.mark.parametrize(("engine", "name", "settings"), CASES)
@@ -105,8 +106,8 @@ def test_draft_ids_are_written_as_int64_offsets_and_a_bool_mask(target: LlamaCon
 
 def test_a_head_that_an_engine_has_no_class_for_is_refused_with_the_engines_that_have_one(target: LlamaConfig) -> None:
     message = (
-        r"export\.engine: must be vllm or sglang or llama_cpp or tensorrt_llm for head eagle3, but is transformers, "
-        r"which has no class for it; set export\.engine=vllm"
+        r"export\.engine: must be vllm or sglang or llama_cpp or tensorrt_llm or openvino for head eagle3, but is "
+        r"transformers, which has no class for it; set export\.engine=vllm"
     )
     with pytest.raises(ValueError, match=message):
         format_for("transformers", head_config("eagle3"), target)

@@ -161,6 +161,25 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     ("tensorrt_llm", "eagle3", {"norm_before_residual": True}, "llama", {}, r"must be false .* True: TensorRT-LLM"),
     ("tensorrt_llm", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 2\]: Tensor"),
+    *(
+        ("openvino", "eagle3", {setting: True}, "llama", {}, rf"head\.{setting}: must be false .* [tT]rue: optimum")
+        for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output")
+    ),
+    ("openvino", "eagle3", {"capture_layers": [1, 3]}, "llama", {}, r"must be three .* but is \[1, 3\]: OpenVINO"),
+    *(
+        ("openvino", name, {"capture_layers": [0, 1, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 1, 2\]: Open")
+        for name in ("eagle3", "dflash")
+    ),
+    ("openvino", "dflash", {"capture_layers": [1, 4]}, "llama", {}, r"below the target's last .* \[1, 4\]: optimum"),
+    ("openvino", "dflash", {"draft_vocab_size": 64}, "llama", {}, r"must be null .* but is 64: OpenVINO gives"),
+    *(
+        ("openvino", name, {}, "qwen2", {}, r"target\.path: must be one of llama, .* but is a qwen2: in Open")
+        for name in ("eagle3", "dflash", "draft_model")
+    ),
+    *(
+        ("openvino", name, {}, "mistral", {"sliding_window": 128}, r"without a sliding window .* but is one of 128 tok")
+        for name in ("eagle3", "dflash", "draft_model")
+    ),
     ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) instead of \(1, 1, 64, 96\)"),
 ]  # fmt: skip
 
@@ -196,7 +215,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         for engine, name in FORMATS
         if not any(
             row.find_violation(
-                head_config(name, capture_layers=[1, 2, 3] if engine == "llama_cpp" else [2, 3])
+                head_config(name, capture_layers=[1, 2, 3] if engine in ("llama_cpp", "openvino") else [2, 3])
                 if name in ("eagle3", "peagle", "dflash")
                 else head_config(name),
                 configured(family),
@@ -222,6 +241,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     expected |= {("tensorrt_llm", name, family) for name in ("eagle3", "draft_model") for family in FAMILIES_IN_TESTS}
     with_streams = ("llama", "mistral", "qwen3")
     expected |= {("llama_cpp", name, family) for name in ("eagle3", "dflash") for family in with_streams}
+    expected |= {("openvino", name, family) for name in ("eagle3", "dflash", "draft_model") for family in with_streams}
     # Every target with experts here has weights that do not add up to 1.
     expected |= {("llama_cpp", "draft_model", family) for family in (*with_streams, "qwen2", "gemma3_text", "mimo")}
     assert served == expected | {("transformers", "mtp", "llama")}, (

@@ -25,14 +25,18 @@ def program(path: Path, text: str) -> str:
 def test_versions_are_named_with_what_is_known_of_them(tmp_path: Path, version: str, known: str) -> None:
     python = program(tmp_path / "python", f"echo {version}")
     server = program(tmp_path / "llama-server", "echo 'version: 9.9.9 (build 7)' >&2")
-    found = describe_engines(ServingConfig(python=python, llama_server=server))
+    openvino = program(tmp_path / "openvino", "echo 2026.4.1.0")
+    found = describe_engines(ServingConfig(python=python, llama_server=server, openvino_python=openvino))
+    others = ["llama.cpp 9.9.9 (build 7): tested is b11434", "OpenVINO GenAI 2026.4.1.0: tested is 2026.4.1"]
+    assert found.splitlines() == [known, *others]
     other = program(tmp_path / "other", "echo hello")
     assert "llama.cpp: not found" in describe_engines(ServingConfig(python=python, llama_server=other))
-    assert found.splitlines() == [known, "llama.cpp 9.9.9 (build 7): tested is b11434"]
 
 
 def test_an_engine_that_is_missing_is_said_to_be(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    lines = describe_engines(ServingConfig(python=missing, llama_server=missing)).splitlines()
+    serving = ServingConfig(python=missing, llama_server=missing, openvino_python=missing)
+    lines = describe_engines(serving).splitlines()
     assert lines[0].startswith("vLLM: not found (run `make .venv-vllm/.installed`")
     assert lines[1].startswith("llama.cpp: not found (run `make .engines/llama_cpp/.installed`")
+    assert lines[2].startswith("OpenVINO GenAI: not found (run `make .venv-openvino/.installed`")

@@ -1,0 +1,119 @@
+"""Decodes prompts with OpenVINO GenAI, in a process started here, and counts our drafts by its rules.
+
+OpenVINO's converter needs other versions of transformers than training does. It therefore has an environment of its own
+(`make .venv-openvino/.installed`).
+"""
+
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.serving.engine import EngineCounts, EngineRun
+from mtptrain.serving.exports import WRITTEN_FOR
+from mtptrain.serving.worker import run_worker
+from mtptrain.utils.errors import UserError
+
+WORKER = Path(__file__).with_name("openvino_worker.py")
+DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-openvino" / "bin" / "python"
+RULE = (
+    "OpenVINO reports the tokens of each round and neither the drafted ones nor those past the end of an answer: in "
+    "each round, ours are counted as its tokens without the last one, and drafted tokens are not compared."
+)
+
+
+def find_openvino_python(python: str | None) -> Path:
+    """Returns the Python interpreter for OpenVINO: `python`, or that of `.venv-openvino` at the top of the checkout.
+
+    Raises:
+        UserError: the interpreter does not exist, or OpenVINO GenAI is not installed for it.
+    """
+    path = DEFAULT_PYTHON if python is None else Path(python)
+    if not path.is_file() or not openvino_version(path):
+        raise UserError(
+            f"serving.openvino_python: must be a Python with OpenVINO GenAI, but {path} "
+            f"{'has none' if path.is_file() else 'does not exist'}; run `make .venv-openvino/.installed`, or set "
+            "serving.openvino_python to the Python of an environment with openvino-genai and optimum-intel"
+        )
+    return path
+
+
+def openvino_version(python: Path) -> str:
+    """Returns the version of OpenVINO GenAI that is installed for an interpreter, or an empty string."""
+    command = [str(python), "-I", "-c", "from importlib.metadata import version; print(version('openvino-genai'))"]
+    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    return found.stdout.strip()
+
+
+@dataclass(frozen=True)
+class OpenvinoProcess:
+    """Converts a target and an exported head, and decodes with them in a new process for each list of prompts."""
+
+    python: Path
+    target_dir: Path
+    head_dir: Path
+    num_speculative_tokens: int
+    converted_target: Path | None = None
+    """A folder that keeps the converted target for later runs; None converts it into a temporary one."""
+    name = "OpenVINO"
+    advice = "export the head again"
+    may_round = False
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
+        """Returns greedy answers to prompts of token ids, in fp32, and the drafts accepted in each round.
+
+        Raises:
+            UserError: OpenVINO cannot convert or serve the target or the head.
+        """
+        with tempfile.TemporaryDirectory(prefix="mtptrain-openvino-") as directory:
+            job = {
+                "target": str(self.target_dir),
+                "head": str(self.head_dir),
+                "converted_target": str(self.converted_target or Path(directory) / "target"),
+                "converted_head": str(Path(directory) / "head"),
+                "num_speculative_tokens": self.num_speculative_tokens,
+                "max_new_tokens": max_new_tokens,
+                "stop_token_ids": list(stop_token_ids),
+                "prompts": [list(prompt) for prompt in prompts],
+            }
+            result = run_worker(self.python, WORKER, [], job, self.name)
+        if result["version"].rsplit(".", 1)[0] != WRITTEN_FOR["openvino"]:
+            warnings.warn(
+                f"serving.openvino_python={self.python}: OpenVINO GenAI should be {WRITTEN_FOR['openvino']}, the only "
+                f"version that mtptrain was tested with, but is {result['version']}; another version may read exports "
+                "differently",
+                stacklevel=2,
+            )
+        # The first step reads the prompt. In every other one, the last token is the target's own.
+        accepted = [[num_tokens - 1 for num_tokens in steps[1:]] for steps in result["steps"]]
+        counts = counts_of(accepted, self.num_speculative_tokens)
+        return EngineRun(result["version"], result["tokens"], counts, accepted)
+
+    def counted(
+        self,
+        generations: Sequence[Generation],
+        num_speculative_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> tuple[EngineCounts, str]:
+        """Returns what OpenVINO counts for our answers, and a sentence on its rules."""
+        accepted = []
+        for generation in generations:
+            rounds, position = [], 1  # the target chose token 0 itself
+            for num_accepted in generation.accepted_by_round:
+                rounds.append(min(num_accepted, len(generation.tokens) - position - 1))
+                position += num_accepted + 1
+            accepted.append(rounds)
+        return counts_of(accepted, num_speculative_tokens), RULE
+
+
+def counts_of(accepted: Sequence[Sequence[int]], num_speculative_tokens: int) -> EngineCounts:
+    """Returns the counters for the number of accepted drafts in each round of each answer."""
+    rounds = [num_accepted for answer in accepted for num_accepted in answer]
+    depths = range(max((num_speculative_tokens, *rounds)))
+    return EngineCounts(len(rounds), None, [sum(depth < num for num in rounds) for depth in depths])

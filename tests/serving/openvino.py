@@ -1,0 +1,57 @@
+"""Builds what OpenVINO GenAI serves: targets and heads, converted by optimum-intel."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtptrain.convert.formats import format_for
+from mtptrain.decoding.speculate import Generation
+from mtptrain.export import check_tensors, write_head
+from mtptrain.heads.base import Head
+from mtptrain.serving.engine import EngineCounts, EngineRun
+from mtptrain.serving.openvino_client import DEFAULT_PYTHON, OpenvinoProcess, find_openvino_python
+from tests.serving.cases import EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
+from tests.serving.ours import OnDisk, drafted_here
+
+Serve = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
+
+
+@pytest.fixture(scope="session")
+def openvino_python() -> Path:
+    """Returns the Python of the checkout's environment, or skips the test if it was not made."""
+    if not (DEFAULT_PYTHON.parents[1] / ".installed").is_file():
+        pytest.skip("NOTHING IS SERVED BY OPENVINO: run `make .venv-openvino/.installed`")
+    return find_openvino_python(None)
+
+
+@pytest.fixture(scope="session")
+def serve_by_openvino(
+    openvino_python: Path,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Serve:
+    """Returns a function that serves a case, and returns our answers, OpenVINO's, and our counts by its rules.
+
+    The function can leave keys out of the head's config.json.
+    """
+    converted = tmp_path_factory.mktemp("openvino")
+
+    def serve(case: Case, without: str = "") -> tuple[list[Generation], EngineRun, EngineCounts]:
+        on_disk, directory = target_of(case.target), tmp_path_factory.mktemp("head")
+        form = format_for("openvino", HEAD_CONFIGS[case.head], on_disk.target.config)
+        write_head(directory, form, head_of(case.head, case.target).state_dict())
+        form.add_target(directory, on_disk.directory)
+        check_tensors(directory, form)
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({key: config[key] for key in config if key != without}))
+        process = OpenvinoProcess(
+            openvino_python, on_disk.directory, directory, case.num_speculative_tokens, converted / case.target
+        )
+        theirs = process.generate(PROMPTS, MAX_NEW_TOKENS, [EOS])
+        ours = drafted_here(case, target_of, head_of)
+        return ours, theirs, process.counted(ours, case.num_speculative_tokens, MAX_NEW_TOKENS, [EOS])[0]
+
+    return serve

@@ -1,0 +1,90 @@
+"""Tests that OpenVINO's counters equal ours, and that each of its traps is found."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtptrain.convert.published.config_json import LAYER_IDS
+from tests.conftest import run_program
+from tests.serving.cases import OPENVINO_CASES, Case
+from tests.serving.conftest import Run
+from tests.serving.openvino import Serve
+
+ONE_OF_EACH = [Case("eagle3", "llama"), Case("dflash", "llama_shared"), Case("draft_model", "llama")]
+
+
+def check_equal(serve: Serve, case: Case) -> None:
+    ours, theirs, counted = serve(case)
+    assert theirs.tokens == [generation.tokens for generation in ours]
+    assert theirs.counts == counted and counted.accepted_at[0] > 0
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+def test_openvino_counts_as_we_do(serve_by_openvino: Serve, case: Case) -> None:
+    check_equal(serve_by_openvino, case)
+
+
+@pytest.mark.parametrize("case", [case for case in OPENVINO_CASES if case not in ONE_OF_EACH], ids=str)
+def test_openvino_counts_as_we_do_in_every_case(serve_by_openvino: Serve, case: Case) -> None:
+    check_equal(serve_by_openvino, case)
+
+
+def test_openvinos_default_layers_are_not_ours(serve_by_openvino: Serve) -> None:
+    """Tests that layers are written even for a head with the layers that all engines take by default."""
+    case = Case("eagle3_default_layers", "llama_10_layers")
+    check_equal(serve_by_openvino, case)
+    _, theirs, counted = serve_by_openvino(case, without=LAYER_IDS)
+    assert theirs.counts != counted
+
+
+@pytest.fixture(scope="module")
+def run(make_run: Callable[..., Run], openvino_python: Path) -> Run:
+    """Returns a run whose head is exported for OpenVINO."""
+    engine = ("export.engine=openvino", "serving.engine=openvino", f"serving.openvino_python={openvino_python}")
+    head = ("head=eagle3", "head.capture_layers=[1,2,3]")
+    return make_run("eagle3", *head, *engine, "acceptance.num_prompts=12", "acceptance.max_new_tokens=32")
+
+
+def test_serving_check_starts_openvino(run: Run, tmp_path: Path) -> None:
+    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == "openvino"
+    assert report["ours"]["plain_greedy_answers"] == 12 and report["theirs"]["accepted_at"][0] > 0
+    assert report["ours"]["drafted"] is None and report["rule"].startswith("OpenVINO reports the tokens of each round")
+    assert "Serving check: OpenVINO 2026.4.1" in result.stdout and "drafted tokens are not compared" in result.stdout
+    readme = (run[0] / "export/openvino/README.md").read_text()
+    assert 'model.set_rt_info([0, 1, 2], "hidden_layers_list")' in readme and "for openvino 2026.4.1" in readme
+
+
+def test_the_commands_of_the_readme_decode(run: Run, openvino_python: Path, tmp_path: Path) -> None:
+    readme = (run[0] / "export/openvino/README.md").read_text()
+    commands, tools = readme.split("```")[1], openvino_python.parent
+    result = subprocess.run(
+        ["bash", "-e", "-c", commands],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    head = (tmp_path / "head_openvino/openvino_model.xml").read_text()
+    assert "hidden_layers_list" in head and "eagle3_mode" in head and result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("serving.openvino_python=/nowhere", "serving.openvino_python: must be a Python with OpenVINO GenAI, but"),
+        ("serving.url=http://localhost:1", "serving.url: must be the address of a server of vllm or llama_cpp, but"),
+    ],
+)
+def test_serving_check_refuses_what_it_cannot_serve(run: Run, tmp_path: Path, override: str, message: str) -> None:
+    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}", override)
+    assert result.returncode != 0 and message in result.stderr
