@@ -53,6 +53,11 @@ from .serving_speed.engine_runs import Bench, check_device, drafting_depths, loa
 @program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
+    if config.serving.engine not in SERVERS:
+        raise UserError(
+            f"serving.engine: must be {' or '.join(SERVERS)} for this benchmark, but is {config.serving.engine}, which "
+            "has no server here; set one of them, with an export for it"
+        )
     given, is_break_even = config.serving_bench.output_dir, config.serving_bench.break_even
     default = break_even_dir(config) if is_break_even else config.stage_dir("serving_bench")
     with writing_output(given, "serving_bench.output_dir", default) as output_dir:
