@@ -62,8 +62,8 @@ class OpenvinoFormat(Format):
         ]
         if self.hidden_layers:
             notes.append(
-                "Without `hidden_layers_list`, OpenVINO gives the head other streams of the target than those that it "
-                "was trained with: it counts layers from their outputs, so that its defaults are not those of vLLM."
+                "Without `hidden_layers_list`, OpenVINO takes its default streams of the target without an error. They "
+                "are one layer later than vLLM's, because it counts layers from their outputs."
             )
         return notes
 

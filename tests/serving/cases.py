@@ -242,7 +242,7 @@ OPENVINO_CASES = [
         for target in ("llama", "qwen3")
     ),
     Case("eagle3_last_stream", "llama"),
-    *(Case(head, "mistral") for head in ("eagle3", "draft_model")),
+    *(Case(head, target) for head in ("eagle3", "dflash", "draft_model") for target in ("mistral", "qwen2")),
 ]
 """Cases that OpenVINO serves."""
 BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared", "mtp_mimo": "mimo"}
