@@ -35,7 +35,7 @@ def serve_by_openvino(
 ) -> Serve:
     """Returns a function that serves a case, and returns our answers, OpenVINO's, and our counts by its rules.
 
-    The function can leave keys out of the head's config.json.
+    The function can leave a key out of the head's config.json.
     """
     converted = tmp_path_factory.mktemp("openvino")
 
