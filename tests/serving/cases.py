@@ -225,24 +225,17 @@ LLAMA_CPP_CASES = [
 ]
 """Cases that llama.cpp serves. It reads no stream after the last layer."""
 OPENVINO_CASES = [
+    *(Case(head, "llama", num_drafts) for head in ("eagle3", "draft_model") for num_drafts in (1, 3, 5)),
     *(
-        Case(head, target, num_drafts)
-        for head in ("eagle3", "draft_model")
-        for target in ("llama", "qwen3")
-        for num_drafts in (1, 3, 5)
-    ),
-    *(
-        Case(head, target, HEAD_CONFIGS[head].ttt_steps)
+        Case(head, "llama_shared", HEAD_CONFIGS[head].ttt_steps)
         for head in ("dflash", "dflash_K1", "dflash_K5", "dflash_two_norms")
-        for target in ("llama_shared", "qwen3_shared")
     ),
-    *(
-        Case(head, target)
-        for head in ("eagle3_small_vocabulary", "eagle3_own_lm_head")
-        for target in ("llama", "qwen3")
-    ),
+    Case("dflash", "qwen3_shared"),
+    Case("eagle3_small_vocabulary", "llama"),
+    Case("eagle3_own_lm_head", "qwen3"),
     Case("eagle3_last_stream", "llama"),
-    *(Case(head, target) for head in ("eagle3", "dflash", "draft_model") for target in ("mistral", "qwen2")),
+    *(Case(head, target) for head in ("eagle3", "draft_model") for target in ("qwen3", "mistral", "qwen2")),
+    *(Case("dflash", target) for target in ("mistral", "qwen2")),
 ]
 """Cases that OpenVINO serves."""
 BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared", "mtp_mimo": "mimo"}
