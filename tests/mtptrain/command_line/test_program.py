@@ -138,6 +138,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 STARTED_BY_PROGRAMS = {
     "mtptrain/__main__.py",
     "mtptrain/serving/bench_worker.py",
+    "mtptrain/serving/openvino_worker.py",
     "mtptrain/serving/vllm_worker.py",
     "eval/bench/speculators_worker.py",
     "slurm/on_node.py",
