@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from mtptrain.config import Dtype, PipelineConfig
+from mtptrain.convert.llama_cpp import GgufFormat
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.run import Run
 from mtptrain.serving.engine import Engine
@@ -27,8 +28,6 @@ from mtptrain.utils.errors import UserError
 
 CACHED_SEQUENCES = 64
 """Number of sequences that fit into the KV cache of vLLM on a CPU. Its default takes nearly all memory."""
-GGUF_HEAD = "model.gguf"
-"""Name of the head's file in an export for llama.cpp."""
 SERVERS: dict[ServingEngine, type[VllmServer] | type[LlamaServer]] = {
     ServingEngine.vllm: VllmServer,
     ServingEngine.llama_cpp: LlamaServer,
@@ -73,7 +72,7 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
             )
         if isinstance(server, LlamaServer):
             check_served_file(server, run.target.gguf)
-            head_file = run.served_head_dir / GGUF_HEAD
+            head_file = run.served_head_dir / GgufFormat.weights_name
             server.may_round |= head_file.is_file() and not is_in_fp32(head_file)
         return server
     facts = read_serving_facts(run.served_head_dir, serving.engine, found.sha256)
@@ -113,7 +112,7 @@ def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -
     Raises:
         UserError: there is no `llama-server`, or no setting names the target's GGUF file, or it is another target's.
     """
-    settings, head_file = run.config.acceptance, run.served_head_dir / GGUF_HEAD
+    settings, head_file = run.config.acceptance, run.served_head_dir / GgufFormat.weights_name
     program, gguf = find_llama_server(run.config.serving.llama_server), require_gguf(run)
     may_round = not (is_in_fp32(gguf) and is_in_fp32(head_file))
     is_exact = settings.dtype == Dtype.float32

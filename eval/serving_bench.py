@@ -82,11 +82,6 @@ def prepare(run: Run, output_dir: Path) -> Bench:
             not respond or does not fit the settings.
     """
     config, serving = run.config, run.config.serving
-    if serving.engine not in SERVERS:
-        raise UserError(
-            f"serving.engine: must be {' or '.join(SERVERS)} to measure its speed, but is {serving.engine}, which has "
-            "no server here; choose one of them"
-        )
     most_drafts = max(drafting_depths(config))
     prompts = list(run.measured_prompts(2 * most_drafts).input_ids.values())
     is_llama_cpp = serving.engine is ServingEngine.llama_cpp

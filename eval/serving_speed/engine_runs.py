@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from mtptrain.config import PipelineConfig
+from mtptrain.convert.llama_cpp import GgufFormat
 from mtptrain.serving.bench_rows import Row, fastest, warn_of_unequal_work
 from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.exports import cache_bytes, served_model, speculative_config
@@ -29,7 +30,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
-from ..engines import GGUF_HEAD, SERVERS
+from ..engines import SERVERS
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def llama_arguments(bench: Bench, num_drafts: int) -> list[str]:
     """Returns the arguments of `llama-server`: its usual ones, and as many slots as requests are in flight."""
     settings, gguf = bench.config.serving_bench, bench.target.gguf
     assert gguf is not None
-    head = (bench.head_dir / GGUF_HEAD, str(bench.facts["method"]), num_drafts) if num_drafts else None
+    head = (bench.head_dir / GgufFormat.weights_name, str(bench.facts["method"]), num_drafts) if num_drafts else None
     arguments = server_arguments_of_llama(gguf, bench.context_tokens, max(settings.concurrency), False, head)
     return [*arguments, *settings.server_args]
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from mtptrain.convert.llama_cpp import ARCHITECTURE_OF
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG
 from mtptrain.convert.transformers import MODEL_CLASSES
+from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead, model_config
@@ -54,24 +55,19 @@ def several_mtp_modules(head: HeadConfig, target: PreTrainedConfig) -> object:
     return declared if declared > 1 and not native.is_first_of_several else None
 
 
-def last_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    layers = Eagle3Head.resolve_capture_layers(head, target)
+def last_stream(head: HeadConfig, target: PreTrainedConfig) -> object:
+    layers = HEADS[head.name].resolve_capture_layers(head, target)
     return list(layers) if layers[-1] == target.num_hidden_layers else None
 
 
-def embeddings_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    layers = Eagle3Head.resolve_capture_layers(head, target)
+def embeddings_stream(head: HeadConfig, target: PreTrainedConfig) -> object:
+    layers = HEADS[head.name].resolve_capture_layers(head, target)
     return list(layers) if layers[0] == 0 else None
 
 
 def other_than_three_streams(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
     layers = Eagle3Head.resolve_capture_layers(head, target)
     return list(layers) if len(layers) != 3 else None
-
-
-def last_stream_of_dflash(head: DflashHead.Config, target: PreTrainedConfig) -> object:
-    layers = DflashHead.resolve_capture_layers(head, target)
-    return list(layers) if layers[-1] == target.num_hidden_layers else None
 
 
 def family_without_known_streams(head: HeadConfig, target: PreTrainedConfig) -> object:
@@ -141,11 +137,6 @@ def norm_before_fc(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
 
 def own_lm_head(head: DflashHead.Config, target: PreTrainedConfig) -> object:
     return head.draft_vocab_size
-
-
-def embeddings_stream_of_dflash(head: DflashHead.Config, target: PreTrainedConfig) -> object:
-    layers = DflashHead.resolve_capture_layers(head, target)
-    return list(layers) if layers[0] == 0 else None
 
 
 def single_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
@@ -307,7 +298,7 @@ LIMITS = (
     Limit("llama_cpp", "eagle3", "head.capture_layers", "below the target's last layer", last_stream,
           "llama.cpp captures a stream at the input of the next layer",
           "set export.engine=vllm, or train with other layers"),
-    Limit("llama_cpp", "dflash", "head.capture_layers", "below the target's last layer", last_stream_of_dflash,
+    Limit("llama_cpp", "dflash", "head.capture_layers", "below the target's last layer", last_stream,
           "llama.cpp captures a stream at the input of the next layer",
           "set export.engine=vllm, or train with other layers"),
     *(Limit("llama_cpp", name, "target.path", f"one of {', '.join(STREAMS_OF_LLAMA_CPP)}", family_without_known_streams,
@@ -352,10 +343,10 @@ LIMITS = (
     Limit("openvino", "eagle3", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
           "OpenVINO counts layers from 0 by their outputs and has no id for the embeddings",
           "set export.engine=vllm, or train with other layers"),
-    Limit("openvino", "dflash", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream_of_dflash,
+    Limit("openvino", "dflash", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
           "OpenVINO counts layers from 0 by their outputs and has no id for the embeddings",
           "set export.engine=vllm, or train with other layers"),
-    Limit("openvino", "dflash", "head.capture_layers", "below the target's last layer", last_stream_of_dflash,
+    Limit("openvino", "dflash", "head.capture_layers", "below the target's last layer", last_stream,
           "optimum takes the state after the final norm for the stream after the last layer",
           "set export.engine=vllm, or train with other layers"),
     Limit("openvino", "dflash", "head.draft_vocab_size", "null", own_lm_head,
