@@ -18,10 +18,10 @@ from mtptrain.serving.llama_server import (
     is_in_fp32,
     server_arguments,
 )
-from mtptrain.serving.openvino_client import OpenvinoProcess, find_openvino_python
+from mtptrain.serving.openvino_client import OpenvinoModels, OpenvinoProcess, find_openvino_python
 from mtptrain.serving.vllm_client import GenerateJob, VllmProcess, find_python
 from mtptrain.serving.vllm_server import VllmServer
-from mtptrain.settings.evaluation import ServingEngine
+from mtptrain.settings.evaluation import ServingConfig, ServingEngine
 from mtptrain.target.gguf import fingerprint
 from mtptrain.target.gguf_model import require_same_sizes
 from mtptrain.utils.errors import UserError
@@ -32,6 +32,34 @@ SERVERS: dict[ServingEngine, type[VllmServer] | type[LlamaServer]] = {
     ServingEngine.vllm: VllmServer,
     ServingEngine.llama_cpp: LlamaServer,
 }
+
+
+def find_program(serving: ServingConfig) -> Path:
+    """Returns the program that runs the engine of the settings: `llama-server`, or a Python that has the engine.
+
+    Raises:
+        UserError: it does not exist, or is another program.
+    """
+    if serving.engine is ServingEngine.llama_cpp:
+        return find_llama_server(serving.llama_server)
+    if serving.engine is ServingEngine.openvino:
+        return find_openvino_python(serving.openvino_python)
+    return find_python(serving.python)
+
+
+def running_server(serving: ServingConfig) -> VllmServer | LlamaServer:
+    """Returns the server at `serving.url`.
+
+    Raises:
+        UserError: it does not answer, or it is another engine's, or the engine has no server.
+    """
+    assert serving.url is not None
+    if serving.engine not in SERVERS:
+        raise UserError(
+            f"serving.url: must be the address of a server of {' or '.join(SERVERS)}, but serving.engine is "
+            f"{serving.engine}, which is started here; leave one of them out"
+        )
+    return SERVERS[serving.engine](serving.url)
 
 
 def spare_tokens(config: PipelineConfig) -> int:
@@ -57,12 +85,7 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
     check_head_context(found.head, prompts.values(), *lengths, setting="head")
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
     if serving.url is not None:
-        if serving.engine not in SERVERS:
-            raise UserError(
-                f"serving.url: must be the address of a server of {' or '.join(SERVERS)}, but serving.engine is "
-                f"{serving.engine}, which is started here; leave one of them out"
-            )
-        server = SERVERS[serving.engine](serving.url)
+        server = running_server(serving)
         if server.max_model_len < needed_tokens:
             flag = "--max-model-len" if serving.engine is ServingEngine.vllm else "-c"
             raise UserError(
@@ -79,14 +102,15 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
     if serving.engine is ServingEngine.llama_cpp:
         return llama_process(run, str(facts["method"]), needed_tokens, output_dir)
     if serving.engine is ServingEngine.openvino:
-        python = find_openvino_python(serving.openvino_python)
-        return OpenvinoProcess(python, run.target.directory, run.served_head_dir, settings.num_speculative_tokens)
+        directories = run.target.directory, run.served_head_dir
+        models = OpenvinoModels(find_program(serving), *directories, serving.openvino_weights)
+        return OpenvinoProcess(models, settings.num_speculative_tokens)
     return vllm_process(run, facts, needed_tokens)
 
 
 def vllm_process(run: Run, facts: dict[str, Any], needed_tokens: int) -> VllmProcess:
     serving, settings, head_dir = run.config.serving, run.config.acceptance, run.served_head_dir
-    python = find_python(serving.python)
+    python = find_program(serving)
     has_gpu = torch.cuda.is_available()
     job = GenerateJob(
         name="vllm",
@@ -113,7 +137,7 @@ def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -
         UserError: there is no `llama-server`, or no setting names the target's GGUF file, or it is another target's.
     """
     settings, head_file = run.config.acceptance, run.served_head_dir / GgufFormat.weights_name
-    program, gguf = find_llama_server(run.config.serving.llama_server), require_gguf(run)
+    program, gguf = find_program(run.config.serving), require_gguf(run)
     may_round = not (is_in_fp32(gguf) and is_in_fp32(head_file))
     is_exact = settings.dtype == Dtype.float32
     head = head_file, method, settings.num_speculative_tokens

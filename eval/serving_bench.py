@@ -2,10 +2,11 @@
 
 Starts `vllm serve`, or with `serving.engine=llama_cpp` llama.cpp's `llama-server`, without drafts and with each K of
 `serving_bench.num_speculative_tokens`, or uses the server at `serving.url`. Sends the prompts of `mtptrain acceptance`
-at every concurrency, to vLLM with its own `vllm bench serve`. Reads `run_dir/export/ENGINE/` (or `serving.head_dir`,
-or `export.output_dir`), except with `serving.url`. Writes to `run_dir/serving_bench/`: `report.json`, `plot.svg`, the
-times of all requests, and all logs. If it started vLLM and drafting was faster at any concurrency, it also writes
-settings for engines with the fastest K, and a `README.md` with the commands that use them. Prints a table.
+at every concurrency, to vLLM with its own `vllm bench serve`. OpenVINO has no server and decodes them in a worker.
+Reads `run_dir/export/ENGINE/` (or `serving.head_dir`, or `export.output_dir`), except with `serving.url`. Writes to
+`run_dir/serving_bench/`: `report.json`, `plot.svg`, the times of all requests, and all logs. If it started vLLM and
+drafting was faster at any concurrency, it also writes settings for engines with the fastest K, and a `README.md` with
+the commands that use them. Prints a table.
 
 With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
 `eval.serving_speed.break_even_measurement`.
@@ -34,9 +35,8 @@ from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
 from mtptrain.serving.exports import read_serving_facts
-from mtptrain.serving.llama_server import LlamaServer, find_llama_server
-from mtptrain.serving.load_generator import LoadGenerator
-from mtptrain.serving.vllm_client import find_python
+from mtptrain.serving.llama_server import LlamaServer
+from mtptrain.serving.openvino_load import check_in_flight
 from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import weights_fingerprint
@@ -44,20 +44,15 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
-from .engines import SERVERS, check_served_file, require_gguf
+from .engines import check_served_file, find_program, require_gguf, running_server
 from .plots import drawing, plot_serving
 from .serving_speed.break_even_measurement import measure_break_even
-from .serving_speed.engine_runs import Bench, check_device, drafting_depths, load_generator, measure
+from .serving_speed.engine_runs import Bench, drafting_depths, measure
 
 
 @program
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    if config.serving.engine not in SERVERS:
-        raise UserError(
-            f"serving.engine: must be {' or '.join(SERVERS)} for this benchmark, but is {config.serving.engine}, which "
-            "has no server here; set one of them, with an export for it"
-        )
     given, is_break_even = config.serving_bench.output_dir, config.serving_bench.break_even
     default = break_even_dir(config) if is_break_even else config.stage_dir("serving_bench")
     with writing_output(given, "serving_bench.output_dir", default) as output_dir:
@@ -66,11 +61,7 @@ def main(cfg: DictConfig) -> None:
             return
         bench = prepare(Run(config), output_dir)
         write_provenance(output_dir, config)
-        with load_generator(bench) as generator:
-            if bench.server is None and isinstance(generator, LoadGenerator):
-                check_device(generator)
-            rows, version = measure(bench, generator)
-        write_results(bench, rows, version)
+        write_results(bench, *measure(bench))
 
 
 def prepare(run: Run, output_dir: Path) -> Bench:
@@ -84,13 +75,14 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     config, serving = run.config, run.config.serving
     most_drafts = max(drafting_depths(config))
     prompts = list(run.measured_prompts(2 * most_drafts).input_ids.values())
-    is_llama_cpp = serving.engine is ServingEngine.llama_cpp
-    program = find_llama_server(serving.llama_server) if is_llama_cpp else find_python(serving.python)
-    if is_llama_cpp:
+    program = find_program(serving)
+    if serving.engine is ServingEngine.llama_cpp:
         require_gguf(run)
+    if serving.engine is ServingEngine.openvino:
+        check_in_flight(config.head.name, config.serving_bench.concurrency)
     head_dir = run.served_head_dir
     if serving.url is not None:
-        server = SERVERS[serving.engine](serving.url)
+        server = running_server(serving)
         bench = Bench(config, output_dir, run.target, prompts, program, None, {}, head_dir, server)
         check_server(bench)
         return bench
@@ -117,7 +109,7 @@ def check_server(bench: Bench) -> None:
         raise UserError(
             f"serving.url: the server's context must hold {bench.context_tokens} tokens (the longest prompt, "
             "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
-            f"{server.max_model_len}; start it with {'-c' if bench.is_llama_cpp else '--max-model-len'} "
+            f"{server.max_model_len}; start it with {'-c' if isinstance(server, LlamaServer) else '--max-model-len'} "
             f"{bench.context_tokens}"
         )
 
@@ -161,7 +153,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     write_sealed(path, report)
     print_table(bench, rows, str(report["version"]), costs)
     remove_engine_settings(bench.output_dir)
-    if bench.server is None and not bench.is_llama_cpp:
+    if bench.server is None and bench.engine is ServingEngine.vllm:
         served = bench.target.name_for_engines
         written = write_engine_settings(
             bench.output_dir, speeds, bench.facts, bench.head_dir, served, config.head, bench.target.config

@@ -14,7 +14,7 @@ SLOW = {
     # Heads served by llama.cpp. Kept: one of each kind, and every trap.
     r"tests/serving/test_llama_cpp\.py::test_(llama_cpp_counts_as_we_do_in_every_case|the_gguf_file_of_another)",
     # Heads served by OpenVINO. Kept: one of each kind, its default layers, and a check of an export.
-    r"tests/serving/test_openvino\.py::test_(openvino_counts_as_we_do_in_every_case|the_commands)",
+    r"tests/serving/test_openvino\.py::test_(openvino_counts_as_we_do_in_every_other_case|the_commands)",
     # Extraction by vLLM. Kept: Llama, the comparison of both backends' stores, tensor parallelism with forked workers.
     r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\])",
     r"tests/serving/test_vllm_store\.py::test_runs_killed",

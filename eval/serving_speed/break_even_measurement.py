@@ -44,8 +44,7 @@ from mtptrain.serving.break_even import (
     verdicts,
 )
 from mtptrain.serving.exports import read_serving_facts
-from mtptrain.serving.load_generator import LoadGenerator
-from mtptrain.serving.vllm_client import find_python
+from mtptrain.serving.openvino_load import check_in_flight
 from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
@@ -54,8 +53,9 @@ from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed
 
+from ..engines import find_program, require_gguf
 from ..plots import drawing, plot_break_even
-from .engine_runs import Bench, check_device, measure
+from .engine_runs import Bench, measure
 
 NEW_TOKENS = 33
 """Tokens of an answer. The first one comes from the prompt; the others take at most 32 rounds, which are timed."""
@@ -65,17 +65,18 @@ def measure_break_even(config: PipelineConfig, output_dir: Path) -> None:
     """Measure, print and write the costs of rounds in our loop, then in the engine."""
     # 1. Check everything before any long work.
     config = with_fixed_settings(config)
-    target = Run(config).target
+    run = Run(config)
+    target = run.target
     head = random_head(config, target.config)
     prompts = random_prompts(config, target.config, head)
-    python = engine_python(config, target.config)
+    program = engine_program(run)
     # 2. Our own loop. The target is freed before an engine needs its memory.
     write_provenance(output_dir, config)
     costs = loop_costs(config, target, head, prompts)
     write_report(config, target, output_dir, costs)
     # 3. The engine.
-    if isinstance(python, Path):
-        costs += engine_costs(config, target, output_dir, head, prompts, python)
+    if isinstance(program, Path):
+        costs += engine_costs(config, target, output_dir, head, prompts, program)
         write_report(config, target, output_dir, costs)
     warn_of_impossible_costs(costs)
     print_table(costs, config.head.name)
@@ -83,8 +84,8 @@ def measure_break_even(config: PipelineConfig, output_dir: Path) -> None:
     print(
         "prompt lookup, which needs no training, usually gives {} to {} tokens per step".format(*PROMPT_LOOKUP_LENGTHS)
     )
-    if not isinstance(python, Path):
-        print(f"{config.serving.engine} was not measured: {python}")
+    if not isinstance(program, Path):
+        print(f"{config.serving.engine} was not measured: {program}")
     with drawing(output_dir / "plot.svg", output_dir / "report.json"):
         (output_dir / "plot.svg").write_text(plot_break_even(costs, config.head.name))
 
@@ -130,22 +131,27 @@ def random_prompts(config: PipelineConfig, target_config: PreTrainedConfig, head
     return [list(prompt) for prompt in random_tokens(shape, target_config.vocab_size, config.seed)]
 
 
-def engine_python(config: PipelineConfig, target_config: PreTrainedConfig) -> Path | Exception:
-    """Returns the Python of the engine, or the reason why the engine cannot be measured on this machine.
+def engine_program(run: Run) -> Path | Exception:
+    """Returns the engine's program or Python, or the reason why the engine cannot be measured on this machine.
 
     Raises:
-        UserError: `serving.python` is set, but does not exist or has no vLLM.
+        UserError: a setting names a program that does not exist or is another one, or the engine cannot keep as many
+            requests in flight as `serving_bench.concurrency` says.
     """
-    if config.serving.engine is not ServingEngine.vllm:
-        return UserError("serving_bench.break_even measures vLLM only")
+    serving, settings = run.config.serving, run.config.serving_bench
+    named = {ServingEngine.vllm: serving.python, ServingEngine.llama_cpp: serving.llama_server}
+    named[ServingEngine.openvino] = serving.openvino_python
     try:
-        format_for(config.serving.engine, config.head, target_config)
+        gguf = require_gguf(run) if serving.engine is ServingEngine.llama_cpp else None
+        format_for(serving.engine, run.config.head, run.target.config, gguf)
     except UserError as error:
         return error
+    if serving.engine is ServingEngine.openvino:
+        check_in_flight(run.config.head.name, settings.concurrency)
     try:
-        return find_python(config.serving.python)
+        return find_program(serving)
     except UserError as error:
-        if config.serving.python is not None:
+        if named[serving.engine] is not None:
             raise
         return error
 
@@ -197,17 +203,15 @@ def engine_costs(
     output_dir: Path,
     head: Head,
     prompts: list[list[int]],
-    python: Path,
+    program: Path,
 ) -> list[RoundCost]:
     """Returns the cost of a round in the engine, which serves the random head as `mtptrain export` writes it."""
     with tempfile.TemporaryDirectory(prefix="random_head_", dir=output_dir) as directory:
         run_dir = Path(directory)
         head_dir, head_sha256 = export_random_head(config, target, head, run_dir)
         facts = read_serving_facts(head_dir, config.serving.engine, head_sha256)
-        bench = Bench(config, output_dir, target, prompts, python, head_sha256, facts, head_dir, None)
-        with LoadGenerator(python, output_dir / "load.log") as generator:
-            check_device(generator)
-            rows, _ = measure(bench, generator)
+        bench = Bench(config, output_dir, target, prompts, program, head_sha256, facts, head_dir, None)
+        rows, _ = measure(bench)
     return costs_of_rows(str(config.serving.engine), rows)
 
 

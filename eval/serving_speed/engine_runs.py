@@ -3,9 +3,10 @@
 import itertools
 import json
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,9 @@ from mtptrain.serving.llama_load import LlamaLoadGenerator
 from mtptrain.serving.llama_server import LlamaServer
 from mtptrain.serving.llama_server import server_arguments as server_arguments_of_llama
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
-from mtptrain.serving.server_process import ManagedServer
+from mtptrain.serving.openvino_client import OpenvinoModels
+from mtptrain.serving.openvino_load import OpenvinoEngine
+from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
@@ -42,7 +45,7 @@ class Bench:
     target: TargetFiles
     prompts: list[list[int]]
     program: Path
-    """vLLM's Python, or `llama-server`."""
+    """`llama-server`, or the Python that has the engine."""
     head_sha256: str | None
     """None for a running server, which does not report its head."""
     facts: dict[str, Any]
@@ -52,12 +55,12 @@ class Bench:
     """The running server of `serving.url`."""
 
     @property
-    def is_llama_cpp(self) -> bool:
-        return self.config.serving.engine is ServingEngine.llama_cpp
+    def engine(self) -> ServingEngine:
+        return self.config.serving.engine
 
     @property
     def engine_name(self) -> str:
-        return SERVERS[self.config.serving.engine].name
+        return SERVERS[self.engine].name if self.engine in SERVERS else OpenvinoEngine.name
 
     @property
     def prompts_path(self) -> Path:
@@ -87,9 +90,37 @@ def drafting_depths(config: PipelineConfig) -> list[int]:
     return config.serving_bench.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
 
 
-def load_generator(bench: Bench) -> LoadGenerator | LlamaLoadGenerator:
+Generator = LoadGenerator | LlamaLoadGenerator | nullcontext[None]
+"""What sends requests to a server, if the engine has one."""
+
+
+def load_generator(bench: Bench) -> Generator:
     """Returns the load generator of the engine. Entering it starts it."""
-    return LlamaLoadGenerator() if bench.is_llama_cpp else LoadGenerator(bench.program, bench.output_dir / "load.log")
+    if bench.engine is ServingEngine.llama_cpp:
+        return LlamaLoadGenerator()
+    if bench.engine is ServingEngine.openvino:
+        return nullcontext()
+    return LoadGenerator([bench.program, BENCH_WORKER, "load"], bench.output_dir / "load.log")
+
+
+@dataclass(frozen=True)
+class LoadedServer:
+    """A server and what sends requests to it."""
+
+    server: VllmServer | LlamaServer
+    generator: LoadGenerator | LlamaLoadGenerator
+
+    @property
+    def version(self) -> str:
+        return self.server.version
+
+    def send(self, load: Load, finished: Callable[[int], None]) -> tuple[Latencies, EngineCounts | None]:
+        """Sends a load, and returns the client's latencies and how much the server's drafting counters grew."""
+        # llama.cpp serves one model, and has no name for it.
+        load = replace(load, url=self.server.url, model=getattr(self.server, "model", ""))
+        before = self.server.counters()
+        latencies = self.generator.run(load, finished)
+        return latencies, self.server.counts_since(before, load.num_requests)
 
 
 def check_device(generator: LoadGenerator) -> None:
@@ -101,8 +132,23 @@ def check_device(generator: LoadGenerator) -> None:
         )
 
 
-def measure(bench: Bench, generator: LoadGenerator | LlamaLoadGenerator) -> tuple[list[Row], str]:
-    """Returns a row for each engine and concurrency, and the engine's version. Engines run one after another."""
+def measure(bench: Bench) -> tuple[list[Row], str]:
+    """Returns a row for each engine and concurrency, and the engine's version. Engines run one after another.
+
+    Raises:
+        UserError: an engine or a request failed, or vLLM would not use this machine's GPU.
+    """
+    # OpenVINO converts both models once, for all engines.
+    with load_generator(bench) as generator, tempfile.TemporaryDirectory(dir=bench.output_dir) as converted:
+        if bench.server is None and isinstance(generator, LoadGenerator):
+            check_device(generator)
+        return measure_engines(bench, generator, Path(converted))
+
+
+def measure_engines(
+    bench: Bench, generator: LoadGenerator | LlamaLoadGenerator | None, converted: Path
+) -> tuple[list[Row], str]:
+    """Returns what `measure` does."""
     settings = bench.config.serving_bench
     write_json(bench.prompts_path, bench.prompts)
     choices: list[int | None] = [*bench.depths] if bench.server is None else [None]
@@ -113,31 +159,19 @@ def measure(bench: Bench, generator: LoadGenerator | LlamaLoadGenerator) -> tupl
         for num_drafts in choices:
             name = "server" if num_drafts is None else f"K{num_drafts}"
             bar.set_description(f"{name} starts")
-            with engine(bench, num_drafts) as server:
-                version = server.version
+            with engine(bench, num_drafts, generator, converted) as loaded:
+                version = loaded.version
                 if settings.warmup_requests:
-                    load = make_load(bench, server, f"{name}_warmup", max(settings.concurrency))
-                    send(server, generator, replace(load, num_requests=settings.warmup_requests))
+                    load = make_load(bench, f"{name}_warmup", max(settings.concurrency))
+                    loaded.send(replace(load, num_requests=settings.warmup_requests), lambda _: None)
                 runs: list[Row] = []
                 for repeat, concurrency in itertools.product(range(settings.repeats), settings.concurrency):
                     bar.set_description(f"{name}, {concurrency} in flight")
-                    load = make_load(bench, server, f"{name}_concurrency{concurrency}_run{repeat + 1}", concurrency)
-                    runs.append(Row(num_drafts, concurrency, *send(server, generator, load, advance(bar))))
+                    load = make_load(bench, f"{name}_concurrency{concurrency}_run{repeat + 1}", concurrency)
+                    runs.append(Row(num_drafts, concurrency, *loaded.send(load, advance(bar))))
                 rows += fastest(runs)
     warn_of_unequal_work(rows)
     return rows, version
-
-
-def send(
-    server: VllmServer | LlamaServer,
-    generator: LoadGenerator | LlamaLoadGenerator,
-    load: Load,
-    finished: Callable[[int], None] = lambda _: None,
-) -> tuple[Latencies, EngineCounts | None]:
-    """Sends a load, and returns the client's latencies and how much the server's drafting counters grew."""
-    before = server.counters()
-    latencies = generator.run(load, finished)
-    return latencies, server.counts_since(before, load.num_requests)
 
 
 def advance(bar: Any) -> Callable[[int], None]:
@@ -150,22 +184,29 @@ def advance(bar: Any) -> Callable[[int], None]:
 
 
 @contextmanager
-def engine(bench: Bench, num_drafts: int | None) -> Iterator[VllmServer | LlamaServer]:
+def engine(
+    bench: Bench, num_drafts: int | None, generator: LoadGenerator | LlamaLoadGenerator | None, converted: Path
+) -> Iterator[LoadedServer | OpenvinoEngine]:
     """Runs an engine with K drafts per round, or yields the running server."""
-    if bench.server is not None or num_drafts is None:
-        assert bench.server is not None
-        yield bench.server
-        return
     log_path, timeout_s = bench.output_dir / f"server_K{num_drafts}.log", bench.config.serving_bench.start_timeout_s
-    if bench.is_llama_cpp:
+    if generator is None:
+        serving = bench.config.serving
+        models = OpenvinoModels(bench.program, bench.target.directory, bench.head_dir, serving.openvino_weights)
+        with OpenvinoEngine(models, num_drafts or 0, converted, log_path) as openvino:
+            models.warn_of_untested(openvino.version)
+            yield openvino
+    elif bench.server is not None or num_drafts is None:
+        assert bench.server is not None
+        yield LoadedServer(bench.server, generator)
+    elif bench.engine is ServingEngine.llama_cpp:
         command = ["run", str(bench.program), *llama_arguments(bench, num_drafts)]
         with ManagedServer(sys.executable, command, log_path, timeout_s, LlamaServer, "llama-server") as llama:
-            yield llama
-        return
-    command = ["serve", *server_arguments(bench, num_drafts)]
-    connect = partial(VllmServer, is_ours=True)
-    with ManagedServer(bench.program, command, log_path, timeout_s, connect, "vllm serve") as server:
-        yield server
+            yield LoadedServer(llama, generator)
+    else:
+        command = ["serve", *server_arguments(bench, num_drafts)]
+        connect = partial(VllmServer, is_ours=True)
+        with ManagedServer(bench.program, command, log_path, timeout_s, connect, "vllm serve") as server:
+            yield LoadedServer(server, generator)
 
 
 def llama_arguments(bench: Bench, num_drafts: int) -> list[str]:
@@ -199,13 +240,14 @@ def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
     return [*arguments, *config.serving_bench.server_args]
 
 
-def make_load(bench: Bench, server: VllmServer | LlamaServer, name: str, concurrency: int) -> Load:
+def make_load(bench: Bench, name: str, concurrency: int) -> Load:
+    """Returns a load without the server's address."""
     config, settings = bench.config, bench.config.acceptance
     return Load(
         # Part of each request's cache salt, so that no run hits prefixes that an earlier run left in a running server.
         name=f"{name}-{uuid.uuid4().hex[:8]}",
-        url=server.url,
-        model=getattr(server, "model", ""),  # llama.cpp serves one
+        url="",
+        model="",
         prompts_path=str(bench.prompts_path),
         num_requests=bench.num_requests,
         concurrency=concurrency,

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,16 +49,27 @@ def generate_load() -> None:
     vLLM. While a job runs, `{"done": n}` reports each time that n of its requests have finished. The last line
     for a job is `{"result": path}` or `{"error": traceback}`.
     """
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    answers = take_stdout()
     from vllm import __version__
     from vllm.platforms import current_platform
 
     say(answers, {"version": __version__, "is_cpu": current_platform.is_cpu()})
+    run_jobs(lambda job: run(job, answers), answers)
+
+
+def take_stdout() -> TextIO:
+    """Returns a file for answers on stdout. Everything else that is printed goes to stderr from now on."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
+
+
+def run_jobs(run_job: Callable[[dict[str, Any]], None], answers: TextIO) -> None:
+    """Run the jobs that arrive on stdin, each of which writes its result file, and answer each."""
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            run(job, answers)
+            run_job(job)
             answer = {"result": job["result_path"]}
         except Exception:  # third-party code may raise anything; the other process reports it
             answer = {"error": traceback.format_exc()}

@@ -17,7 +17,9 @@ from mtptrain.config import PipelineConfig
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import START, TARGET_WEIGHTS
+from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.gguf import fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed
 
@@ -158,12 +160,17 @@ def break_even_dir(config: PipelineConfig) -> Path:
 
 
 def subject(config: PipelineConfig, target: TargetFiles) -> dict[str, Any]:
-    """Returns what a measurement is about, as JSON stores it: the target's weights, the head's settings, and the dtype.
+    """Returns what a measurement is about, as JSON stores it: the weights, the head's settings, and the dtypes.
 
     Settings for the head's initial weights are left out, because they do not change its cost.
     """
     head = {name: value for name, value in asdict(config.head).items() if name not in START}
-    facts = {TARGET_WEIGHTS: target.weights_sha256, "head": head, "dtype": str(config.acceptance.dtype)}
+    facts: dict[str, Any] = {TARGET_WEIGHTS: target.weights_sha256, "head": head, "dtype": str(config.acceptance.dtype)}
+    if config.serving.engine is ServingEngine.llama_cpp:
+        file = target.gguf
+        facts["served"] = [fingerprint(file) if file and file.is_file() else None, str(config.export.dtype)]
+    if config.serving.engine is ServingEngine.openvino:
+        facts["served"] = [str(config.serving.openvino_weights)]
     stored: dict[str, Any] = json.loads(json.dumps(facts))
     return stored
 

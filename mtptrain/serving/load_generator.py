@@ -1,4 +1,8 @@
-"""Runs `vllm bench serve` in vLLM's Python to send requests to a server, and reads the measurements."""
+"""Sends requests from a worker in an engine's own Python, and reads the measurements.
+
+For vLLM, the worker is `vllm bench serve`, and the requests go to a server. OpenVINO has no server: its worker decodes
+them itself.
+"""
 
 import json
 import math
@@ -7,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -36,7 +40,7 @@ class Load:
     ignore_eos: bool
     seed: int
     result_path: str
-    """The file that `vllm bench serve` writes."""
+    """The file that is written, with the entries of a result of `vllm bench serve`."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,15 @@ class Latencies:
 
 
 class LoadGenerator:
-    """A process that runs `vllm bench serve` for one load after another. The context manager starts and ends it."""
+    """A worker that runs one load after another. The context manager starts and ends it."""
 
-    def __init__(self, python: Path, log_path: Path) -> None:
-        self._python, self._log_path = python, log_path
+    def __init__(self, command: Sequence[Path | str], log_path: Path, name: str = "vllm bench serve") -> None:
+        """Store the worker's command, the file for what it prints, and its name for error messages."""
+        self._command, self._log_path, self._name = command, log_path, name
 
-    def __enter__(self) -> "LoadGenerator":
-        """Start the process and read vLLM's version. Raises UserError if the process ended."""
-        self._worker = WorkerProcess(self._python, ["load"], self._log_path, subprocess.PIPE)
+    def __enter__(self) -> Self:
+        """Start the worker and read its engine's version. Raises UserError if the worker ended."""
+        self._worker = WorkerProcess(self._command, self._log_path, subprocess.PIPE)
         try:
             facts = self._answer()
         except BaseException:
@@ -109,7 +114,7 @@ class LoadGenerator:
             raise
         self.version: str = facts["version"]
         self.is_cpu: bool = facts["is_cpu"]
-        """Whether this vLLM runs on CPUs."""
+        """Whether the worker's engine runs on CPUs."""
         return self
 
     def __exit__(
@@ -121,7 +126,7 @@ class LoadGenerator:
         """Send the requests and return their latencies. Call `finished` with the number of requests finished so far.
 
         Raises:
-            UserError: `vllm bench serve` or one of its requests failed.
+            UserError: the worker or one of its requests failed.
         """
         pipe = self._worker.process.stdin
         assert pipe is not None
@@ -130,7 +135,7 @@ class LoadGenerator:
             finished(answer["done"])
         if "error" in answer:
             raise UserError(
-                f"vllm bench serve: must send its requests, but failed; its log is {self._log_path}, and the error "
+                f"{self._name}: must answer its requests, but failed; its log is {self._log_path}, and the error "
                 f"is:\n{answer['error']}"
             )
         errors = [error for error in json.loads(Path(answer["result"]).read_text())["errors"] if error]
@@ -149,7 +154,7 @@ class LoadGenerator:
         if not line:
             status = self._worker.process.wait()
             raise UserError(
-                f"vllm bench serve: must answer, but ended with status {status}; its log is {self._log_path}, and its "
+                f"{self._name}: must answer, but ended with status {status}; its log is {self._log_path}, and its "
                 f"last lines are:\n{self._worker.last_lines()}"
             )
         answer: dict[str, Any] = json.loads(line)

@@ -10,11 +10,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.serving.exports import WRITTEN_FOR
 from mtptrain.serving.worker import run_worker
+from mtptrain.settings.evaluation import OpenvinoWeights
 from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("openvino_worker.py")
@@ -49,18 +51,53 @@ def openvino_version(python: Path) -> str:
 
 
 @dataclass(frozen=True)
-class OpenvinoProcess:
-    """Converts a target and an exported head, and decodes with them in a new process for each list of prompts."""
+class OpenvinoModels:
+    """A target and an exported head, which OpenVINO's Python converts."""
 
     python: Path
     target_dir: Path
     head_dir: Path
-    num_speculative_tokens: int
+    weights: OpenvinoWeights = OpenvinoWeights.fp32
+    """The type of the weights after conversion."""
     converted_target: Path | None = None
-    """A folder that keeps the converted target for later runs; None converts it into a temporary one."""
+    """A folder that keeps the converted target for later runs; None converts it for one run."""
+    converted_head: Path | None = None
+
+    def job(self, directory: Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
+        """Returns a job of the worker. What is not yet converted in `directory`, it converts into it."""
+        return more | {
+            "target": str(self.target_dir),
+            "head": str(self.head_dir),
+            "converted_target": str(self.converted_target or directory / "target"),
+            "converted_head": str(self.converted_head or directory / "head"),
+            "weights": str(self.weights),
+            "num_speculative_tokens": num_speculative_tokens,
+        }
+
+    def warn_of_untested(self, version: str) -> None:
+        """Warn if OpenVINO GenAI has another version than that with which mtptrain was tested."""
+        if version.rsplit(".", 1)[0] != WRITTEN_FOR["openvino"]:
+            warnings.warn(
+                f"serving.openvino_python={self.python}: OpenVINO GenAI should be {WRITTEN_FOR['openvino']}, the only "
+                f"version that mtptrain was tested with, but is {version}; another version may read exports "
+                "differently",
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True)
+class OpenvinoProcess:
+    """Decodes with OpenVINO in a new process for each list of prompts."""
+
+    models: OpenvinoModels
+    num_speculative_tokens: int
     name = "OpenVINO"
     advice = "export the head again"
-    may_round = False
+
+    @property
+    def may_round(self) -> bool:
+        """Whether the converted weights are other than the target's."""
+        return self.models.weights is not OpenvinoWeights.fp32
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
@@ -71,26 +108,16 @@ class OpenvinoProcess:
             UserError: OpenVINO cannot convert or serve the target or the head.
         """
         with tempfile.TemporaryDirectory(prefix="mtptrain-openvino-") as directory:
-            job = {
-                "target": str(self.target_dir),
-                "head": str(self.head_dir),
-                "converted_target": str(self.converted_target or Path(directory) / "target"),
-                "converted_head": str(Path(directory) / "head"),
-                "num_speculative_tokens": self.num_speculative_tokens,
-                "max_new_tokens": max_new_tokens,
-                "stop_token_ids": list(stop_token_ids),
-                "prompts": [list(prompt) for prompt in prompts],
-            }
-            result = run_worker(self.python, WORKER, [], job, self.name)
-        if result["version"].rsplit(".", 1)[0] != WRITTEN_FOR["openvino"]:
-            warnings.warn(
-                f"serving.openvino_python={self.python}: OpenVINO GenAI should be {WRITTEN_FOR['openvino']}, the only "
-                f"version that mtptrain was tested with, but is {result['version']}; another version may read exports "
-                "differently",
-                stacklevel=2,
+            job = self.models.job(
+                Path(directory),
+                self.num_speculative_tokens,
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=list(stop_token_ids),
+                prompts=[list(prompt) for prompt in prompts],
             )
-        # The first step reads the prompt. In every other one, the last token is the target's own.
-        accepted = [[num_tokens - 1 for num_tokens in steps[1:]] for steps in result["steps"]]
+            result = run_worker(self.models.python, WORKER, ["decode"], job, self.name)
+        self.models.warn_of_untested(result["version"])
+        accepted = accepted_of(result["steps"])
         counts = counts_of(accepted, self.num_speculative_tokens)
         return EngineRun(result["version"], result["tokens"], counts, accepted)
 
@@ -110,6 +137,14 @@ class OpenvinoProcess:
                 position += num_accepted + 1
             accepted.append(rounds)
         return counts_of(accepted, num_speculative_tokens), RULE
+
+
+def accepted_of(steps: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns the number of accepted drafts in each round of each answer, from the number of tokens of each step.
+
+    The first step reads the prompt. In every other one, the last token is the target's own.
+    """
+    return [[num_tokens - 1 for num_tokens in of_answer[1:]] for of_answer in steps]
 
 
 def counts_of(accepted: Sequence[Sequence[int]], num_speculative_tokens: int) -> EngineCounts:

@@ -1,30 +1,42 @@
-"""Decodes prompts inside OpenVINO's own Python, for `openvino_client.py`.
+"""Decodes prompts inside OpenVINO's own Python, for `openvino_client.py` and `openvino_load.py`.
 
-    python openvino_worker.py job.json result.json
+    python openvino_worker.py decode job.json result.json
+    python openvino_worker.py load job.json
 
-This file imports nothing from mtptrain, whose dependencies are not installed there. It first converts the target and
-the head with optimum-intel, in fp32, unless their folders hold converted ones already.
+`decode` answers one prompt at a time, exactly. `load` decodes as OpenVINO usually does, with many requests in flight,
+and speaks with the other end of its stdin and stdout as `bench_worker.py load` does. This file imports nothing from
+mtptrain, whose dependencies are not installed there. It first converts the target and the head with optimum-intel,
+unless their folders hold converted ones already.
 """
 
+import importlib
 import json
 import os
+import subprocess
 import sys
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai
-from optimum.exporters.openvino import main_export
-from optimum.intel import OVConfig
 
 MODEL = "openvino_model.xml"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Settings for both models, which otherwise round to the types in which the CPU is fastest."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+CONVERT = ("-m", "optimum.commands.optimum_cli", "export", "openvino", "--task", "text-generation-with-past")
 
 
-def convert(source: Path, directory: Path, is_head: bool) -> None:
+def convert_both(job: dict[str, Any]) -> None:
+    """Convert the target and the head of a job."""
+    for name in ("target", "head"):
+        convert(Path(job[name]), Path(job[f"converted_{name}"]), job["weights"], name == "head")
+
+
+def convert(source: Path, directory: Path, weights: str, is_head: bool) -> None:
     """Convert a model or a head, and write into an EAGLE-3 head which streams of the target it reads.
 
     optimum takes its own class of a head for remote code. OpenVINO's id k is the stream after k + 1 decoder layers, and
@@ -33,15 +45,9 @@ def convert(source: Path, directory: Path, is_head: bool) -> None:
     if (directory / MODEL).is_file():
         return
     temporary = directory.with_name(directory.name + ".tmp")
-    main_export(
-        str(source),
-        str(temporary),
-        task="text-generation-with-past",
-        ov_config=OVConfig(dtype="fp32"),
-        trust_remote_code=is_head,
-        local_files_only=True,
-        convert_tokenizer=True,
-    )
+    arguments = ["--weight-format", weights, *(["--trust-remote-code"] if is_head else [])]
+    command = [sys.executable, *CONVERT, *arguments, "-m", str(source), str(temporary)]
+    subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr, check=True)
     layers = json.loads((source / "config.json").read_text()).get(LAYER_IDS) if is_head else None
     if layers is not None:
         model = openvino.Core().read_model(temporary / MODEL)
@@ -52,16 +58,29 @@ def convert(source: Path, directory: Path, is_head: bool) -> None:
     temporary.rename(directory)
 
 
+def scheduler() -> Any:
+    config = openvino_genai.SchedulerConfig()
+    config.enable_prefix_caching = False  # DFlash does not support it, and a benchmark must not profit from it
+    return config
+
+
+def threads() -> dict[str, Any]:
+    """Returns the number of threads as OpenVINO names it, which does not read `OMP_NUM_THREADS`."""
+    number = os.environ.get("OMP_NUM_THREADS")
+    return {"INFERENCE_NUM_THREADS": int(number)} if number else {}
+
+
+def version() -> str:
+    found: str = openvino_genai.get_version()
+    return found.split("-")[0]
+
+
 def decode(job: dict[str, Any]) -> dict[str, Any]:
     """Returns the greedy answers, one prompt at a time, and the number of tokens of every step that gave some."""
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False  # DFlash does not support it
-    settings: dict[str, Any] = dict(EXACT)
-    if "OMP_NUM_THREADS" in os.environ:  # OpenVINO does not read it
-        settings["INFERENCE_NUM_THREADS"] = int(os.environ["OMP_NUM_THREADS"])
+    settings: dict[str, Any] = EXACT | threads()
     draft = openvino_genai.draft_model(job["converted_head"], "CPU", **settings)
     target = openvino_genai.LLMPipeline(
-        job["converted_target"], "CPU", draft_model=draft, scheduler_config=scheduler, **settings
+        job["converted_target"], "CPU", draft_model=draft, scheduler_config=scheduler(), **settings
     )
     config = openvino_genai.GenerationConfig()
     config.do_sample = False
@@ -76,12 +95,98 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
         answer = target.generate(openvino.Tensor(np.array([prompt], dtype=np.int64)), config)
         tokens.append([int(token) for token in answer.tokens[0]])
         steps.append(list(answer.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes))
-    return {"version": openvino_genai.get_version().split("-")[0], "tokens": tokens, "steps": steps}
+    return {"version": version(), "tokens": tokens, "steps": steps}
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in flight."""
+
+    handle: Any
+    start: float
+    times: list[float] = field(default_factory=list)
+    """When each step ended that gave tokens."""
+    sizes: list[int] = field(default_factory=list)
+    """The number of tokens of each of these steps."""
+
+    def read(self) -> bool:
+        """Note the tokens of the last step. Returns whether the answer has ended."""
+        has_ended: bool = self.handle.get_status() != openvino_genai.GenerationStatus.RUNNING
+        if self.handle.can_read():
+            self.times.append(time.perf_counter())
+            self.sizes.append(sum(len(output.generated_ids) for output in self.handle.read().values()))
+        return has_ended
+
+
+def run_load(pipeline: Any, load: dict[str, Any], num_drafts: int, answers: Any) -> None:
+    """Keep as many requests in flight as the load says, and write the times in the form of `vllm bench serve`."""
+    prompts = json.loads(Path(load["prompts_path"]).read_text())
+    waiting = list(range(load["num_requests"]))[::-1]
+    active: list[Request] = []
+    finished: list[Request] = []
+    start = time.perf_counter()
+    while waiting or active:
+        while waiting and len(active) < load["concurrency"]:
+            index = waiting.pop()  # no two answers are in flight under one number
+            prompt = openvino.Tensor(np.array([prompts[index % len(prompts)]], dtype=np.int64))
+            config = generation_config(pipeline, load, index, num_drafts)
+            active.append(Request(pipeline.add_request(index, prompt, config), time.perf_counter()))
+        pipeline.step()
+        ended = [request for request in active if request.read()]
+        active = [request for request in active if request not in ended]
+        finished += ended
+        if ended:
+            importlib.import_module("bench_worker").say(answers, {"done": len(finished)})
+    duration = time.perf_counter() - start
+    result = {
+        "completed": len(finished),
+        "total_output_tokens": sum(sum(request.sizes) for request in finished),
+        "duration": duration,
+        "ttfts": [request.times[0] - request.start for request in finished],
+        "latencies": [request.times[-1] - request.start for request in finished],
+        "output_lens": [sum(request.sizes) for request in finished],
+        "itls": [np.diff(request.times).tolist() for request in finished],
+        "errors": [],
+        "tokens_of_steps": [request.sizes for request in finished],
+    }
+    Path(load["result_path"]).write_text(json.dumps(result))
+
+
+def generation_config(pipeline: Any, load: dict[str, Any], index: int, num_drafts: int) -> Any:
+    """Returns the settings of a request: the load's, and the ends of answers of the target."""
+    config, ends = openvino_genai.GenerationConfig(), pipeline.get_config()
+    config.eos_token_id, config.stop_token_ids = ends.eos_token_id, ends.stop_token_ids
+    config.max_new_tokens, config.ignore_eos = load["max_new_tokens"], load["ignore_eos"]
+    sampling = load["sampling"]
+    if sampling["temperature"] > 0:
+        config.do_sample, config.rng_seed = True, load["seed"] + index
+        config.temperature, config.top_p = sampling["temperature"], sampling["top_p"]
+        if sampling["top_k"] > 0:
+            config.top_k = sampling["top_k"]
+    if num_drafts:
+        config.num_assistant_tokens = num_drafts
+    return config
+
+
+def serve_loads(job: dict[str, Any]) -> None:
+    """Convert and load both models, then run the loads that arrive on stdin, and answer on stdout."""
+    worker = importlib.import_module("bench_worker")  # beside this file
+    worker.end_with_input(sys.stdin.fileno())
+    answers = worker.take_stdout()
+    convert_both(job)
+    draft, num_drafts = {}, job["num_speculative_tokens"]
+    if num_drafts:
+        draft["draft_model"] = openvino_genai.draft_model(job["converted_head"], "CPU", **threads())
+    pipeline = openvino_genai.ContinuousBatchingPipeline(job["converted_target"], scheduler(), "CPU", draft | threads())
+    worker.say(answers, {"version": version(), "is_cpu": True})
+    worker.run_jobs(lambda load: run_load(pipeline, load, num_drafts, answers), answers)
 
 
 if __name__ == "__main__":
-    job_path, result_path = map(Path, sys.argv[1:])
-    settings = json.loads(job_path.read_text())
-    for name in ("target", "head"):
-        convert(Path(settings[name]), Path(settings[f"converted_{name}"]), name == "head")
-    result_path.write_text(json.dumps(decode(settings)))
+    kind, job_path, *rest = sys.argv[1:]
+    settings = json.loads(Path(job_path).read_text())
+    if kind == "load":
+        serve_loads(settings)
+    else:
+        convert_both(settings)
+        Path(rest[0]).write_text(json.dumps(decode(settings)))

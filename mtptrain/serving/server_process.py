@@ -32,14 +32,14 @@ ENVIRONMENT = {
 
 
 class WorkerProcess:
-    """A `bench_worker.py` process in its own process group. It ends no later than this process."""
+    """A worker in its own process group, which ends once its stdin is closed: no later than this process."""
 
-    def __init__(self, python: Path | str, arguments: Sequence[str], log_path: Path, stdout: int | None = None) -> None:
+    def __init__(self, command: Sequence[Path | str], log_path: Path, stdout: int | None = None) -> None:
         """Start the process. Its output goes to the log, except for stdout if `stdout` is given."""
         self.log_path = log_path
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(python), str(BENCH_WORKER), *arguments],
+                [str(part) for part in command],
                 env=ENVIRONMENT | dict(os.environ),
                 stdin=subprocess.PIPE,
                 stdout=log if stdout is None else stdout,
@@ -95,7 +95,8 @@ class ManagedServer(Generic[Server]):
         """
         port = free_port()
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        self._worker = WorkerProcess(self._python, [*self._arguments, *address], self._log_path)
+        command = [self._python, BENCH_WORKER, *self._arguments, *address]
+        self._worker = WorkerProcess(command, self._log_path)
         try:
             self._wait(f"http://127.0.0.1:{port}/health")
             return self._connect(f"http://127.0.0.1:{port}")

@@ -160,6 +160,15 @@ def check_export(settings: ExportConfig) -> None:
         )
 
 
+class OpenvinoWeights(StrEnum):
+    """The type of weights after the conversion for OpenVINO, as `--weight-format` of optimum-cli names it."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    int8 = "int8"
+    int4 = "int4"
+
+
 @dataclass
 class ServingConfig:
     """Check of an export: an engine serves the prompts of `acceptance`, and its acceptance is compared with ours."""
@@ -171,6 +180,8 @@ class ServingConfig:
     """llama.cpp's program `llama-server`; null uses `.engines/llama_cpp` in the checkout, or else PATH."""
     openvino_python: str | None = None
     """Python interpreter with OpenVINO GenAI and optimum-intel; null uses `.venv-openvino` in the checkout."""
+    openvino_weights: OpenvinoWeights = OpenvinoWeights.fp32
+    """Type of the weights of target and head after their conversion for OpenVINO. Only fp32 is exact."""
     url: str | None = None
     """Running server to use instead of starting an engine, such as `http://localhost:8000` (without `/v1`)."""
     tensor_parallel_size: int = at_least(1, default=1)
@@ -210,7 +221,7 @@ class ServingBenchConfig:
     """Make every answer acceptance.max_new_tokens long. The text after an answer's end often repeats itself, so more
     drafts are accepted than users would see."""
     server_args: list[str] = field(default_factory=list)
-    """Further arguments of `vllm serve` for every engine that is started, such as `[--enforce-eager]`."""
+    """Further arguments of `vllm serve` or `llama-server` for each that is started, such as `[--enforce-eager]`."""
     start_timeout_s: float = at_least(1, default=1800.0)
     """Seconds that an engine may take to load the target and answer."""
     output_dir: str | None = directory_path(default=None)
@@ -238,6 +249,11 @@ def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) ->
         raise UserError(
             f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "
             f"{settings.num_requests}, too few to keep {largest} in flight; raise it or lower the concurrency"
+        )
+    if serving.engine is ServingEngine.openvino and settings.server_args:
+        raise UserError(
+            f"serving_bench.server_args: must be left out with serving.engine=openvino, which has no server, but is "
+            f"{settings.server_args}; leave it out"
         )
     if serving.url is not None and (depths or settings.server_args):
         name = "num_speculative_tokens" if depths else "server_args"

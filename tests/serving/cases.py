@@ -238,6 +238,13 @@ OPENVINO_CASES = [
     *(Case("dflash", target) for target in ("mistral", "qwen2")),
 ]
 """Cases that OpenVINO serves."""
+
+
+def one_of_each_family(cases: list[Case]) -> dict[tuple[str, str], Case]:
+    """Returns a case for each head and model family, of those in the table."""
+    return {(case.head, TARGETS[case.target].model_type): case for case in cases if case.head in IN_TABLE}
+
+
 BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared", "mtp_mimo": "mimo"}
 """Target of each head's broken cases. A head that is not listed uses `llama`."""
 BROKEN_CASES = [

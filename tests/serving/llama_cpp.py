@@ -17,7 +17,7 @@ from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.serving.llama_server import DEFAULT_SERVER, LlamaProcess, find_llama_server, server_arguments
 from tests.gguf_files import tokenizer_settings
 from tests.serving.cases import CONTEXT_TOKENS, EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
-from tests.serving.ours import OnDisk, drafted_here
+from tests.serving.ours import OnDisk, Serve, drafted_here
 
 SOURCE = DEFAULT_SERVER.parents[1] / "source"
 
@@ -50,9 +50,6 @@ def gguf_of(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.TempPat
     return cache(lambda name: convert(target_of(name).directory, directory / f"{name}.gguf"))
 
 
-ServeByLlama = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
-
-
 @pytest.fixture(scope="session")
 def serve_by_llama(
     llama_server: Path,
@@ -60,7 +57,7 @@ def serve_by_llama(
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
-) -> ServeByLlama:
+) -> Serve:
     """Returns a function that serves a case, and returns our answers, the engine's, and our counts by its rules."""
 
     def serve(
@@ -86,10 +83,3 @@ def serve_by_llama(
         return ours, theirs, process.counted(ours, num_drafts, MAX_NEW_TOKENS, [EOS])[0]
 
     return serve
-
-
-def check_equal(serve: ServeByLlama, case: Case) -> None:
-    """Checks that all answers and counters equal ours."""
-    ours, theirs, counted = serve(case)
-    assert theirs.tokens == [generation.tokens for generation in ours]
-    assert theirs.counts == counted and counted.accepted_at[0] > 0

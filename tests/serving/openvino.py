@@ -11,11 +11,9 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from mtptrain.serving.engine import EngineCounts, EngineRun
-from mtptrain.serving.openvino_client import DEFAULT_PYTHON, OpenvinoProcess, find_openvino_python
+from mtptrain.serving.openvino_client import DEFAULT_PYTHON, OpenvinoModels, OpenvinoProcess, find_openvino_python
 from tests.serving.cases import EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
-from tests.serving.ours import OnDisk, drafted_here
-
-Serve = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
+from tests.serving.ours import OnDisk, Serve, drafted_here
 
 
 @pytest.fixture(scope="session")
@@ -40,16 +38,22 @@ def serve_by_openvino(
     converted = tmp_path_factory.mktemp("openvino")
 
     def serve(case: Case, without: str = "") -> tuple[list[Generation], EngineRun, EngineCounts]:
-        on_disk, directory = target_of(case.target), tmp_path_factory.mktemp("head")
-        form = format_for("openvino", HEAD_CONFIGS[case.head], on_disk.target.config)
-        write_head(directory, form, head_of(case.head, case.target).state_dict())
-        form.add_target(directory, on_disk.directory)
-        check_tensors(directory, form)
-        config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps({key: config[key] for key in config if key != without}))
-        process = OpenvinoProcess(
-            openvino_python, on_disk.directory, directory, case.num_speculative_tokens, converted / case.target
+        on_disk, directory = target_of(case.target), converted / f"{case.head}-{case.target}-{without}"
+        if not directory.exists():
+            form = format_for("openvino", HEAD_CONFIGS[case.head], on_disk.target.config)
+            write_head(directory, form, head_of(case.head, case.target).state_dict())
+            form.add_target(directory, on_disk.directory)
+            check_tensors(directory, form)
+            config = json.loads((directory / "config.json").read_text())
+            (directory / "config.json").write_text(json.dumps({key: config[key] for key in config if key != without}))
+        models = OpenvinoModels(
+            openvino_python,
+            on_disk.directory,
+            directory,
+            converted_target=converted / case.target,
+            converted_head=directory / "converted",
         )
+        process = OpenvinoProcess(models, case.num_speculative_tokens)
         theirs = process.generate(PROMPTS, MAX_NEW_TOKENS, [EOS])
         ours = drafted_here(case, target_of, head_of)
         return ours, theirs, process.counted(ours, case.num_speculative_tokens, MAX_NEW_TOKENS, [EOS])[0]

@@ -12,9 +12,13 @@ from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
+from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS, Case
+
+Serve = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
+"""Serves a case, and returns our answers, the engine's, and our counts by its rules."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +52,10 @@ def drafted_here(
         eos_token_ids=[EOS],
         batch_size=8,
     )
+
+
+def check_equal(serve: Serve, case: Case) -> None:
+    """Check that all answers and counters of an engine are ours, and that drafts were accepted."""
+    ours, theirs, counted = serve(case)
+    assert theirs.tokens == [generation.tokens for generation in ours]
+    assert theirs.counts == counted and counted.accepted_at[0] > 0

@@ -23,12 +23,13 @@ from tests.serving.cases import (
     IN_TABLE,
     LLAMA_CPP_CASES,
     NOT_HERE,
+    OPENVINO_CASES,
     TARGETS,
     is_served_here,
+    one_of_each_family,
 )
 from tests.serving.conftest import Served
-from tests.serving.llama_cpp import ServeByLlama, check_equal
-from tests.serving.ours import OnDisk
+from tests.serving.ours import OnDisk, Serve, check_equal
 
 FAMILIES = {
     "llama": "Llama",
@@ -53,10 +54,12 @@ MORE_FAMILIES = {
 ENGINES = {
     "vllm": "vLLM 0.32",
     "llama_cpp": "llama.cpp b11434",
+    "openvino": "OpenVINO GenAI 2026.4",
     "sglang": "SGLang 0.5.23",
     "tensorrt_llm": "TensorRT-LLM 1.3",
     "transformers": "transformers 5.23",
 }
+TRIED = {"llama_cpp": LLAMA_CPP_CASES, "openvino": OPENVINO_CASES}
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
 LEGEND = f"""
 *{EQUAL}*: served in fp32; all answers equal ours, and all counters by
@@ -79,12 +82,12 @@ def cell(
     family: str,
     target: OnDisk,
     served: dict[str, Served],
-    serve_by_llama: ServeByLlama,
+    serve_by: dict[str, Serve],
     directory: Path,
 ) -> str:
     """Returns the cell of a head for a family in an engine. `directory` must not exist; the export is written there."""
-    if engine == "llama_cpp":
-        return served_by_llama(serve_by_llama, head_name, family, target)
+    if engine in serve_by:
+        return served_by(engine, serve_by[engine], head_name, family, target)
     try:
         form = format_for(engine, HEAD_CONFIGS[head_name], target.target.config)
     except ValueError:
@@ -101,14 +104,13 @@ def cell(
     return EQUAL if engine == "transformers" else CHECKED
 
 
-def served_by_llama(serve: ServeByLlama, head: str, family: str, target: OnDisk) -> str:
-    tried = {(case.head, TARGETS[case.target].model_type): case for case in LLAMA_CPP_CASES}
-    case = tried.get((head, family))
+def served_by(engine: str, serve: Serve, head: str, family: str, target: OnDisk) -> str:
+    case = one_of_each_family(TRIED[engine]).get((head, family))
     if case is not None:
         check_equal(serve, case)
         return EQUAL
     try:
-        check_servable("llama_cpp", HEAD_CONFIGS[head], target.target.config)
+        check_servable(engine, HEAD_CONFIGS[head], target.target.config)
     except ValueError:
         return REFUSED
     return UNTRIED
@@ -137,7 +139,7 @@ def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
 
 def served_table(
     served: dict[str, Served],
-    serve_by_llama: ServeByLlama,
+    serve_by: dict[str, Serve],
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     directory: Path,
@@ -155,7 +157,7 @@ def served_table(
                         family,
                         target_of(family),
                         served,
-                        serve_by_llama,
+                        serve_by,
                         directory / engine / head / family,
                     )
                     for family in FAMILIES

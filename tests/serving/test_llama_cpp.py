@@ -24,19 +24,19 @@ from tests.gguf_files import tensors_of as tensors_of_target
 from tests.sealed import describe_again
 from tests.serving.cases import HEAD_CONFIGS, LLAMA_CPP_CASES, Case
 from tests.serving.conftest import Run
-from tests.serving.llama_cpp import ServeByLlama, check_equal, convert
-from tests.serving.ours import OnDisk
+from tests.serving.llama_cpp import convert
+from tests.serving.ours import OnDisk, Serve, check_equal
 
 ONE_OF_EACH = [Case("eagle3", "llama"), Case("dflash", "llama_shared"), Case("draft_model", "qwen3")]
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
-def test_llama_cpp_counts_as_we_do(serve_by_llama: ServeByLlama, case: Case) -> None:
+def test_llama_cpp_counts_as_we_do(serve_by_llama: Serve, case: Case) -> None:
     check_equal(serve_by_llama, case)
 
 
 @pytest.mark.parametrize("case", [case for case in LLAMA_CPP_CASES if case not in ONE_OF_EACH], ids=str)
-def test_llama_cpp_counts_as_we_do_in_every_case(serve_by_llama: ServeByLlama, case: Case) -> None:
+def test_llama_cpp_counts_as_we_do_in_every_case(serve_by_llama: Serve, case: Case) -> None:
     check_equal(serve_by_llama, case)
 
 
@@ -84,7 +84,7 @@ def test_our_file_is_that_of_llama_cpps_converter(
 
 
 def test_a_head_without_the_targets_rope_factors_counts_otherwise(
-    serve_by_llama: ServeByLlama,
+    serve_by_llama: Serve,
     head_of: Callable[[str, str], Head],
     target_of: Callable[[str], OnDisk],
     tmp_path: Path,
@@ -99,7 +99,7 @@ def test_a_head_without_the_targets_rope_factors_counts_otherwise(
 
 
 def test_keys_that_half_precision_cannot_hold_are_exact_with_our_arguments(
-    serve_by_llama: ServeByLlama, target_of: Callable[[str], OnDisk], tmp_path: Path
+    serve_by_llama: Serve, target_of: Callable[[str], OnDisk], tmp_path: Path
 ) -> None:
     """Tests our arguments for keys and values with a target of larger keys and smaller queries."""
     case, directory = Case("eagle3_default_layers", "llama_8_layers"), target_of("llama_8_layers").directory
@@ -113,7 +113,7 @@ def test_keys_that_half_precision_cannot_hold_are_exact_with_our_arguments(
     assert rounded.tokens != theirs.tokens
 
 
-def test_without_the_kind_of_draft_nothing_is_drafted(serve_by_llama: ServeByLlama) -> None:
+def test_without_the_kind_of_draft_nothing_is_drafted(serve_by_llama: Serve) -> None:
     _, theirs, _ = serve_by_llama(Case("eagle3", "llama"), without=("--spec-type",))
     assert theirs.counts is not None and (theirs.counts.rounds, theirs.counts.accepted_at) == (0, [])
 

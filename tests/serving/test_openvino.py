@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +11,15 @@ import pytest
 
 from mtptrain.convert.published.config_json import LAYER_IDS
 from tests.conftest import run_program
-from tests.serving.cases import OPENVINO_CASES, Case
+from tests.sealed import describe_again
+from tests.serving.cases import OPENVINO_CASES, Case, one_of_each_family
 from tests.serving.conftest import Run
-from tests.serving.openvino import Serve
+from tests.serving.ours import Serve, check_equal
 
 ONE_OF_EACH = [Case("eagle3", "llama"), Case("dflash", "llama_shared"), Case("draft_model", "llama")]
-
-
-def check_equal(serve: Serve, case: Case) -> None:
-    ours, theirs, counted = serve(case)
-    assert theirs.tokens == [generation.tokens for generation in ours]
-    assert theirs.counts == counted and counted.accepted_at[0] > 0
+IN_TABLE = one_of_each_family(OPENVINO_CASES).values()
+REST = [case for case in OPENVINO_CASES if case not in (*ONE_OF_EACH, *IN_TABLE)]
+"""The test of the table serves those in it."""
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
@@ -28,8 +27,8 @@ def test_openvino_counts_as_we_do(serve_by_openvino: Serve, case: Case) -> None:
     check_equal(serve_by_openvino, case)
 
 
-@pytest.mark.parametrize("case", [case for case in OPENVINO_CASES if case not in ONE_OF_EACH], ids=str)
-def test_openvino_counts_as_we_do_in_every_case(serve_by_openvino: Serve, case: Case) -> None:
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_openvino_counts_as_we_do_in_every_other_case(serve_by_openvino: Serve, case: Case) -> None:
     check_equal(serve_by_openvino, case)
 
 
@@ -76,6 +75,72 @@ def test_the_commands_of_the_readme_decode(run: Run, openvino_python: Path, tmp_
     assert result.returncode == 0, result.stderr[-3000:]
     head = (tmp_path / "head_openvino/openvino_model.xml").read_text()
     assert "hidden_layers_list" in head and "eagle3_mode" in head and result.stdout.strip()
+
+
+def test_weights_of_8_bits_are_compared_on_openvinos_answers(run: Run, tmp_path: Path) -> None:
+    settings = f"serving.output_dir={tmp_path}", "serving.openvino_weights=int8"
+    result = run_program("eval.serving_check", *run[1], *settings)
+    assert result.returncode == 0, (result.stdout, result.stderr[-3000:])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["theirs"]["accepted_at"][0] > 0
+    assert report["is_equal"] or "ours are those along the engine's answers" in result.stdout
+
+
+def test_serving_bench_measures_openvino(run: Run, tmp_path: Path) -> None:
+    settings = (
+        *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
+        *("serving_bench.num_requests=6", "serving_bench.warmup_requests=1", "serving_bench.ignore_eos=true"),
+        f"serving_bench.output_dir={tmp_path / 'bench'}",
+    )
+    result = run_program("eval.serving_bench", *run[1], *settings)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "bench/report.json").read_text())
+    rows = {(row["num_speculative_tokens"], row["concurrency"]): row for row in report["rows"]}
+    assert rows.keys() == {(depths, size) for depths in (0, 1, 3) for size in (1, 2)}
+    for (depths, _), row in rows.items():
+        assert (row["requests"], row["output_tokens"]) == (6, 6 * 32)
+        assert row["ttft_ms"]["p50"] > 0 and row["tpot_ms"]["p50"] > 0
+        if depths:  # the first token of an answer is the target's own
+            assert len(row["accepted_at"]) == depths and row["accepted_at"][0] > 0
+            assert row["rounds"] + sum(row["accepted_at"]) == 6 * 31
+        else:
+            assert row["accepted_at"] is None
+    assert "OpenVINO 2026.4.1" in result.stdout and (tmp_path / "bench/plot.svg").is_file()
+    assert not [path for path in (tmp_path / "bench").iterdir() if path.is_dir()], "converted models must be removed"
+
+
+def test_whether_a_draft_pays_is_measured_in_openvino(run: Run) -> None:
+    settings = (
+        *("serving_bench.break_even=true", "serving_bench.num_speculative_tokens=[3]"),
+        *("serving_bench.concurrency=[1]", "acceptance.prompt_tokens=16"),
+    )
+    result = run_program("eval.serving_bench", *run[1], *settings)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = json.loads((run[0] / "serving_bench/break_even/report.json").read_text())["rows"]
+    assert [row["engine"] for row in rows] == ["mtptrain", "openvino"] and rows[1]["round_ms"] > 0
+
+
+def test_a_worker_without_models_says_so(run: Run, tmp_path: Path) -> None:
+    head = shutil.copytree(run[0] / "export/openvino", tmp_path / "head")
+    tensors = head / "model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:100])
+    describe_again(head / "serving.json")
+    settings = f"serving.head_dir={head}", f"serving_bench.output_dir={tmp_path / 'bench'}"
+    result = run_program("eval.serving_bench", *run[1], *settings)
+    assert result.returncode == 1
+    assert "OpenVINO: must answer, but ended with status 1; its log is" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("serving_bench.server_args=[--x]", "serving_bench.server_args: must be left out with serving.engine=openvino"),
+        ("serving.url=http://localhost:1", "serving.url: must be the address of a server of vllm or llama_cpp, but"),
+    ],
+)
+def test_serving_bench_refuses_what_openvino_cannot_do(run: Run, tmp_path: Path, override: str, message: str) -> None:
+    result = run_program("eval.serving_bench", *run[1], f"serving_bench.output_dir={tmp_path / 'bench'}", override)
+    assert result.returncode == 1 and message in result.stderr and not (tmp_path / "bench").exists()
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ from tests.serving.cases import (
     is_served_here,
 )
 from tests.serving.conftest import NUM_GENERATED, Served
-from tests.serving.llama_cpp import ServeByLlama
-from tests.serving.ours import OnDisk, drafted_here
+from tests.serving.ours import OnDisk, Serve, drafted_here
 from tests.serving.served_directories.breaks import BREAKS
 from tests.serving.table import served_table
 
@@ -163,13 +162,16 @@ def test_an_engine_that_fails_says_why_and_the_others_go_on(served: dict[str, Se
 
 def test_the_pages_table_is_what_was_served(
     served: dict[str, Served],
-    serve_by_llama: ServeByLlama,
+    serve_by_llama: Serve,
+    serve_by_openvino: Serve,
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path: Path,
 ) -> None:
     """Tests that the table of docs/serving.md is up to date; `make served-table` rewrites it."""
-    table = served_table(served, serve_by_llama, target_of, head_of, tmp_path)
+    table = served_table(
+        served, {"llama_cpp": serve_by_llama, "openvino": serve_by_openvino}, target_of, head_of, tmp_path
+    )
     found = BETWEEN.search(PAGE.read_text())
     assert found is not None
     if os.environ.get("WRITE_SERVED_TABLE"):

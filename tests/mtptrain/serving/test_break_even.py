@@ -134,9 +134,24 @@ def test_costs_are_used_only_for_the_same_weights_head_and_dtype(
     assert read_costs(config_for("acceptance.dtype=bfloat16"), TargetFiles(tiny_target)) == []
     assert read_costs(config_for("head.intermediate_size=64"), TargetFiles(tiny_target)) == []
     assert read_costs(config_for("head=eagle"), TargetFiles(tiny_target)) == []
+    for engine in ("serving.engine=llama_cpp", "serving.engine=openvino"):
+        assert read_costs(config_for(engine), TargetFiles(tiny_target)) == []
     assert read_costs(config, TargetFiles(make_target(tmp_path / "other", seed=1))) == []
     (tmp_path / "only_config").mkdir()
     assert read_costs(config, TargetFiles(tmp_path / "only_config")) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "other"),
+    [("llama_cpp", "export.dtype=q8_0"), ("openvino", "serving.openvino_weights=int8")],
+)
+def test_costs_are_used_only_for_the_types_of_weights_that_the_engine_serves(
+    config_for: Callable[..., PipelineConfig], tiny_target: Path, engine: str, other: str
+) -> None:
+    settings = f"serving.engine={engine}", f"export.engine={engine}"
+    store(config_for(*settings), tiny_target)
+    assert read_costs(config_for(*settings), TargetFiles(tiny_target)) == [cost(3, 25.0)]
+    assert read_costs(config_for(*settings, other), TargetFiles(tiny_target)) == []
 
 
 def test_a_damaged_measurement_is_refused(config_for: Callable[..., PipelineConfig], tiny_target: Path) -> None:

@@ -52,7 +52,7 @@ def generator_with(directory: Path, answers: list[dict[str, Any]], result: dict[
         f"flush=True)\nfor line in sys.stdin:\n    pathlib.Path(json.loads(line)['result_path']).write_text("
         f"{json.dumps(result)!r})\n    print({chr(10).join(map(json.dumps, answers))!r}, flush=True)\n",
     )
-    return LoadGenerator(path, directory / "load.log")
+    return LoadGenerator([path], directory / "load.log")
 
 
 def load(directory: Path) -> Load:
@@ -76,7 +76,7 @@ def test_a_load_says_how_many_requests_have_finished(tmp_path: Path) -> None:
         (
             {"error": "Traceback\nKeyError: 'x'"},
             RESULT,
-            "vllm bench serve: must send its requests, but failed; its log",
+            "vllm bench serve: must answer its requests, but failed; its log",
         ),
         (
             {"result": "result.json"},

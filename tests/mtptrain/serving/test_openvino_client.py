@@ -6,14 +6,15 @@ import pytest
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts
-from mtptrain.serving.openvino_client import OpenvinoProcess, counts_of, find_openvino_python
+from mtptrain.serving.openvino_client import OpenvinoModels, OpenvinoProcess, counts_of, find_openvino_python
+from mtptrain.serving.openvino_load import check_in_flight
 from mtptrain.utils.errors import UserError
 
 
 def test_drafts_past_the_end_of_an_answer_are_not_counted() -> None:
     whole = Generation([1, 2, 3, 4, 5, 6], 2, 0, 6, [2, 1, 0], [2, 1])
     cut = Generation([1, 2, 3, 4, 5, 6], 2, 0, 6, [2, 2, 1], [2, 3])
-    process = OpenvinoProcess(Path(), Path(), Path(), 3)
+    process = OpenvinoProcess(OpenvinoModels(Path(), Path(), Path()), 3)
     counted, rule = process.counted([whole, cut], 3, 6, [])
     assert counted == EngineCounts(4, None, [4, 2, 0]) and "drafted tokens are not compared" in rule
 
@@ -22,6 +23,13 @@ def test_an_engine_that_accepts_more_drafts_than_it_should_make_is_found() -> No
     """Tests that `check_counts` of serving-check then sees another K."""
     assert counts_of([[1, 0], [4]], 3) == EngineCounts(3, None, [2, 1, 1, 1])
     assert counts_of([[], [0]], 3) == EngineCounts(1, None, [0, 0, 0])
+
+
+def test_a_head_with_which_openvino_decodes_one_request_at_a_time_is_refused_for_more() -> None:
+    check_in_flight("dflash", [1])
+    check_in_flight("eagle3", [1, 2])
+    with pytest.raises(UserError, match=r"serving_bench\.concurrency: must be \[1\] with head dflash in OpenVINO"):
+        check_in_flight("dflash", [1, 2])
 
 
 def test_a_python_without_openvino_is_refused(tmp_path: Path) -> None:

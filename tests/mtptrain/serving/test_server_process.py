@@ -29,7 +29,7 @@ def test_a_server_that_ends_names_its_log_and_its_last_lines(tmp_path: Path) -> 
 def test_a_load_generator_that_ends_names_its_log_and_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "load.log"
     with pytest.raises(UserError, match="vllm bench serve: must answer, but ended with status 1;") as refused:
-        LoadGenerator(PYTHON, log).__enter__()
+        LoadGenerator([PYTHON, BENCH_WORKER, "load"], log).__enter__()
     assert str(log) in str(refused.value) and "No module named 'vllm'" in str(refused.value)
 
 
