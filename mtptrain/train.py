@@ -151,6 +151,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         config.seed,
         for_gpu=ranks.device.type == "cuda",
         drafts_per_document=head.drafts_per_document,
+        window=head.shared_window,
     )
     states.follow(schedule.first_epoch)
     if ranks.is_first:

@@ -91,7 +91,7 @@ def drafting_depths(config: PipelineConfig) -> list[int]:
 
 
 Generator = LoadGenerator | LlamaLoadGenerator | nullcontext[None]
-"""What sends requests to a server, if the engine has one."""
+"""The program that sends requests to a server; none for an engine without one."""
 
 
 def load_generator(bench: Bench) -> Generator:

@@ -10,7 +10,7 @@ from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG
 from mtptrain.convert.transformers import MODEL_CLASSES
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
-from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.dflash import DflashHead, layer_kinds
 from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
@@ -137,6 +137,18 @@ def norm_before_fc(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
 
 def own_lm_head(head: DflashHead.Config, target: PreTrainedConfig) -> object:
     return head.draft_vocab_size
+
+
+def sample_from_anchor(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+    return "true" if head.sample_from_anchor else None
+
+
+def causal_layers(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+    return str(head.causal) if any(kind.is_causal for kind in layer_kinds(head)) else None
+
+
+def causal_in_some(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+    return str(head.causal) if len({kind.is_causal for kind in layer_kinds(head)}) > 1 else None
 
 
 def single_stream(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
@@ -349,6 +361,16 @@ LIMITS = (
     Limit("openvino", "dflash", "head.capture_layers", "below the target's last layer", last_stream,
           "optimum takes the state after the final norm for the stream after the last layer",
           "set export.engine=vllm, or train with other layers"),
+    *(Limit(engine, "dflash", "head.sample_from_anchor", "false", sample_from_anchor,
+            f"{name}'s class drafts nothing with the newest token",
+            "set export.engine=llama_cpp, or train without it")
+      for engine, name in (("vllm", "vLLM"), ("openvino", "OpenVINO"))),
+    Limit("openvino", "dflash", "head.causal", "none", causal_layers,
+          "in OpenVINO's class a token always sees its whole block",
+          "set export.engine=vllm, or train without it"),
+    Limit("llama_cpp", "dflash", "head.causal", "all or none if some layers slide and others do not", causal_in_some,
+          "llama.cpp has one setting for all layers",
+          "set export.engine=vllm, or train with another"),
     Limit("openvino", "dflash", "head.draft_vocab_size", "null", own_lm_head,
           "OpenVINO gives the head the target's lm_head",
           "set export.engine=vllm, or train without it"),

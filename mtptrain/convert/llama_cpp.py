@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.data.draft_vocab import offsets
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.dflash import DflashHead, block_size, layer_kinds
 from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import HeadDims, Rope
@@ -36,6 +36,7 @@ NAMES = {module: name for name, module in MODULES.items()}
 TARGET_GGUF = "TARGET.gguf"
 """Stands in commands for the target's file where no setting names it."""
 D2T = "d2t"
+NO_CORRECTION = ("markov_w1.weight", "markov_w2.weight")
 LAYER = tuple(part.removesuffix(".weight") for part in LAYER_PARTS)
 OUTSIDE_LAYERS = {"model.embed_tokens", "model.norm", "lm_head"}
 ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -220,7 +221,11 @@ class WithTokenizer(GgufFormat):
 
 
 class LlamaCppDflash(WithTokenizer):
-    """Exports `dflash`, whose mask token llama.cpp looks up in the tokenizer."""
+    """Exports `dflash`, whose mask token llama.cpp looks up in the tokenizer.
+
+    llama.cpp drafts with the newest token only as DSpark, which corrects its logits by the token before. That
+    correction is 0 here.
+    """
 
     architecture = "dflash"
     method = "draft-dflash"
@@ -229,6 +234,8 @@ class LlamaCppDflash(WithTokenizer):
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
         self.num_layers = self.head.num_layers
+        if self.head.sample_from_anchor:
+            self.method = "draft-dspark"
         self.names = {
             "hidden_norm.weight": "enc.output_norm.weight",
             "norm.weight": "output_norm.weight",
@@ -239,11 +246,26 @@ class LlamaCppDflash(WithTokenizer):
                 (*LAYER, "self_attn.q_norm", "self_attn.k_norm"), f"layers.{layer}.", f"blk.{layer}."
             )
 
+    def tensors(self, state: Tensors) -> Tensors:
+        tensors = super().tensors(state)
+        if self.head.sample_from_anchor:
+            sizes = int(self.target.vocab_size), self.head.draft_vocab_size or int(self.target.vocab_size)
+            tensors |= {name: torch.zeros(size, 1) for name, size in zip(NO_CORRECTION, sizes, strict=True)}
+        return tensors
+
+    def state(self, tensors: Tensors) -> Tensors:
+        return super().state({name: tensor for name, tensor in tensors.items() if name not in NO_CORRECTION})
+
     def method_settings(self) -> dict[str, Any]:
-        return {
-            "block_size": self.head.ttt_steps + 1,
-            "target_layers": list(DflashHead.resolve_capture_layers(self.head, self.target)),
-        }
+        layers, kinds = list(DflashHead.resolve_capture_layers(self.head, self.target)), layer_kinds(self.head)
+        settings: dict[str, Any] = {"block_size": block_size(self.head), "target_layers": layers}
+        if self.head.sample_from_anchor:
+            settings |= {"sample_from_anchor": True, "has_confidence_head": False}
+        if self.head.sliding_window is not None:
+            settings["attention.sliding_window"] = self.head.sliding_window
+            settings["attention.sliding_window_pattern"] = [kind.window is not None for kind in kinds]
+        # llama.cpp has one value for all layers: see the limits.
+        return settings | {"attention.causal": kinds[0].is_causal}
 
     def tokenizer(self) -> dict[str, Any]:
         return super().tokenizer() | {"tokenizer.ggml.mask_token_id": mask_token_id(self.head, self.target)}

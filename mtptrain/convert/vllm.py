@@ -17,7 +17,7 @@ from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.convert.published.config_json import LAYER_IDS
 from mtptrain.data.draft_vocab import membership
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.dflash import CausalLayers, DflashHead, layer_types
 from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
@@ -219,7 +219,12 @@ class VllmDflash(VllmFormat):
             "model_type": "qwen3",
             "num_hidden_layers": self.head.num_layers,
             "num_target_layers": self.target.num_hidden_layers,
-            "layer_types": ["full_attention"] * self.head.num_layers,
+            "layer_types": layer_types(self.head),
+            # Without this key, vLLM makes sliding layers causal and others not.
+            **({} if self.head.causal == CausalLayers.sliding else {"is_causal": self.head.causal == CausalLayers.all}),
+            # llama.cpp's converter reads the window only with `use_sliding_window`.
+            "use_sliding_window": self.head.sliding_window is not None,
+            "sliding_window": self.head.sliding_window,
             "attention_bias": False,
             "block_size": self.head.ttt_steps + 1,
             "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
@@ -232,6 +237,8 @@ class VllmDflash(VllmFormat):
 
     def notes(self) -> list[str]:
         notes = super().notes()
+        if len(set(layer_types(self.head))) > 1:
+            notes.append("vLLM serves sliding and full layers in one head with its V2 runner alone, which needs a GPU.")
         if self.head.num_layers > 1:
             notes.append(
                 "On a CPU, vLLM 0.32 normalises the keys computed from captured states with the first layer's k_norm "

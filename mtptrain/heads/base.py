@@ -65,6 +65,8 @@ class Head(nn.Module, ABC):
     """Maximum number of tokens that the head can read, drafts included. None if it can read as many as the target."""
     activation_checkpointing: bool = False
     """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
+    shared_window: int | None = None
+    """Number of tokens up to a draft position that all tokens of a block see in layers with a window; None without."""
     drafts_per_document: int | None = None
     """Maximum number of draft positions of a document that a training step uses, chosen at random; None for all."""
 

@@ -1,34 +1,62 @@
 """Head `dflash`: drafts a block of K tokens in one forward, attending to the target's states and to the block itself.
 
-A block is the newest token followed by K mask tokens. The only input of a token is its embedding. Each layer is a Qwen3
-layer whose tokens attend bidirectionally to the whole block, and to one key per token that the target has read,
-projected from hidden_norm(fc[streams]). Each mask token predicts the token at its own position. DFlash: Block Diffusion
-for Flash Speculative Decoding (arXiv 2602.06036).
+A block is the newest token followed by mask tokens. The only input of a token is its embedding. Each layer is a Qwen3
+layer whose tokens attend to the block, and to one key per token that the target has read, projected from
+hidden_norm(fc[streams]). DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036).
+
+Variants: in causal layers a token attends to the tokens of its block up to itself instead of the whole block (JetSpec,
+arXiv 2606.18394), and in sliding layers to tokens less than `sliding_window` positions before it. Each of K mask tokens
+predicts the token at its own position; with `sample_from_anchor` (DeepSpec) each of the newest token and K - 1 mask
+tokens predicts the token after its position.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.attention.draft_blocks import block_attention
+from mtptrain.heads.attention.draft_blocks import BlockView, block_attention, block_view
 from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_LAYERS, MAX_SIZE, LayerConfig
 from mtptrain.heads.eagle3 import check_capture_layers, default_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
-from mtptrain.heads.packing import PackedTokens
+from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.heads.peagle import mask_token_id
 from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import at_least_or_none, between, between_or_none
 
 NUM_CAPTURED = 5
 """Number of streams that a head captures by default, as published heads do."""
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers, as configs of published heads name them."""
+
+
+class CausalLayers(StrEnum):
+    """Layers in which a token of a block sees only the tokens of its block up to itself."""
+
+    none = "none"
+    sliding = "sliding"
+    """Those with a window. vLLM takes these if a config says nothing."""
+    all = "all"
+
+
+class LayerKind(NamedTuple):
+    """How a layer attends."""
+
+    window: int | None
+    """W: a token sees the tokens less than W positions before it; None for all before it."""
+    is_causal: bool
 
 
 class NormedAttention(Attention):
@@ -50,10 +78,11 @@ class NormedAttention(Attention):
 
 
 class DflashLayer(nn.Module):
-    """One layer of the head. Each block has K + 1 tokens, the first of which is the newest token."""
+    """One layer of the head. Each block has R tokens, the first of which is the newest token."""
 
-    def __init__(self, dims: HeadDims, target_config: PreTrainedConfig) -> None:
+    def __init__(self, dims: HeadDims, target_config: PreTrainedConfig, kind: "LayerKind") -> None:
         super().__init__()
+        self.kind = kind
         self.input_layernorm = RmsNorm(dims.hidden_size, norm_eps(target_config))
         self.self_attn = NormedAttention(dims, target_config)
         self.post_attention_layernorm = RmsNorm(dims.hidden_size, norm_eps(target_config))
@@ -69,7 +98,7 @@ class DflashLayer(nn.Module):
     def project(
         self, x: torch.Tensor, positions: torch.Tensor, num_unread: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries, keys and values of blocks x [K + 1, ..., H]. The first `num_unread` tokens get no query.
+        """Returns queries, keys and values of blocks x [R, ..., H]. The first `num_unread` tokens get no query.
 
         The norm is computed once for the queries and again for the keys and values, because Inductor cannot compile the
         backward of one norm whose output is sliced in two ways.
@@ -118,6 +147,16 @@ class DflashHead(Head):
         anchors_per_document: int | None = at_least_or_none(1)
         """Maximum number of draft positions per document that a training step uses, chosen at random in each epoch.
         The published number is 512. null uses all of them."""
+        causal: CausalLayers = CausalLayers.none
+        """Layers in which a token of a block sees only the tokens of its block up to itself."""
+        sample_from_anchor: bool = False
+        """The newest token drafts too: each token of a block predicts the token after its position. The block is then a
+        token shorter."""
+        sliding_window: int | None = at_least_or_none(2)
+        """Window W of sliding layers: a token at position p sees those from p - W + 1 on. null: no layer slides."""
+        layer_types: list[str] | None = None
+        """`full_attention` or `sliding_attention` for each layer. null with a window: the last layer of several sees
+        everything, all others slide."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
@@ -127,7 +166,11 @@ class DflashHead(Head):
         self.drafts_per_document = config.anchors_per_document
         self.fc = nn.Linear(len(self.capture_layers) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = RmsNorm(hidden_size, eps)
-        self.layers = nn.ModuleList(DflashLayer(dims, target_config) for _ in range(config.num_layers))
+        self.num_masks = self.ttt_steps - config.sample_from_anchor
+        """Mask tokens of a block."""
+        self.layers = nn.ModuleList(DflashLayer(dims, target_config, kind) for kind in layer_kinds(config))
+        if config.sliding_window is not None:
+            self.shared_window = config.sliding_window - self.num_masks - 1
         self.norm = RmsNorm(hidden_size, eps)
         self._add_own_vocabulary(config.draft_vocab_size, target_config)
         initialise(self, hidden_size, target_config.num_hidden_layers)
@@ -151,22 +194,22 @@ class DflashHead(Head):
         packing = tokens.packing
         context = torch.cat(packing.split(self._run(self._context, tokens.target_states)))  # [N, H]
         context_positions = torch.cat(packing.split(packing.positions))
-        # 2. Run the blocks of all draft positions through the layers. The last layer has no output for
-        # a block's first token.
-        x = self._blocks(tokens.next_ids[packing.draft_positions], parts, ttt_steps)  # [T + 1, M, H]
+        # 2. Run the blocks of all draft positions through the layers.
+        x = self._blocks(tokens.next_ids[packing.draft_positions], parts, ttt_steps)  # [R, M, H]
         in_block = torch.arange(len(x), device=x.device)
-        positions = packing.positions[packing.draft_positions] + 1 + in_block[:, None]  # [T + 1, M]
+        positions = packing.positions[packing.draft_positions] + 1 + in_block[:, None]  # [R, M]
+        views = self._views(packing, len(x))
         for layer, num_unread in self._layers():
             key, value = self._run(layer.keys_values_of_tokens, context, context_positions)
             query, block_key, block_value = self._run(layer.project, x, positions, num_unread)
-            attended = block_attention(  # [T + 1 - num_unread, M, heads, head_dim]
-                query, key, value, block_key, block_value, packing
+            attended = block_attention(  # [R - num_unread, M, heads, head_dim]
+                query, key, value, block_key, block_value, views[layer.kind]
             )
             x = self._run(layer.finish, x[num_unread:], attended)
         return self._run(self._normed, x)
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Write the keys of the verified tokens, then run a block of 1 + K tokens after them; see `Head.draft_first`.
+        """Write the keys of the verified tokens, then run a block of R tokens after them; see `Head.draft_first`.
 
         The block's keys go to the slots of its positions, which hold rejected tokens or are empty. The next round
         overwrites these keys.
@@ -177,16 +220,22 @@ class DflashHead(Head):
         for index, (layer, _) in enumerate(self._layers()):
             key, value = layer.keys_values_of_tokens(context, verified.positions)  # [B, S, kv heads, head_dim]
             cache.update(key.transpose(1, 2), value.transpose(1, 2), index)
-        # 2. Run the block. All its tokens use the mask of its last one.
+        # 2. Run the block. In layers that are not causal, all its tokens see what its last one sees.
         newest = verified.num_tokens - 1  # [B]
-        x = self._blocks(verified.tokens.gather(1, newest[:, None])[:, 0], parts, num_drafts)  # [K + 1, B, H]
-        positions = newest + torch.arange(len(x), device=x.device)[:, None]  # [K + 1, B]
-        mask = cache.begin(positions.T)
+        x = self._blocks(verified.tokens.gather(1, newest[:, None])[:, 0], parts, num_drafts)  # [R, B, H]
+        positions = newest + torch.arange(len(x), device=x.device)[:, None]  # [R, B]
+        mask = cache.begin(positions.T)  # [B, 1, R, slots], True up to the position of each token
         assert mask is not None
+        distances = positions.T[:, None, :, None] - torch.arange(mask.shape[3], device=x.device)  # [B, 1, R, slots]
         for index, (layer, num_unread) in enumerate(self._layers()):
             query, key, value = (part.permute(1, 2, 0, 3) for part in layer.project(x, positions, num_unread))
             keys, values = cache.update(key, value, index)  # [B, kv heads, slots, head_dim]
-            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask[:, :, -1:], enable_gqa=True)
+            window, is_causal = layer.kind
+            sees = mask if is_causal else mask[:, :, -1:].expand_as(mask)
+            sees = sees if window is None else sees & (distances < window)
+            attended = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=sees[:, :, num_unread:], enable_gqa=True
+            )
             x = layer.finish(x[num_unread:], attended.permute(2, 0, 1, 3))
         states = self._normed(x).transpose(0, 1)  # [B, K, H]
         return FirstStates(states, states[:, -1])
@@ -194,12 +243,22 @@ class DflashHead(Head):
     def _layers(self) -> list[tuple[DflashLayer, int]]:
         """Returns the layers, each with the number of leading tokens of a block whose output is unused."""
         layers: list[DflashLayer] = list(self.layers)  # type: ignore[arg-type]
-        return [(layer, int(layer is layers[-1])) for layer in layers]
+        num_unread = 1 + self.num_masks - self.ttt_steps
+        return [(layer, num_unread if layer is layers[-1] else 0) for layer in layers]
+
+    def _views(self, packing: Packing, block_size: int) -> dict["LayerKind", BlockView]:
+        """Returns what blocks of R tokens see in layers of each kind."""
+        kinds = {layer.kind for layer, _ in self._layers()}
+        shared = {kind.window - block_size for kind in kinds if kind.window is not None}
+        if shared and {packing.window} != shared:
+            packing = packing.with_window(*shared)
+        return {kind: block_view(packing, block_size, kind.is_causal, kind.window) for kind in kinds}
 
     def _blocks(self, newest: torch.Tensor, parts: FrozenParts, num_drafts: int) -> torch.Tensor:
-        """Returns the embeddings [K + 1, M, H] of each block: its newest token [M], then K mask tokens."""
+        """Returns the embeddings [R, M, H] of each block: its newest token [M], then mask tokens."""
         mask = parts.embed(torch.full((1,), self.mask_token_id, device=newest.device))
-        return torch.cat([parts.embed(newest)[None], mask.expand(num_drafts, len(newest), -1)])
+        num_masks = num_drafts - self.ttt_steps + self.num_masks
+        return torch.cat([parts.embed(newest)[None], mask.expand(num_masks, len(newest), -1)])
 
     @fused
     def _context(self, target_states: torch.Tensor) -> torch.Tensor:
@@ -211,3 +270,57 @@ class DflashHead(Head):
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.norm(x)
         return normed
+
+
+def block_size(config: DflashHead.Config) -> int:
+    """Returns R, the number of tokens of a block: the newest token and the mask tokens."""
+    return config.ttt_steps + (not config.sample_from_anchor)
+
+
+def layer_types(config: DflashHead.Config) -> list[str]:
+    """Returns the kind of each layer.
+
+    Raises:
+        UserError: there is not one for each layer, a kind is unknown, or a layer slides without a window.
+    """
+    default = [SLIDING if config.sliding_window else FULL] * config.num_layers
+    if config.num_layers > 1:
+        default[-1] = FULL
+    kinds = default if config.layer_types is None else list(config.layer_types)
+    if len(kinds) != config.num_layers or not set(kinds) <= {FULL, SLIDING}:
+        raise UserError(
+            f"head.layer_types: must be {FULL} or {SLIDING} for each of head.num_layers={config.num_layers} layers, "
+            f"but is {kinds}; set it, or leave it out"
+        )
+    if (SLIDING in kinds) != (config.sliding_window is not None):
+        raise UserError(
+            f"head.sliding_window: must be set if and only if a layer slides, but is {config.sliding_window} with "
+            f"head.layer_types={kinds}; set both, or leave both out"
+        )
+    return kinds
+
+
+def layer_kinds(config: DflashHead.Config) -> list[LayerKind]:
+    """Returns how each layer attends.
+
+    Raises:
+        UserError: the layers are not valid, or the window is not longer than a block.
+    """
+    size = block_size(config)
+    if config.sliding_window is not None and config.sliding_window <= size:
+        raise UserError(
+            f"head.sliding_window: must be above {size}, the tokens of a block of head.ttt_steps="
+            f"{config.ttt_steps} drafts, but is {config.sliding_window}; raise it, or train fewer depths"
+        )
+    if config.causal == CausalLayers.sliding and config.sliding_window is None:
+        raise UserError(
+            "head.causal: must be all or none without head.sliding_window, but is sliding; set one of them, or a window"
+        )
+    causal = {
+        CausalLayers.none: set[str](),
+        CausalLayers.sliding: {SLIDING},
+        CausalLayers.all: {SLIDING, FULL},
+    }[config.causal]
+    return [
+        LayerKind(config.sliding_window if kind == SLIDING else None, kind in causal) for kind in layer_types(config)
+    ]

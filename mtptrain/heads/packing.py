@@ -3,8 +3,9 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,11 @@ class Segments:
             is_causal=is_causal,
         )
 
+    def to(self, device: torch.device) -> "Segments":
+        """Returns the segments with their tensors on a device."""
+        tensors: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -67,6 +73,10 @@ class Packing:
     document_drafts: tuple[int, ...]
     """Number of draft positions in each document."""
     document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
+    window: int | None = None
+    """Number of tokens up to a draft position that it sees in `window_segments`, its own included; None for all."""
+    window_segments: tuple[Segments, ...] = ()
+    """Segments as in `segments`, for layers with that window."""
 
     @property
     def depths_share_targets(self) -> bool:
@@ -120,38 +130,43 @@ class Packing:
     def of_points(lengths: Sequence[int], points: Sequence[NDArray[np.int64]]) -> "Packing":
         """Pack documents whose draft positions may lie anywhere.
 
-        One kernel per draft position would be too many kernels, and a single kernel would need a mask. The A draft
-        positions of a document therefore form about sqrt(A) groups. For each group after the first, one kernel pairs
-        the group with all tokens that the previous groups see. Inside a group, the tokens that draft position i sees
-        but i - 1 does not are paired with the group's draft positions from i on. All groups share one kernel for each
-        i, and all documents share the kernels.
-
         Args:
             lengths: number of tokens in each document.
             points: the draft positions of each document, at least one, in rising order.
         """
-        starts, num_drafts = [0, *accumulate(lengths)], 0
-        gaps, before = (
-            defaultdict[int, list[tuple[range, range]]](list),
-            defaultdict[int, list[tuple[range, range]]](list),
-        )
+        starts, num_drafts, stairs = [0, *accumulate(lengths)], 0, _Stairs()
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
-        for start, positions in zip(starts, points, strict=False):
-            tokens = (start + positions).tolist()
-            is_draft[tokens], is_seen[start : tokens[-1]] = True, True
-            size, first_unseen = math.isqrt(len(tokens) - 1) + 1, start
-            for group, first in enumerate(range(0, len(tokens), size)):
-                of_group = tokens[first : first + size]
-                group_drafts = range(num_drafts, num_drafts + len(of_group))
-                if group:
-                    before[group].append((group_drafts, range(start, first_unseen)))
-                for index, token in enumerate(of_group):
-                    gaps[index].append((group_drafts[index:], range(first_unseen, token + 1)))
-                    first_unseen = token + 1
-                num_drafts += len(of_group)
-        return Packing._ordered(
-            lengths, is_draft, is_seen, [(part, False) for part in (*gaps.values(), *before.values())]
-        )
+        for start, length, positions in zip(starts, lengths, points, strict=False):
+            is_draft[start + positions], is_seen[start : start + positions[-1]] = True, True
+            drafts = range(num_drafts, num_drafts + len(positions))
+            stairs.add(drafts, (positions + 1).tolist(), range(start, start + length))
+            num_drafts += len(positions)
+        return Packing._ordered(lengths, is_draft, is_seen, [(part, False) for part in stairs.kernels])
+
+    def with_window(self, window: int) -> "Packing":
+        """Returns this packing with `window_segments`.
+
+        Documents are cut into tiles of `window` tokens. A draft position sees the tokens of its own tile up to itself,
+        and those of the tile before that are still inside its window: stairs that rise, and stairs that fall.
+        """
+        positions = self.positions[self.draft_positions].cpu().numpy()
+        starts, first_draft = self.document_offsets.tolist(), 0
+        rising, falling = _Stairs(), _Stairs()
+        for start, length, count in zip(starts, self.document_lengths, self.document_drafts, strict=False):
+            of_document = positions[first_draft : first_draft + count]
+            for first in range(0, length, window):
+                begin, end = np.searchsorted(of_document, [first, first + window]).tolist()
+                drafts, inside = range(first_draft + begin, first_draft + end), of_document[begin:end] - first
+                tile = range(start + first, start + min(first + window, length))
+                rising.add(drafts, (inside + 1).tolist(), tile)
+                if first:
+                    tile_before = range(start + first - 1, start + first - 1 - window, -1)
+                    falling.add(drafts[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
+            first_draft += count
+        key_indices = self.key_indices.cpu().numpy()
+        segments = tuple(Segments.of(part, key_indices, False) for part in (*rising.kernels, *falling.kernels))
+        device = self.positions.device
+        return replace(self, window=window, window_segments=tuple(part.to(device) for part in segments))
 
     @staticmethod
     def _ordered(
@@ -192,6 +207,39 @@ class Packing:
         return of_drafts, of_others
 
 
+class _Stairs:
+    """Kernels for draft positions of which each sees more tokens of a list than the one before it.
+
+    One kernel per draft position would be too many kernels, and a single kernel would need a mask. The A draft
+    positions of a list therefore form about sqrt(A) groups. For each group after the first, one kernel pairs the group
+    with all tokens that the previous groups see. Inside a group, the tokens that draft position i sees but i - 1 does
+    not are paired with the group's draft positions from i on. All groups share one kernel for each i, and all lists
+    share the kernels.
+    """
+
+    def __init__(self) -> None:
+        self._gaps = defaultdict[int, list[tuple[range, range]]](list)
+        self._before = defaultdict[int, list[tuple[range, range]]](list)
+
+    @property
+    def kernels(self) -> list[list[tuple[range, range]]]:
+        """The draft positions and the tokens of the segments of each kernel."""
+        return [*self._gaps.values(), *self._before.values()]
+
+    def add(self, drafts: range, counts: Sequence[int], tokens: range) -> None:
+        """Let each draft position see the first tokens of a list: `counts` of them, in rising order."""
+        blind = sum(count == 0 for count in counts)
+        drafts, counts = drafts[blind:], counts[blind:]
+        size, num_seen = math.isqrt(max(len(drafts) - 1, 0)) + 1, 0
+        for group, first in enumerate(range(0, len(drafts), size)):
+            of_group = drafts[first : first + size]
+            if group:
+                self._before[group].append((of_group, tokens[:num_seen]))
+            for index, count in enumerate(counts[first : first + size]):
+                self._gaps[index].append((of_group[index:], tokens[num_seen:count]))
+                num_seen = count
+
+
 @dataclass(frozen=True)
 class PackedTokens:
     """N packed tokens, as a head reads them in training."""
@@ -205,7 +253,9 @@ class PackedTokens:
 
 
 def _concatenated(ranges: Sequence[range]) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop) for part in ranges)])
+    return np.concatenate(
+        [np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop, part.step) for part in ranges)]
+    )
 
 
 def _as_indices(indices: NDArray[np.int64]) -> Indices:

@@ -147,6 +147,8 @@ def _step(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> Packing:
     counts = [max(1, round((length - 1) * micro_batch.supervised_share)) for length in lengths]
     with unset_fake_temporarily():  # attention's FLOPs are counted from the real document positions
         packing = _packing(lengths, counts, head.drafts_per_document)
+        if head.shared_window is not None:
+            packing = packing.with_window(head.shared_window)
     batch = _batch(head, depths, micro_batch.target_config.hidden_size, packing)
     scale, clock = torch.empty(depths, dtype=torch.float32), PhaseClock(torch.device("cpu"))
     settings = LossSettings(chunk_rows=micro_batch.loss_chunk_rows)

@@ -94,6 +94,7 @@ def make_batch(
     decode_states: bool = False,
     pins: bool = False,
     anchors: Anchors | None = None,
+    window: int | None = None,
 ) -> Batch:
     """Pack documents into a batch. Documents without a draft position are left out.
 
@@ -105,6 +106,7 @@ def make_batch(
         decode_states: decode e4m3 states now, for a batch that stays on the CPU.
         pins: put the states into pinned memory, from which a GPU can copy them while it computes.
         anchors: which draft positions to use; None uses all of them.
+        window: `Head.shared_window`.
     """
     kept: list[StoredDocument] = []
     spans: list[tuple[int, int, int]] = []  # (document, first draft position, number of draft positions)
@@ -126,6 +128,8 @@ def make_batch(
             used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
     packing = Packing.of_spans(used, spans) if anchors is None else Packing.of_points(used, draft_positions)
+    if window is not None:
+        packing = packing.with_window(window)
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, pins)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, pins)
     assert hidden_states is not None
@@ -206,6 +210,7 @@ class BatchSchedule:
         seed: int,
         for_gpu: bool = True,
         drafts_per_document: int | None = None,
+        window: int | None = None,
     ) -> None:
         """Pack the first epoch.
 
@@ -218,6 +223,7 @@ class BatchSchedule:
             for_gpu: read ahead in a thread, into pinned memory.
             drafts_per_document: number of draft positions of each document to use in a step, drawn at random in
                 every epoch; None for all.
+            window: `Head.shared_window`.
         """
         self.store = store
         self.for_gpu = for_gpu
@@ -225,7 +231,7 @@ class BatchSchedule:
         self.batch_tokens = batch_tokens
         self.micro_batches_per_step = micro_batches_per_step
         self.seed = seed
-        self.drafts_per_document = drafts_per_document
+        self.drafts_per_document, self.window = drafts_per_document, window
         self.costs = document_costs(store, drafts_per_document or math.inf)
         self._pins = for_gpu and torch.cuda.is_available()
         self._epoch, self._first_step = 0, 0  # the epoch in `_packed` and its first step
@@ -271,6 +277,7 @@ class BatchSchedule:
                     not self.for_gpu,
                     self._pins,
                     anchors,
+                    self.window,
                 )
             )
             for documents in of_rank

@@ -63,7 +63,9 @@ def held_out_losses(
         document = read_by_target(head, target, prompt, generation.tokens)
         if not len(draft_spans(document.loss_mask.numpy())[0]):
             continue  # an answer of one token has no draft
-        batch = make_batch([document], ttt_steps).to(target.device, target.parts.embed_tokens.dtype)
+        batch = make_batch([document], ttt_steps, window=head.shared_window).to(
+            target.device, target.parts.embed_tokens.dtype
+        )
         losses = training_losses(head, target.parts, batch, ones, settings, PhaseClock(target.device))
         sums += torch.stack(
             [losses.losses, losses.kl, losses.top1_accuracy, losses.overlap, batch.num_drafts]

@@ -118,6 +118,22 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "dflash_small_vocabulary": DflashHead.Config(capture_layers=[2, 4], ttt_steps=3, draft_vocab_size=200),
     "dflash_two_layers": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=2),
     "dflash_two_norms": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=2),
+    "dflash_window": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, sliding_window=6),
+    "dflash_causal": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, causal="all"),
+    "dflash_causal_window": DflashHead.Config(
+        capture_layers=[1, 2, 3], ttt_steps=3, sliding_window=6, causal="sliding"
+    ),
+    "dflash_mixed_windows": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=3, sliding_window=6),
+    "dflash_causal_mixed": DflashHead.Config(
+        capture_layers=[1, 2, 3], ttt_steps=3, num_layers=3, sliding_window=6, causal="all"
+    ),
+    "dflash_anchor_first": DflashHead.Config(
+        capture_layers=[1, 2, 3], ttt_steps=3, num_layers=2, sample_from_anchor=True
+    ),
+    "dflash_anchor_first_window": DflashHead.Config(
+        **{"capture_layers": [1, 2, 3], "ttt_steps": 3, "num_layers": 2, "sample_from_anchor": True},
+        **{"sliding_window": 6, "causal": "all", "draft_vocab_size": 200},
+    ),
     "dflash_small_vocabulary_inside": DflashHead.Config(capture_layers=[1, 3], ttt_steps=3, draft_vocab_size=200),
     "eagle3_norms_before_inside": Eagle3Head.Config(
         capture_layers=[0, 2, 3], norm_before_fc=True, norm_before_residual=True
@@ -164,6 +180,7 @@ CASES = [
         for target in ("llama_shared", "qwen3_shared")
     ),
     *(Case(head, "llama_shared") for head in ("dflash_small_vocabulary", "dflash_two_layers")),
+    *(Case(f"dflash_{variant}", "llama_shared") for variant in ("window", "causal", "causal_window")),
     *(Case("peagle", "llama_repeating", num_speculative_tokens) for num_speculative_tokens in (1, 3, 5)),
     *(Case("medusa", target) for target in ("llama", "qwen3", "mistral", "qwen2", "qwen3_moe", "gemma3_text")),
     *(Case("medusa", f"{target}_repeating", tokens) for target in ("llama", "qwen3") for tokens in (1, 3, 5)),
@@ -214,6 +231,11 @@ LLAMA_CPP_CASES = [
     ),
     Case("dflash_small_vocabulary_inside", "llama_shared"),
     *(
+        Case(f"dflash_{variant}", target)
+        for variant in ("mixed_windows", "causal_mixed", "anchor_first", "anchor_first_window")
+        for target in ("llama_shared", "qwen3_shared")
+    ),
+    *(
         Case(head, target)
         for head in ("eagle3_small_vocabulary", "eagle3_own_lm_head")
         for target in ("llama", "qwen3")
@@ -231,6 +253,7 @@ OPENVINO_CASES = [
         for head in ("dflash", "dflash_K1", "dflash_K5", "dflash_two_norms")
     ),
     Case("dflash", "qwen3_shared"),
+    Case("dflash_mixed_windows", "llama_shared"),
     Case("eagle3_small_vocabulary", "llama"),
     Case("eagle3_own_lm_head", "qwen3"),
     Case("eagle3_last_stream", "llama"),

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
+from mtptrain.heads.dflash import FULL, SLIDING
 from mtptrain.target.checkpoint_check import MODEL_OPT_QUANTISATION
 from mtptrain.target.families import head_rope_parameters, norm_eps
 from mtptrain.utils.errors import UserError, error_summary
@@ -91,19 +92,24 @@ def layer_ids(value: Any, config: Config, target: PreTrainedConfig) -> str | Non
 
 
 def full_attention(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
-    is_full = isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+    is_full = isinstance(value, list) and set(map(str, value)) <= {FULL}
     return None if is_full else "full_attention in all layers, as in our heads"
+
+
+def full_or_sliding(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    is_known = isinstance(value, list) and set(map(str, value)) <= {FULL, SLIDING}
+    return None if is_known else f"{FULL} or {SLIDING} in each layer"
+
+
+def only_with_types(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    """Accepts a window that is switched on only with `layer_types`: without, classes guess which layers slide."""
+    return None if value is False or (value is True and "layer_types" in config) else "false, or stand with layer_types"
 
 
 def unused_window(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
     """Accepts the size of a window that no layer has."""
     is_unused = config.get("use_sliding_window") is False or config.get("layer_types") is not None
     return None if is_unused else "null or switched off by use_sliding_window=false, because our heads have no window"
-
-
-def unused_block_window(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
-    is_unused = config.get("dflash_config.use_swa") is False
-    return None if is_unused else "null or switched off by use_swa=false, because our heads have no window"
 
 
 def alone(other: str) -> Rule:
@@ -238,19 +244,18 @@ RULES: dict[str, dict[str, Rule]] = {
         "num_hidden_layers": between(1, MAX_LAYERS),
         "block_size": between(2, MAX_DEPTHS + 1),  # the newest token and the drafts
         "draft_vocab_size": size,
-        **dict.fromkeys(
-            ("is_causal", "dflash_config.causal"), only(False, because="because rows of head dflash see their block")
-        ),
+        **dict.fromkeys(("is_causal", "dflash_config.causal", "dflash_config.use_swa"), BOOLEAN),
+        "use_sliding_window": only_with_types,
         **dict.fromkeys(
             ("sample_from_anchor", "dflash_config.sample_from_anchor", "dflash_config.shift_label"),
-            only(False, because="because the first token of a block of head dflash drafts nothing"),
+            only(False, because="because engines draft nothing with the first token of such a head"),
         ),
+        "layer_types": full_or_sliding,
+        **dict.fromkeys(("sliding_window", "dflash_config.swa_window_size"), size),
         "dflash_config": anything,
         "dflash_config.block_size": alone("block_size"),
         "dflash_config.mask_token_id": token_id,
         "dflash_config.target_layer_ids": layer_ids,
-        "dflash_config.use_swa": only(False, because="because our heads have no window"),
-        "dflash_config.swa_window_size": unused_block_window,
         "dflash_config.attention_value_scale": only(1.0),
     },
     "medusa": {

@@ -43,6 +43,7 @@ from mtptrain.convert.target_files import INDEX
 from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
+from mtptrain.heads.dflash import DflashHead, layer_types
 from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
@@ -281,8 +282,10 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     if isinstance(config, LayerConfig):
         sizes = vars(head_dims(config, target_config, settings.get("head_dim")))
     layers = HEADS[config.name].resolve_capture_layers(config, target_config)
-    captured = {"capture_layers": list(layers)} if "capture_layers" in settings else {}
-    return settings | {name: size for name, size in sizes.items() if name in settings} | captured
+    resolved: dict[str, object] = {"capture_layers": list(layers)} if "capture_layers" in settings else {}
+    if isinstance(config, DflashHead.Config):
+        resolved["layer_types"] = layer_types(config)
+    return settings | {name: size for name, size in sizes.items() if name in settings} | resolved
 
 
 def _deepseek_mtp(directory: Path, names: set[str], target_config: PreTrainedConfig) -> PublishedHead:

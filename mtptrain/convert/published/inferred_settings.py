@@ -5,12 +5,14 @@ Each function returns, for each setting, the values that may fit, most likely fi
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, Config, captured_ids
 from mtptrain.heads import HEADS
+from mtptrain.heads.dflash import FULL, SLIDING, CausalLayers
 from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.layers import SERVED_HEAD_DIMS
 from mtptrain.serving.exports import SERVING
@@ -90,7 +92,28 @@ def dflash_settings(directory: Path, config: Config, tensors: Tensors, target_co
         "mask_token_id": [config["dflash_config.mask_token_id"]],
         "ttt_steps": [config["block_size"] - 1],
         "draft_vocab_size": [_draft_vocab_size(directory, config, tensors, target_config)],
+        **{name: [value] for name, value in _dflash_attention(directory, config).items()},
     }
+
+
+def _dflash_attention(directory: Path, config: Config) -> dict[str, Any]:
+    """Returns the settings of a DFlash head's layers, as vLLM's class reads them.
+
+    Raises:
+        UserError: layers slide without a window, or there is not one type for each layer.
+    """
+    num_layers = config["num_hidden_layers"]
+    types = config.get("layer_types", [FULL] * num_layers)
+    if config.get("dflash_config.use_swa") and SLIDING not in types:
+        types = [SLIDING] * num_layers
+    window = config.get("dflash_config.swa_window_size", config.get("sliding_window"))
+    if len(types) != num_layers or (SLIDING in types and window is None):
+        wanted = f"{num_layers} layer_types" if len(types) != num_layers else "a sliding_window for its sliding layers"
+        raise UserError(f"{directory / 'config.json'}: must have {wanted}, but does not; download the head again")
+    is_causal = config.get("is_causal", config.get("dflash_config.causal"))
+    unset = CausalLayers.sliding if SLIDING in types else CausalLayers.none
+    causal = unset if is_causal is None else CausalLayers.all if is_causal else CausalLayers.none
+    return {"layer_types": types, "sliding_window": window if SLIDING in types else None, "causal": causal}
 
 
 def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTrainedConfig) -> list[list[int]]:

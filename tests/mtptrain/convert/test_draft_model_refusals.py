@@ -195,7 +195,7 @@ def test_benchmarks_refuse_prompts_that_the_model_cannot_read_with_answer_and_dr
     message = r"^head: must read the longest prompt with its response and drafts, 51 tokens, but has a context .* of 50"
     with pytest.raises(UserError, match=message):
         measure_decoding(config, tmp_path)
-    monkeypatch.setattr(serving_bench, "find_python", lambda _: Path("python"))
+    monkeypatch.setattr(serving_bench, "find_program", lambda _: Path("python"))
     config.serving_bench.num_speculative_tokens = [1, 3]
     with pytest.raises(UserError, match=message):
         serving_bench.prepare(Run(config), tmp_path)

@@ -173,6 +173,17 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ("openvino", "dflash", {"capture_layers": [1, 4]}, "llama", {}, r"below the target's last .* \[1, 4\]: optimum"),
     ("openvino", "dflash", {"draft_vocab_size": 64}, "llama", {}, r"must be null .* but is 64: OpenVINO gives"),
     *(
+        (engine, "dflash", {"sample_from_anchor": True, "capture_layers": [1, 2]}, "llama", {},
+         rf"must be false .* but is true: {name}'s class drafts nothing with the newest")
+        for engine, name in (("vllm", "vLLM"), ("openvino", "OpenVINO"))
+    ),
+    ("openvino", "dflash", {"causal": "all", "capture_layers": [1, 2]}, "llama", {}, r"must be none .* but is all: in"),
+    (
+        "llama_cpp", "dflash",
+        {"causal": "sliding", "sliding_window": 9, "num_layers": 2, "capture_layers": [1, 2]}, "llama", {},
+        r"head\.causal: must be all or none if some layers .* but is sliding: llama\.cpp has one setting",
+    ),
+    *(
         ("openvino", name, {}, "gemma3_text", {}, r"target\.path: must be one of llama, .* but is a gemma3_text: in Op")
         for name in ("eagle3", "dflash", "draft_model")
     ),

@@ -58,6 +58,16 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "dflash": ("dflash", {"capture_layers": [0, 1, 2]}),
     "dflash, three layers": ("dflash", {"capture_layers": [1, 2], "num_layers": 3}),
     "dflash, draft vocabulary": ("dflash", {"capture_layers": [2], "num_layers": 2, "draft_vocab_size": 20}),
+    "dflash, causal": ("dflash", {"capture_layers": [0, 1], "num_layers": 2, "causal": "all"}),
+    "dflash, anchor first": ("dflash", {"capture_layers": [0, 1], "num_layers": 2, "sample_from_anchor": True}),
+    "dflash, a window": ("dflash", {"capture_layers": [1], "num_layers": 3, "sliding_window": DEPTHS + 2}),
+    "dflash, all variants": (
+        "dflash",
+        {
+            **{"capture_layers": [1, 2], "num_layers": 2, "sliding_window": DEPTHS + 1, "sample_from_anchor": True},
+            **{"causal": "sliding", "layer_types": ["full_attention", "sliding_attention"]},
+        },
+    ),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
     "draft_model": ("draft_model", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "draft_model, smaller, untied": (

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from mtptrain.heads.attention.draft_blocks import block_attention
+from mtptrain.heads.attention.draft_blocks import block_attention, block_view
 from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import Packing
+from mtptrain.heads.packing import Packing, Segments
 from tests.mtptrain.heads.test_contract import (
     DEPTHS,
     HIDDEN_SIZE,
@@ -35,6 +35,22 @@ def seen_tokens(packing: Packing) -> torch.Tensor:
     return (document[packing.draft_positions, None] == document) & (tokens <= packing.draft_positions[:, None])
 
 
+def times_seen_in(packing: Packing, segments: tuple[Segments, ...]) -> torch.Tensor:
+    """Returns how often kernels pair each draft position with each token, i64[M, N]."""
+    num_drafts, num_tokens = len(packing.draft_positions), len(packing.positions)
+    times_seen = torch.zeros(num_drafts, num_tokens, dtype=torch.long)
+    in_key_order = packing.key_indices.argsort()
+    for part in segments:
+        queries, tokens = torch.arange(num_drafts)[part.queries], in_key_order[part.keys]
+        assert len(queries.unique()) == len(queries) and len(tokens.unique()) == len(tokens)
+        for index, (num_queries, num_keys) in enumerate(part.lengths):
+            first_query, first_key = part.query_offsets[index], part.key_offsets[index]
+            times_seen[
+                queries[first_query : first_query + num_queries, None], tokens[first_key : first_key + num_keys]
+            ] += 1
+    return times_seen
+
+
 def dense_block_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -42,13 +58,20 @@ def dense_block_attention(
     block_key: torch.Tensor,
     block_value: torch.Tensor,
     packing: Packing,
+    is_causal: bool = False,
+    window: float = math.inf,
 ) -> torch.Tensor:
-    """Computes `block_attention` with one mask over all pairs of draft positions and tokens."""
-    groups = query.shape[2] // key.shape[1]
+    """Computes `block_attention` with one mask over all pairs of tokens of blocks and tokens."""
+    groups, block_size = query.shape[2] // key.shape[1], len(block_key)
     key, value = (x[packing.key_indices].repeat_interleave(groups, 1) for x in (key, value))
     block_key, block_value = (x.repeat_interleave(groups, 2) for x in (block_key, block_value))
-    scores = torch.einsum("rmhd,nhd->hrmn", query, key).masked_fill(~seen_tokens(packing), -math.inf)
+    in_block = torch.arange(block_size)[-len(query) :, None]
+    positions = packing.positions[packing.draft_positions] + 1 + in_block  # [R, M]
+    is_seen = seen_tokens(packing) & (positions[..., None] - packing.positions < window)  # [R, M, N]
+    scores = torch.einsum("rmhd,nhd->hrmn", query, key).masked_fill(~is_seen, -math.inf)
     inside = torch.einsum("rmhd,bmhd->hrmb", query, block_key)
+    if is_causal:
+        inside = inside.masked_fill((torch.arange(block_size) > in_block)[:, None], -math.inf)
     weights = (torch.cat([scores, inside], -1) * query.shape[-1] ** -0.5).softmax(-1)
     out = torch.einsum("hrmn,nhd->rmhd", weights[..., : len(key)], value)
     return out + torch.einsum("hrmb,bmhd->rmhd", weights[..., len(key) :], block_value)
@@ -56,8 +79,15 @@ def dense_block_attention(
 
 @pytest.mark.parametrize("packing", [SINGLE, SPANS, PROMPTS_ONLY_BEFORE], ids=["single", "spans", "one draft position"])
 @pytest.mark.parametrize("unread", [0, 1])
-def test_attention_of_blocks_equals_one_softmax_over_a_mask(packing: Packing, unread: int) -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 5, 6, 9, 100])
+def test_attention_of_blocks_equals_one_softmax_over_a_mask(
+    packing: Packing, unread: int, is_causal: bool, window: int | None
+) -> None:
     generator, block_size = torch.Generator().manual_seed(0), 4
+    if window is not None:
+        packing = packing.with_window(window - block_size)
+    view = block_view(packing, block_size, is_causal, window)
     num_tokens, num_drafts = len(packing.positions), len(packing.draft_positions)
     shapes = [
         (block_size - unread, num_drafts, 4, 16),
@@ -66,7 +96,8 @@ def test_attention_of_blocks_equals_one_softmax_over_a_mask(packing: Packing, un
     ]
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
     weights = torch.randn(shapes[0], generator=generator)
-    ours, dense = (attend(*inputs, packing) for attend in (block_attention, dense_block_attention))
+    ours = block_attention(*inputs, view)
+    dense = dense_block_attention(*inputs, packing, is_causal, window or math.inf)
     torch.testing.assert_close(ours, dense, atol=2e-6, rtol=1e-5)
     grads = [torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, dense)]
     for found, wanted in zip(*grads, strict=True):
@@ -79,22 +110,25 @@ def test_the_kernels_of_single_draft_positions_pair_each_with_every_token_that_i
     lengths = generator.integers(1, 60, 4).tolist()
     points = [np.sort(generator.choice(length, generator.integers(1, length + 1), replace=False)) for length in lengths]
     packing = Packing.of_points(lengths, points)
-    times_seen = torch.zeros(len(packing.draft_positions), sum(lengths), dtype=torch.long)
-    in_key_order = packing.key_indices.argsort()
-    for part in packing.segments:
-        queries, tokens = torch.arange(len(packing.draft_positions))[part.queries], in_key_order[part.keys]
-        for index, (num_queries, num_keys) in enumerate(part.lengths):
-            first_query, first_key = part.query_offsets[index], part.key_offsets[index]
-            times_seen[
-                queries[first_query : first_query + num_queries, None], tokens[first_key : first_key + num_keys]
-            ] += 1
-    assert torch.equal(times_seen, seen_tokens(packing).long())
+    assert torch.equal(times_seen_in(packing, packing.segments), seen_tokens(packing).long())
     assert torch.equal(
         torch.arange(len(packing.draft_positions))[packing.segments[0].queries],
         torch.arange(len(packing.draft_positions)),
     )
     assert len(packing.segments) <= 2 * math.sqrt(max(map(len, points))) + 1
     assert packing.num_pairs == seen_tokens(packing).sum()
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 30, 100])
+@pytest.mark.parametrize("packing", [SINGLE, SPANS, PROMPTS_ONLY_BEFORE], ids=["single", "spans", "one draft position"])
+def test_the_kernels_of_a_window_pair_each_draft_position_with_the_tokens_in_it_once(
+    packing: Packing, window: int
+) -> None:
+    packing = packing.with_window(window)
+    distance = packing.draft_positions[:, None] - torch.arange(len(packing.positions))
+    assert torch.equal(
+        times_seen_in(packing, packing.window_segments), (seen_tokens(packing) & (distance < window)).long()
+    )
 
 
 @pytest.mark.parametrize("case", ["dflash", "dflash, three layers"])

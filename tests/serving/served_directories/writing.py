@@ -66,7 +66,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     if is_of_family:
         return head.eval().requires_grad_(False)
     if isinstance(head, DflashHead):
-        if kind != "dflash_two_norms":
+        if not has_own_key_norms(kind):
             share_key_norms(head)
         attend_to_masks(head)
     # A head that feeds nothing back can only learn to repeat a token. It gets more prompts, because a repeating answer
@@ -100,9 +100,14 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         optimizer.step()
         optimizer.zero_grad()
     # Copy the norm, because a file cannot hold one tensor under several names.
-    if isinstance(head, DflashHead) and kind != "dflash_two_norms":
+    if isinstance(head, DflashHead) and not has_own_key_norms(kind):
         share_key_norms(head, deepcopy)
     return head.eval().requires_grad_(False)
+
+
+def has_own_key_norms(kind: str) -> bool:
+    """Returns whether a `dflash` head is one that vLLM's CPU kernels do not serve."""
+    return kind == "dflash_two_norms" or "mixed" in kind or "anchor" in kind
 
 
 def share_key_norms(head: DflashHead, take: Callable[[torch.nn.Module], torch.nn.Module] = lambda norm: norm) -> None:

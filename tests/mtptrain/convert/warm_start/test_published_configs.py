@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mtptrain.convert.published.config_json import MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
@@ -139,8 +140,10 @@ WINDOWS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WINDOWS)
-@pytest.mark.parametrize("published", WITH_LAYERS, indirect=True)
-def test_a_window_is_refused_in_every_kind_of_head(published: Published, change: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("published", [kind for kind in WITH_LAYERS if kind != "dflash"], indirect=True)
+def test_a_window_is_refused_in_every_kind_of_head_without_windows(
+    published: Published, change: dict[str, Any], message: str
+) -> None:
     published.refuses(change, message)
 
 
@@ -183,13 +186,25 @@ def test_another_arithmetic_or_target_is_refused_by_the_key(
 
 
 BLOCK: list[tuple[dict[str, Any], str]] = [
-    ({"is_causal": True}, r"is_causal must be false, because rows of head dflash see their block, but is true"),
-    ({"dflash_config": {"causal": True}}, r"dflash_config\.causal must be false"),
-    ({"dflash_config": {"use_swa": True}}, r"dflash_config\.use_swa must be false, because our heads have no window"),
-    ({"dflash_config": {"swa_window_size": 64}}, r"dflash_config\.swa_window_size must be null or .*, but is 64"),
+    ({"is_causal": "no"}, r"is_causal must be .*true or false"),
+    (
+        {"dflash_config": {"use_swa": True}},
+        r"config\.json: must have a sliding_window for its sliding layers, but does",
+    ),
+    (
+        {"layer_types": ["sliding_attention"] * 2},
+        r"config\.json: must have a sliding_window for its sliding layers, but",
+    ),
+    ({"layer_types": ["full_attention"] * 9}, r"config\.json: must have 2 layer_types, but does not"),
+    (
+        {"layer_types": ["chunked_attention"] * 2},
+        r"layer_types must be full_attention or sliding_attention in each layer",
+    ),
+    ({"dflash_config": {"use_swa": True, "swa_window_size": 9}}, r"set head\.layer_types=\[sliding_attention,sl"),
+    ({"is_causal": True}, r"head\.causal \(all there, none here\); set head\.causal=all"),
     ({"dflash_config": {"attention_value_scale": 0.5}}, r"dflash_config\.attention_value_scale must be 1\.0"),
     ({"dflash_config": {"sample_from_anchor": True}}, r"dflash_config\.sample_from_anchor must be false, .* is true"),
-    ({"sample_from_anchor": True}, r"sample_from_anchor must be false, because the first token of a block"),
+    ({"sample_from_anchor": True}, r"sample_from_anchor must be false, because engines draft nothing with the first"),
     ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false"),
     ({"dflash_config": {"projector_type": "domino"}}, r"but has dflash_config\.projector_type=domino"),
     ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is 9"),
@@ -200,6 +215,7 @@ BLOCK: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": {"target_layer_ids": [1, 5]}}, r"target_layer_ids must name different layers of the target's 2"),
     ({"dflash_config": {"mask_token_id": 260}}, r"mask_token_id must be within 0\.\.259, the target's vocabulary"),
     ({"block_size": 1}, r"block_size must be a whole number from 2 to 65, but is 1"),
+    ({"use_sliding_window": True, "layer_types": None}, r"use_sliding_window must be false, or stand with layer_types"),
     ({"markov_rank": 16}, r"but has markov_rank=16"),
     ({"draft_vocab_size": 48}, r"draft_vocab_size must be 260, the rows of the lm_head that the head uses, but is 48"),
 ]
@@ -220,6 +236,48 @@ def test_a_block_drafter_of_our_layout_is_read_however_its_config_says_so(publis
     published.load({"dflash_config": {"block_size": 4}}, removed=("block_size", "vocab_size"))
     published.load({"rope_theta": 1e6})  # rope_parameters takes precedence
     published.load({"rope_theta": 1e4}, removed=("rope_parameters",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"causal": "all"}, [{"is_causal": True}, {"is_causal": None, "dflash_config": {"causal": True}}]),
+        (
+            {"sliding_window": 64},  # z-lab's: the last layer sees everything
+            [
+                {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+                {"layer_types": ["sliding_attention", "full_attention"], "dflash_config": {"swa_window_size": 64}},
+            ],
+        ),
+        (
+            {"sliding_window": 64, "causal": "sliding"},
+            [{"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"], "is_causal": None}],
+        ),
+        (
+            {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2, "causal": "all"},
+            [
+                {"layer_types": None, "dflash_config": {"use_swa": True, "swa_window_size": 64}, "is_causal": True},
+                {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2, "is_causal": True},
+            ],
+        ),
+    ],
+    ids=["causal", "sliding", "sliding causal", "all sliding, causal"],
+)
+def test_every_variant_of_a_block_drafter_is_read_and_written_back(
+    heads: dict[str, tuple[Path, Path, HeadConfig]],
+    tmp_path: Path,
+    settings: dict[str, Any],
+    changes: list[dict[str, Any]],
+) -> None:
+    directory, target, _ = heads["dflash"]
+    config = replace(DFLASH, **settings)
+    for change in changes:
+        Published(directory, target, config).load(change)
+        with pytest.raises(ValueError, match=r"head\.init_from: the head's settings must be those of"):
+            Published(directory, target, DFLASH).load(change)
+    state = write(tmp_path / "written", "vllm", config, target)
+    read = load_init(str(tmp_path / "written"), config, TargetFiles(target))
+    assert read.keys() >= state.keys() and all(torch.equal(read[name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize("published", ["dflash"], indirect=True)
