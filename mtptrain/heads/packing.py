@@ -96,7 +96,9 @@ class Packing:
         return sum(length * (length + 1) / 2 for length in self.document_lengths)
 
     @staticmethod
-    def of_spans(lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None) -> "Packing":
+    def of_spans(
+        lengths: Sequence[int], spans: Sequence[tuple[int, int, int]] | None = None, window: int | None = None
+    ) -> "Packing":
         """Pack documents whose draft positions are spans of consecutive tokens.
 
         The first kernel pairs every span with its own tokens, causally. Each of the others pairs spans, at most one per
@@ -106,6 +108,7 @@ class Packing:
             lengths: number of tokens in each document.
             spans: (document, first token in the document, number of tokens) of each span of draft positions, in order;
                 by default every token is a draft position.
+            window: see `Packing.window`.
         """
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
@@ -123,16 +126,17 @@ class Packing:
                 num_before[document] += 1
                 is_seen[starts[document] : token] = True
         return Packing._ordered(
-            lengths, is_draft, is_seen, [(inside, True), *((part, False) for part in before.values())]
+            lengths, is_draft, is_seen, [(inside, True), *((part, False) for part in before.values())], window
         )
 
     @staticmethod
-    def of_points(lengths: Sequence[int], points: Sequence[NDArray[np.int64]]) -> "Packing":
+    def of_points(lengths: Sequence[int], points: Sequence[NDArray[np.int64]], window: int | None = None) -> "Packing":
         """Pack documents whose draft positions may lie anywhere.
 
         Args:
             lengths: number of tokens in each document.
             points: the draft positions of each document, at least one, in rising order.
+            window: see `Packing.window`.
         """
         starts, num_drafts, stairs = [0, *accumulate(lengths)], 0, _Stairs()
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
@@ -141,30 +145,12 @@ class Packing:
             drafts = range(num_drafts, num_drafts + len(positions))
             stairs.add(drafts, (positions + 1).tolist(), range(start, start + length))
             num_drafts += len(positions)
-        return Packing._ordered(lengths, is_draft, is_seen, [(part, False) for part in stairs.kernels])
+        return Packing._ordered(lengths, is_draft, is_seen, [(part, False) for part in stairs.kernels], window)
 
     def with_window(self, window: int) -> "Packing":
-        """Returns this packing with `window_segments`.
-
-        Documents are cut into tiles of `window` tokens. A draft position sees the tokens of its own tile up to itself,
-        and those of the tile before that are still inside its window: stairs that rise, and stairs that fall.
-        """
-        positions = self.positions[self.draft_positions].cpu().numpy()
-        starts, first_draft = self.document_offsets.tolist(), 0
-        rising, falling = _Stairs(), _Stairs()
-        for start, length, count in zip(starts, self.document_lengths, self.document_drafts, strict=False):
-            of_document = positions[first_draft : first_draft + count]
-            for first in range(0, length, window):
-                begin, end = np.searchsorted(of_document, [first, first + window]).tolist()
-                drafts, inside = range(first_draft + begin, first_draft + end), of_document[begin:end] - first
-                tile = range(start + first, start + min(first + window, length))
-                rising.add(drafts, (inside + 1).tolist(), tile)
-                if first:
-                    tile_before = range(start + first - 1, start + first - 1 - window, -1)
-                    falling.add(drafts[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
-            first_draft += count
-        key_indices = self.key_indices.cpu().numpy()
-        segments = tuple(Segments.of(part, key_indices, False) for part in (*rising.kernels, *falling.kernels))
+        """Returns this packing with `window_segments`, for heads that were not known when it was built."""
+        is_draft = torch.zeros(len(self.positions), dtype=torch.bool).index_fill(0, self.draft_positions.cpu(), True)
+        segments = _window_segments(self.document_lengths, is_draft.numpy(), self.key_indices.cpu().numpy(), window)
         device = self.positions.device
         return replace(self, window=window, window_segments=tuple(part.to(device) for part in segments))
 
@@ -174,6 +160,7 @@ class Packing:
         is_draft: NDArray[np.bool_],
         is_seen: NDArray[np.bool_],
         kernels: Sequence[tuple[Sequence[tuple[range, range]], bool]],
+        window: int | None,
     ) -> "Packing":
         """Returns a packing whose keys are in this order: draft positions, other tokens that are seen, the rest.
 
@@ -182,6 +169,7 @@ class Packing:
             is_draft: whether each token is a draft position [N].
             is_seen: whether any draft position sees each token [N].
             kernels: for each kernel, the draft positions and the tokens of its segments, and whether it is causal.
+            window: see `Packing.window`.
         """
         draft_positions = np.flatnonzero(is_draft)
         other_tokens = np.concatenate([np.flatnonzero(is_seen & ~is_draft), np.flatnonzero(~is_seen & ~is_draft)])
@@ -195,6 +183,8 @@ class Packing:
             document_lengths=tuple(lengths),
             document_drafts=tuple(int(part.sum()) for part in np.split(is_draft, list(accumulate(lengths))[:-1])),
             document_offsets=torch.tensor([0, *accumulate(lengths)]),
+            window=window,
+            window_segments=() if window is None else _window_segments(lengths, is_draft, key_indices, window),
         )
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,6 +228,29 @@ class _Stairs:
             for index, count in enumerate(counts[first : first + size]):
                 self._gaps[index].append((of_group[index:], tokens[num_seen:count]))
                 num_seen = count
+
+
+def _window_segments(
+    lengths: Sequence[int], is_draft: NDArray[np.bool_], key_indices: NDArray[np.int64], window: int
+) -> tuple[Segments, ...]:
+    """Returns the kernels with which each draft position sees the last `window` tokens up to its own.
+
+    Documents are cut into tiles of `window` tokens. A draft position sees the tokens of its own tile up to itself, and
+    those of the tile before that are still inside its window: stairs that rise, and stairs that fall.
+    """
+    rising, falling, first_token, first_draft = _Stairs(), _Stairs(), 0, 0
+    for length in lengths:
+        for first in range(0, length, window):
+            tile = range(first_token + first, first_token + min(first + window, length))
+            inside = np.flatnonzero(is_draft[tile.start : tile.stop])
+            drafts = range(first_draft, first_draft + len(inside))
+            rising.add(drafts, (inside + 1).tolist(), tile)
+            if first:
+                tile_before = range(tile.start - 1, tile.start - 1 - window, -1)
+                falling.add(drafts[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
+            first_draft += len(inside)
+        first_token += length
+    return tuple(Segments.of(part, key_indices, False) for part in (*rising.kernels, *falling.kernels))
 
 
 @dataclass(frozen=True)

@@ -146,9 +146,7 @@ def _step(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> Packing:
     lengths, depths = micro_batch.lengths, micro_batch.head.ttt_steps
     counts = [max(1, round((length - 1) * micro_batch.supervised_share)) for length in lengths]
     with unset_fake_temporarily():  # attention's FLOPs are counted from the real document positions
-        packing = _packing(lengths, counts, head.drafts_per_document)
-        if head.shared_window is not None:
-            packing = packing.with_window(head.shared_window)
+        packing = _packing(lengths, counts, head)
     batch = _batch(head, depths, micro_batch.target_config.hidden_size, packing)
     scale, clock = torch.empty(depths, dtype=torch.float32), PhaseClock(torch.device("cpu"))
     settings = LossSettings(chunk_rows=micro_batch.loss_chunk_rows)
@@ -158,21 +156,22 @@ def _step(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> Packing:
     return packing
 
 
-def _packing(lengths: Sequence[int], counts: Sequence[int], drafts_per_document: int | None) -> Packing:
+def _packing(lengths: Sequence[int], counts: Sequence[int], head: Head) -> Packing:
     """Returns a packing whose draft positions are the tokens before the last one of each document, `counts` of them.
 
-    With `drafts_per_document`, at most that many of them, at equal distances, are draft positions.
+    With `Head.drafts_per_document`, at most that many of them, at equal distances, are draft positions.
     """
-    if drafts_per_document is None:
+    if head.drafts_per_document is None:
         spans = [(i, length - 1 - count, count) for i, (length, count) in enumerate(zip(lengths, counts, strict=True))]
-        return Packing.of_spans(lengths, spans)
-    drawn = [min(count, drafts_per_document) for count in counts]
+        return Packing.of_spans(lengths, spans, head.shared_window)
+    drawn = [min(count, head.drafts_per_document) for count in counts]
     return Packing.of_points(
         lengths,
         [
             length - 1 - count + np.arange(used) * count // used
             for length, count, used in zip(lengths, counts, drawn, strict=True)
         ],
+        head.shared_window,
     )
 
 

@@ -127,9 +127,9 @@ def make_batch(
             # The last token needed is the one whose state gives the label of a draft position's last depth.
             used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
-    packing = Packing.of_spans(used, spans) if anchors is None else Packing.of_points(used, draft_positions)
-    if window is not None:
-        packing = packing.with_window(window)
+    packing = (
+        Packing.of_spans(used, spans, window) if anchors is None else Packing.of_points(used, draft_positions, window)
+    )
     hidden_states, hidden_states_scales = pack_states(kept, used, "hidden_states", decode_states, pins)
     aux_hidden_states, aux_hidden_states_scales = pack_states(kept, used, "aux_hidden_states", decode_states, pins)
     assert hidden_states is not None

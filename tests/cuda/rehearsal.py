@@ -83,10 +83,10 @@ def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarra
         spans += [(document, int(first), int(count)) for first, count in zip(firsts, counts, strict=True)]
         used.append(int(firsts[-1] + counts[-1]) + 1)
     packing = (
-        Packing.of_spans(used, spans) if head.drafts_per_document is None else Packing.of_points(used, draft_positions)
+        Packing.of_spans(used, spans, head.shared_window)
+        if head.drafts_per_document is None
+        else Packing.of_points(used, draft_positions, head.shared_window)
     )
-    if head.shared_window is not None:
-        packing = packing.with_window(head.shared_window)
     num_tokens, num_captured = sum(used), len(head.capture_layers)
     aux = torch.empty(num_tokens, num_captured, hidden_size, dtype=torch.bfloat16) if num_captured else None
     return Batch(

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,8 +63,15 @@ def test_a_step_over_chats_gives_every_gradient_and_never_waits(head: str, activ
     check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS, train))
 
 
-@pytest.mark.parametrize("head_settings", [{"anchors_per_document": 64}, {"anchors_per_document": 64, "num_layers": 3}])
-def test_a_step_over_single_draft_positions_gives_every_gradient_and_never_waits(head_settings: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "head_settings",
+    [
+        {"anchors_per_document": 64},
+        {"anchors_per_document": 64, "num_layers": 3, "sliding_window": 256},
+        {"num_layers": 2, "sliding_window": 256, "causal": "all", "sample_from_anchor": True},
+    ],
+)
+def test_a_step_of_every_variant_of_dflash_gives_every_gradient_and_never_waits(head_settings: dict[str, Any]) -> None:
     config = HEADS["dflash"].Config(ttt_steps=7, **head_settings)
     check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS, TrainConfig(compile=False)))
 

@@ -26,6 +26,7 @@ HEADS_AND_SETTINGS = [
     ("hydra", {"num_layers": 2}),
     ("dflash", {"capture_layers": [0, 1, 2]}),
     ("dflash", {"capture_layers": [0, 1, 2], "num_layers": 2, "anchors_per_document": 11}),
+    ("dflash", {"capture_layers": [0, 1, 2], "num_layers": 2, "sliding_window": 12, "causal": "all"}),
     ("draft_model", {"num_hidden_layers": 2, "intermediate_size": 80}),
 ]
 
@@ -40,7 +41,7 @@ def test_the_flops_of_a_step_are_those_of_its_operators(
     lengths, share = [500, 500], 0.6
     counted = step_costs(MicroBatch(config, target_config, torch.bfloat16, lengths, share, loss_chunk_rows=64)).flops
     counts = [round((length - 1) * share) for length in lengths]
-    packing = _packing(lengths, counts, build_head(config, target_config).drafts_per_document)
+    packing = _packing(lengths, counts, build_head(config, target_config))
     assert step_flops(config, target_config).of(packing) == pytest.approx(counted, rel=0.01)
 
 

@@ -42,7 +42,14 @@ def plain_layer(layer: DflashLayer, x: torch.Tensor, context: torch.Tensor, firs
     value = attention.v_proj(read).unflatten(-1, heads)
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    weights = (torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5).softmax(-1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    window, is_causal = layer.kind
+    for row, position in enumerate(positions.tolist()):
+        for other in range(key.shape[0]):
+            is_later = is_causal and other > position
+            if is_later or (window is not None and position - other >= window):
+                scores[:, row, other] = -torch.inf
+    weights = scores.softmax(-1)
     x = x + attention.o_proj(torch.einsum("hqk,khd->qhd", weights, value).flatten(-2))
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
@@ -52,10 +59,11 @@ def plain_states(
 ) -> torch.Tensor:
     """The states of all depths [T, H] at one draft position."""
     context = head.hidden_norm(head.fc(captured[: start + 1].flatten(1)))
-    x = frozen.embed(torch.tensor([ids[start + 1], *[head.mask_token_id] * depths]))
+    num_masks = depths - (head.num_masks < head.ttt_steps)  # the newest token drafts too
+    x = frozen.embed(torch.tensor([ids[start + 1], *[head.mask_token_id] * num_masks]))
     for layer in head.layers:
         x = plain_layer(layer, x, context, start + 1)
-    return head.norm(x)[1:]
+    return head.norm(x)[-depths:]
 
 
 def plain_step(
