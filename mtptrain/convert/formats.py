@@ -7,16 +7,17 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format
 from mtptrain.convert.limits import check_servable
-from mtptrain.convert.llama_cpp import LlamaCppDflash, LlamaCppDraftModel, LlamaCppEagle3
+from mtptrain.convert.llama_cpp import LlamaCppDflash, LlamaCppDraftModel, LlamaCppDspark, LlamaCppEagle3
 from mtptrain.convert.mimo import VllmMimo
 from mtptrain.convert.native_mtp import VllmNativeMtp
 from mtptrain.convert.openvino import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
-from mtptrain.convert.sglang import SglangEagle, SglangEagle3, SglangMtp
+from mtptrain.convert.sglang import SglangDspark, SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.tensorrt_llm import TensorRtDraftModel, TensorRtEagle3
 from mtptrain.convert.transformers import TransformersMtp
 from mtptrain.convert.vllm import (
     VllmDflash,
     VllmDraftModel,
+    VllmDspark,
     VllmEagle,
     VllmEagle3,
     VllmMedusa,
@@ -36,12 +37,15 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "peagle"): VllmPeagle,
     ("vllm", "medusa"): VllmMedusa,
     ("vllm", "dflash"): VllmDflash,
+    ("vllm", "dspark"): VllmDspark,
     ("vllm", "draft_model"): VllmDraftModel,
     ("sglang", "mtp"): SglangMtp,
     ("sglang", "eagle"): SglangEagle,
     ("sglang", "eagle3"): SglangEagle3,
+    ("sglang", "dspark"): SglangDspark,
     ("llama_cpp", "eagle3"): LlamaCppEagle3,
     ("llama_cpp", "dflash"): LlamaCppDflash,
+    ("llama_cpp", "dspark"): LlamaCppDspark,
     ("llama_cpp", "draft_model"): LlamaCppDraftModel,
     ("tensorrt_llm", "eagle3"): TensorRtEagle3,
     ("tensorrt_llm", "draft_model"): TensorRtDraftModel,

@@ -21,6 +21,7 @@ from mtptrain.target.families import head_dim, head_rope_parameters, key_heads, 
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
 
+BLOCK_DRAFTERS = ("dflash", "dspark")
 FindViolation = Callable[[Any, PreTrainedConfig], object]
 """Returns the value of the head or target that the engine does not support, or None."""
 
@@ -276,20 +277,26 @@ LIMITS = (
             "vLLM's class does not return its residual streams",
             instead)
       for name, instead in (("eagle3", f"set export.engine=sglang if the target is a Gemma 3, or {TRAIN_MTP}"),
-                            ("peagle", TRAIN_MTP), ("dflash", TRAIN_MTP))),
-    Limit("sglang", "eagle3", "target.path", "of a family whose layers can be captured",
-          family_without_streams("sglang"),
-          "SGLang's class does not return its residual streams",
-          TRAIN_MTP),
+                            ("peagle", TRAIN_MTP), ("dflash", TRAIN_MTP), ("dspark", TRAIN_MTP))),
+    *(Limit("sglang", name, "target.path", "of a family whose layers can be captured",
+            family_without_streams("sglang"),
+            "SGLang's class does not return its residual streams",
+            TRAIN_MTP)
+      for name in ("eagle3", "dspark")),
+    Limit("sglang", "dspark", "head.draft_vocab_size", "null", own_lm_head,
+          "SGLang gives the head the target's lm_head",
+          "set export.engine=vllm, or train without it"),
     Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,
           "SGLang takes the residual before the norm",
           "set export.engine=vllm, or train without it"),
-    Limit("sglang", "eagle3", "head.capture_layers", "below the target's last layer", last_stream,
-          "SGLang captures a stream at the input of the next layer",
-          "set export.engine=vllm, or train with other layers"),
-    Limit("sglang", "eagle3", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
-          "SGLang counts layers from 0 and has no id for the embeddings",
-          "set export.engine=vllm, or train with other layers"),
+    *(Limit("sglang", name, "head.capture_layers", "below the target's last layer", last_stream,
+            "SGLang captures a stream at the input of the next layer",
+            "set export.engine=vllm, or train with other layers")
+      for name in ("eagle3", "dspark")),
+    *(Limit("sglang", name, "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
+            "SGLang counts layers from 0 and has no id for the embeddings",
+            "set export.engine=vllm, or train with other layers")
+      for name in ("eagle3", "dspark")),
     Limit("sglang", "eagle3", "head.capture_layers", "two or more", single_stream,
           "SGLang applies fc only if it reduces the width of the state",
           "set export.engine=vllm, or train with more layers"),
@@ -310,30 +317,35 @@ LIMITS = (
     Limit("llama_cpp", "eagle3", "head.capture_layers", "below the target's last layer", last_stream,
           "llama.cpp captures a stream at the input of the next layer",
           "set export.engine=vllm, or train with other layers"),
-    Limit("llama_cpp", "dflash", "head.capture_layers", "below the target's last layer", last_stream,
-          "llama.cpp captures a stream at the input of the next layer",
-          "set export.engine=vllm, or train with other layers"),
+    *(Limit("llama_cpp", name, "head.capture_layers", "below the target's last layer", last_stream,
+            "llama.cpp captures a stream at the input of the next layer",
+            "set export.engine=vllm, or train with other layers")
+      for name in BLOCK_DRAFTERS),
+    *(Limit("llama_cpp", name, "head.causal", "all or none if some layers slide and others do not", causal_in_some,
+            "llama.cpp has one setting for all layers",
+            "set export.engine=vllm, or train with another")
+      for name in BLOCK_DRAFTERS),
     *(Limit("llama_cpp", name, "target.path", f"one of {', '.join(STREAMS_OF_LLAMA_CPP)}", family_without_known_streams,
             "of other families llama.cpp returns no residual streams, or none has been compared with ours",
             "set export.engine=vllm, or train head=draft_model")
-      for name in ("eagle3", "dflash")),
+      for name in ("eagle3", *BLOCK_DRAFTERS)),
     *(Limit("llama_cpp", name, "target.path", "a target without a sliding window", window,
             "its window in llama.cpp has not been compared with ours",
             "set export.engine=vllm")
-      for name in ("eagle3", "dflash", "draft_model")),
+      for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")),
     *(Limit("llama_cpp", name, "target.path", "a target with hidden_act=silu", other_activation,
             "llama.cpp computes silu in every family that is known here",
             "set export.engine=vllm")
-      for name in ("eagle3", "dflash", "draft_model")),
+      for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")),
     *(Limit("llama_cpp", name, "target.path", "a target with attention_bias=false, unless it is a Llama",
             biases_beside_llama,
             "llama.cpp's classes of other families do not load these biases",
             "set export.engine=vllm")
-      for name in ("eagle3", "dflash", "draft_model")),
+      for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")),
     *(Limit("llama_cpp", name, "target.path", "a target with norm_topk_prob=true", unnormed_experts,
             "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says",
             "set export.engine=vllm")
-      for name in ("eagle3", "dflash", "draft_model")),
+      for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")),
     Limit("llama_cpp", "draft_model", "head.init_from", f"one of {', '.join(ARCHITECTURE_OF)} without a window, "
           "and with unscaled RoPE or a Llama's", unknown_draft_model,
           "the names and RoPE of other models in llama.cpp are not known here",
@@ -368,9 +380,6 @@ LIMITS = (
     Limit("openvino", "dflash", "head.causal", "none", causal_layers,
           "in OpenVINO's class a token always sees its whole block",
           "set export.engine=vllm, or train without it"),
-    Limit("llama_cpp", "dflash", "head.causal", "all or none if some layers slide and others do not", causal_in_some,
-          "llama.cpp has one setting for all layers",
-          "set export.engine=vllm, or train with another"),
     Limit("openvino", "dflash", "head.draft_vocab_size", "null", own_lm_head,
           "OpenVINO gives the head the target's lm_head",
           "set export.engine=vllm, or train without it"),

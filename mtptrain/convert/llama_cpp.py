@@ -18,6 +18,7 @@ from mtptrain.data.draft_vocab import offsets
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead, block_size, layer_kinds
 from mtptrain.heads.draft_model import DraftModelHead, model_config
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import HeadDims, Rope
 from mtptrain.heads.peagle import mask_token_id
@@ -36,7 +37,7 @@ NAMES = {module: name for name, module in MODULES.items()}
 TARGET_GGUF = "TARGET.gguf"
 """Stands in commands for the target's file where no setting names it."""
 D2T = "d2t"
-NO_CORRECTION = ("markov_w1.weight", "markov_w2.weight")
+CORRECTION = ("markov_w1.weight", "markov_w2.weight")
 LAYER = tuple(part.removesuffix(".weight") for part in LAYER_PARTS)
 OUTSIDE_LAYERS = {"model.embed_tokens", "model.norm", "lm_head"}
 ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -234,8 +235,9 @@ class LlamaCppDflash(WithTokenizer):
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
         self.num_layers = self.head.num_layers
-        if self.head.sample_from_anchor:
-            self.method = "draft-dspark"
+        self.is_like_dspark = self.head.sample_from_anchor and self.method == LlamaCppDflash.method
+        if self.is_like_dspark:
+            self.method = LlamaCppDspark.method
         self.names = {
             "hidden_norm.weight": "enc.output_norm.weight",
             "norm.weight": "output_norm.weight",
@@ -248,18 +250,19 @@ class LlamaCppDflash(WithTokenizer):
 
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)
-        if self.head.sample_from_anchor:
+        if self.is_like_dspark:
             sizes = int(self.target.vocab_size), self.head.draft_vocab_size or int(self.target.vocab_size)
-            tensors |= {name: torch.zeros(size, 1) for name, size in zip(NO_CORRECTION, sizes, strict=True)}
+            tensors |= {name: torch.zeros(size, 1) for name, size in zip(CORRECTION, sizes, strict=True)}
         return tensors
 
     def state(self, tensors: Tensors) -> Tensors:
-        return super().state({name: tensor for name, tensor in tensors.items() if name not in NO_CORRECTION})
+        unused = CORRECTION if self.is_like_dspark else ()
+        return super().state({name: tensor for name, tensor in tensors.items() if name not in unused})
 
     def method_settings(self) -> dict[str, Any]:
         layers, kinds = list(DflashHead.resolve_capture_layers(self.head, self.target)), layer_kinds(self.head)
         settings: dict[str, Any] = {"block_size": block_size(self.head), "target_layers": layers}
-        if self.head.sample_from_anchor:
+        if self.is_like_dspark:
             settings |= {"sample_from_anchor": True, "has_confidence_head": False}
         if self.head.sliding_window is not None:
             settings["attention.sliding_window"] = self.head.sliding_window
@@ -269,6 +272,24 @@ class LlamaCppDflash(WithTokenizer):
 
     def tokenizer(self) -> dict[str, Any]:
         return super().tokenizer() | {"tokenizer.ggml.mask_token_id": mask_token_id(self.head, self.target)}
+
+
+class LlamaCppDspark(LlamaCppDflash):
+    """Exports `dspark`."""
+
+    method = "draft-dspark"
+    head: DsparkHead.Config
+
+    def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
+        super().__init__(head, target)
+        self.names |= {
+            **{f"markov_head.{name}": name for name in CORRECTION},
+            **{f"confidence_head.proj.{part}": f"conf_proj.{part}" for part in ("weight", "bias")},
+        }
+
+    def method_settings(self) -> dict[str, Any]:
+        anchor = {"sample_from_anchor": self.head.sample_from_anchor, "has_confidence_head": True}
+        return super().method_settings() | anchor
 
 
 class LlamaCppDraftModel(WithTokenizer):

@@ -19,6 +19,7 @@ from mtptrain.data.draft_vocab import membership
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import CausalLayers, DflashHead, layer_types
 from mtptrain.heads.draft_model import DraftModelHead, model_config
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead, mask_token_id
@@ -245,6 +246,37 @@ class VllmDflash(VllmFormat):
                 "in every layer, so its counters differ from mtptrain's. GPUs are not affected."
             )
         return notes
+
+
+class VllmDspark(VllmDflash):
+    """Exports `dspark`, whose keys both vLLM and SGLang read at the top level.
+
+    Engines leave tensors that a file lacks as they are, with random values: the export has all of them.
+    """
+
+    architecture = "Qwen3DSparkModel"
+    method = "dspark"
+    head: DsparkHead.Config
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        config = super().config_json(dtype)
+        return config | {
+            # K in both layouts, where `dflash` has one more.
+            "block_size": self.head.ttt_steps,
+            "sample_from_anchor": self.head.sample_from_anchor,
+            "markov_rank": self.head.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+            **config["dflash_config"],
+        }
+
+    def notes(self) -> list[str]:
+        return [
+            *super().notes(),
+            "vLLM 0.32 serves DSpark with its V2 runner alone, which needs a GPU. mtptrain compared its counters with "
+            "llama.cpp's.",
+        ]
 
 
 TOKENIZER_PATTERNS = ("*token*.json", "vocab.json", "merges.txt", "*.model", "*.jinja", "generation_config.json")

@@ -21,6 +21,7 @@ class FirstDepth:
     logits: torch.Tensor
     """Logits of depth 0 [B, 1, D], or of all depths [B, K, D] if the head drafts them in one forward pass."""
     fed_back: torch.Tensor  # [B, H], the state that depth 1 reads
+    newest: torch.Tensor  # i64[B], the newest token
     position: torch.Tensor  # [B], position of the last verified token
 
 
@@ -62,7 +63,8 @@ class HeadDrafter:
         """
         position = verified.num_tokens - 2  # [B]
         first = self.head.draft_first(verified, self.parts, self.cache, self.num_speculative_tokens)
-        return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, position)
+        newest = verified.tokens.gather(1, position[:, None] + 1)[:, 0]
+        return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, newest, position)
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
         """Run the depths that `first` lacks, each on the previous depth's token and state, and return the draft."""
@@ -80,6 +82,7 @@ class HeadDrafter:
                     fed_back, tokens[-1][:, None], positions, self.parts, self.cache
                 )
                 logits = self.head.logits(states[:, 0], self.parts)
+            logits = self.head.corrected(logits, tokens[-1] if tokens else first.newest)
             all_logits.append(logits)
             if is_sampled:
                 draft_probs = sampler.probs(logits)

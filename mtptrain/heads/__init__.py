@@ -3,6 +3,7 @@
 from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.hydra import HydraHead
@@ -20,5 +21,6 @@ HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
     "hydra": HydraHead,
     "dflash": DflashHead,
+    "dspark": DsparkHead,
     "draft_model": DraftModelHead,
 }

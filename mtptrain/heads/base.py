@@ -34,6 +34,16 @@ class FirstStates:
     """The states that depth 1 reads [B, H]; wider if the head also feeds back embeddings. Not used if P = K."""
 
 
+@dataclass(frozen=True)
+class Correction:
+    """A correction of the logits of drafts by the tokens before them, of low rank r: features @ weight^T."""
+
+    features: torch.Tensor
+    """[T, M, r]."""
+    weight: torch.Tensor
+    """[D, r]."""
+
+
 class Head(nn.Module, ABC):
     """A draft head. `HEADS` lists all classes.
 
@@ -173,6 +183,17 @@ class Head(nn.Module, ABC):
     def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
         """Returns logits over the draft vocabulary [..., D], which is the target's unless the head has its own."""
         return F.linear(states, self.output_weight(parts))
+
+    def correction(self, tokens: PackedTokens, ttt_steps: int) -> Correction | None:
+        """Training: returns what the tokens before each draft add to its logits; None if nothing, as in most heads.
+
+        The token before the draft of depth k at position t is token t + 1 + k of the data.
+        """
+        return None
+
+    def corrected(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Inference: returns a draft's logits [B, D], corrected by the token before it, a target id i64[B]."""
+        return logits
 
     @property
     def draft_token_ids(self) -> torch.Tensor | None:

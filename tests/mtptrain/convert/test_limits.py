@@ -49,6 +49,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     ("vllm", "peagle", {}, "gemma3_text", {}, r"head peagle for vllm, but is gemma3_text: .*; train head=mtp"),
     ("vllm", "dflash", {}, "gemma3_text", {}, r"head dflash for vllm, but is gemma3_text: .*; train head=mtp"),
+    ("vllm", "dspark", {}, "gemma3_text", {}, r"head dspark for vllm, but is gemma3_text: .*; train head=mtp"),
     ("sglang", "eagle3", {}, "mimo", {}, r"but is mimo: SGLang's class does not return its .*; train head=mtp"),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
@@ -134,26 +135,32 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ("llama_cpp", "eagle3", {"capture_layers": [1, 3]}, "llama", {}, r"must be three .* but is \[1, 3\]: "),
     ("llama_cpp", "eagle3", {"capture_layers": [1, 2, 4]}, "llama", {}, r"must be below the target's last layer .* but "
                                                                         r"is \[1, 2, 4\]: llama\.cpp captures"),
-    ("llama_cpp", "dflash", {"capture_layers": [1, 4]}, "llama", {}, r"must be below .* but is \[1, 4\]: llama\.cpp"),
+    *(
+        ("llama_cpp", name, {"capture_layers": [1, 4]}, "llama", {}, r"must be below .* but is \[1, 4\]: llama\.cpp")
+        for name in ("dflash", "dspark")
+    ),
     ("llama_cpp", "eagle3", {}, "qwen2", {}, r"target\.path: must be one of llama, .* but is a qwen2: of other"),
-    ("llama_cpp", "dflash", {}, "gemma3_text", {}, r"target\.path: must be one of llama, .* but is a gemma3_text"),
+    *(
+        ("llama_cpp", name, {}, "gemma3_text", {}, r"target\.path: must be one of llama, .* but is a gemma3_text")
+        for name in ("dflash", "dspark")
+    ),
     *(
         ("llama_cpp", name, {}, "mistral", {"sliding_window": 128}, r"must be a target without a sliding window .* but "
                                                                     r"is one of 128 tokens: its window in llama\.cpp")
-        for name in ("eagle3", "dflash", "draft_model")
+        for name in ("eagle3", "dflash", "dspark", "draft_model")
     ),
     *(
         ("llama_cpp", name, {}, "llama", {"hidden_act": "gelu"}, r"a target with hidden_act=silu .* but is gelu: ")
-        for name in ("eagle3", "dflash", "draft_model")
+        for name in ("eagle3", "dflash", "dspark", "draft_model")
     ),
     *(
         ("llama_cpp", name, {}, "qwen3", {"attention_bias": True}, r"with attention_bias=false, .* but is true: llama")
-        for name in ("eagle3", "dflash", "draft_model")
+        for name in ("eagle3", "dflash", "dspark", "draft_model")
     ),
     *(
         ("llama_cpp", name, {}, "qwen3_moe", {"norm_topk_prob": False}, r"must be a target with norm_topk_prob=true .* "
                                                                         r"but is false: llama\.cpp makes the weights")
-        for name in ("eagle3", "dflash", "draft_model")
+        for name in ("eagle3", "dflash", "dspark", "draft_model")
     ),
     (
         "llama_cpp", "draft_model", {}, "qwen2", {"rope_parameters": YARN_ROPE},
@@ -178,11 +185,18 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         for engine, name in (("vllm", "vLLM"), ("openvino", "OpenVINO"))
     ),
     ("openvino", "dflash", {"causal": "all", "capture_layers": [1, 2]}, "llama", {}, r"must be none .* but is all: in"),
-    (
-        "llama_cpp", "dflash",
-        {"causal": "sliding", "sliding_window": 9, "num_layers": 2, "capture_layers": [1, 2]}, "llama", {},
-        r"head\.causal: must be all or none if some layers .* but is sliding: llama\.cpp has one setting",
+    *(
+        (
+            "llama_cpp", name,
+            {"causal": "sliding", "sliding_window": 9, "num_layers": 2, "capture_layers": [1, 2]}, "llama", {},
+            r"head\.causal: must be all or none if some layers .* but is sliding: llama\.cpp has one setting",
+        )
+        for name in ("dflash", "dspark")
     ),
+    ("sglang", "dspark", {"draft_vocab_size": 64}, "llama", {}, r"must be null .* but is 64: SGLang gives the head"),
+    ("sglang", "dspark", {"capture_layers": [1, 4]}, "llama", {}, r"must be below .* but is \[1, 4\]: SGLang captures"),
+    ("sglang", "dspark", {"capture_layers": [0, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 2\]: SGLang counts"),
+    ("sglang", "dspark", {}, "mimo", {}, r"must be of a family whose layers can be captured .* SGLang's class"),
     *(
         ("openvino", name, {}, "gemma3_text", {}, r"target\.path: must be one of llama, .* but is a gemma3_text: in Op")
         for name in ("eagle3", "dflash", "draft_model")
@@ -218,6 +232,15 @@ def test_every_row_is_among_the_cases() -> None:
     assert provoked == set(LIMITS)
 
 
+CAPTURING = {
+    "eagle3": ("vllm", "sglang"),
+    "peagle": ("vllm",),
+    "dflash": ("vllm",),
+    "dspark": ("vllm", "sglang"),
+}
+"""Engines of heads that read captured streams."""
+
+
 def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     """Tests which families each engine serves. Before adding a family here, look it up in the engines."""
     served = {
@@ -227,7 +250,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         if not any(
             row.find_violation(
                 head_config(name, capture_layers=[1, 2, 3] if engine in ("llama_cpp", "openvino") else [2, 3])
-                if name in ("eagle3", "peagle", "dflash")
+                if name in ("eagle3", "peagle", "dflash", "dspark")
                 else head_config(name),
                 configured(family),
             )
@@ -243,7 +266,8 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     expected |= {("sglang", "mtp", "mimo"), ("sglang", "eagle", "mimo")}
     expected |= {
         (engine, name, family)
-        for engine, name in (("vllm", "eagle3"), ("sglang", "eagle3"), ("vllm", "peagle"), ("vllm", "dflash"))
+        for name, engines in CAPTURING.items()
+        for engine in engines
         for family in families
         if (engine, family) != ("vllm", "gemma3_text")
     }
@@ -251,7 +275,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     expected |= {("vllm", "draft_model", family) for family in FAMILIES_IN_TESTS}
     expected |= {("tensorrt_llm", name, family) for name in ("eagle3", "draft_model") for family in FAMILIES_IN_TESTS}
     with_streams = ("llama", "mistral", "qwen3")
-    expected |= {("llama_cpp", name, family) for name in ("eagle3", "dflash") for family in with_streams}
+    expected |= {("llama_cpp", name, family) for name in ("eagle3", "dflash", "dspark") for family in with_streams}
     expected |= {
         ("openvino", name, family)
         for name in ("eagle3", "dflash", "draft_model")

@@ -68,6 +68,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             **{"causal": "sliding", "layer_types": ["full_attention", "sliding_attention"]},
         },
     ),
+    "dspark": ("dspark", {"capture_layers": [0, 1], "num_layers": 2, "markov_rank": 6}),
+    "dspark, fill-in, draft vocabulary": (
+        "dspark",
+        {"capture_layers": [1, 2], "markov_rank": 8, "draft_vocab_size": 20, "sample_from_anchor": False},
+    ),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
     "draft_model": ("draft_model", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "draft_model, smaller, untied": (
@@ -77,6 +82,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+READ_BY_THE_LOSS = ("lm_head.", "markov_head.", "confidence_head.")
+"""Beginnings of the names of weights that only the loss reads, not the forward pass."""
 LAYER_CASES = [case for case, (name, _) in CASES.items() if issubclass(HEADS[name], LayerHead)]
 """Cases whose head is a `LayerHead`: its attention reads other keys at later depths than at depth 0."""
 
@@ -217,7 +224,7 @@ def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_posi
     among_all = run(head, tokens)[:, few.draft_positions][counts]
     torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
-    parameters = [parameter for name, parameter in head.named_parameters() if name != "lm_head.weight"]
+    parameters = [weight for name, weight in head.named_parameters() if not name.startswith(READ_BY_THE_LOSS)]
     for ours, reference in zip(
         torch.autograd.grad((states * weights).mean(), parameters),
         torch.autograd.grad((among_all * weights).mean(), parameters),
@@ -262,7 +269,7 @@ def test_every_parameter_of_the_head_gets_a_gradient(name: str) -> None:
     assert all(
         parameter.grad is not None and parameter.grad.abs().sum() > 0
         for name, parameter in head.named_parameters()
-        if name != "lm_head.weight"  # only the loss reads this weight
+        if not name.startswith(READ_BY_THE_LOSS)
     )
 
 

@@ -1,0 +1,76 @@
+"""Head `dspark`: DFlash whose drafts know the draft before them, and say how likely they are to be accepted.
+
+One forward gives logits U for all K drafts, as in `dflash`. Then, from left to right, the logits of a draft are
+U + W2 W1[token before]: a correction of low rank by the token before it, which is the newest token or the draft just
+chosen. The confidence of a draft is sigmoid(w [h; W1[token before]] + b), for its state h: the probability that it is
+accepted once all drafts before it were. DSpark (arXiv 2607.05147), with the Markov head that engines call `vanilla`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig
+
+from mtptrain.heads.base import Correction
+from mtptrain.heads.config import MAX_SIZE
+from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.packing import PackedTokens
+from mtptrain.utils.setting_bounds import between
+
+
+class MarkovHead(nn.Module):
+    """The correction of a draft's logits by the token before it."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
+        nn.init.zeros_(self.markov_w2.weight)  # at the start, drafts are those of `dflash`
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of the probability that a draft is accepted."""
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(hidden_size + rank, 1)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+
+class DsparkHead(DflashHead):
+    """DSpark head."""
+
+    @dataclass
+    class Config(DflashHead.Config):
+        name: str = "dspark"
+        sample_from_anchor: bool = True
+        """The newest token drafts too, as in published heads; see head `dflash`."""
+        markov_rank: int = between(1, MAX_SIZE, default=256)
+        """Rank of the correction by the token before. Published heads have 256."""
+
+    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+        super().__init__(config, target_config)
+        vocab_size = int(target_config.vocab_size)
+        self.markov_head = MarkovHead(vocab_size, config.draft_vocab_size or vocab_size, config.markov_rank)
+        self.confidence_head = ConfidenceHead(target_config.hidden_size, config.markov_rank)
+
+    def correction(self, tokens: PackedTokens, ttt_steps: int) -> Correction:
+        """Training: returns the correction by the data's tokens; see `Head.correction`."""
+        before = tokens.packing.draft_positions + torch.arange(ttt_steps, device=tokens.next_ids.device)[:, None]
+        previous = tokens.next_ids[before.clamp(max=len(tokens.next_ids) - 1)]  # [T, M]
+        return Correction(self.markov_head.markov_w1(previous), self.markov_head.markov_w2.weight)
+
+    def corrected(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Inference: returns the logits of a draft after the token before it; see `Head.corrected`."""
+        corrected: torch.Tensor = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
+        return corrected
+
+    def confidence_logits(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of the confidence [...] for states [..., H] and W1 of the tokens before [..., r]."""
+        proj = self.confidence_head.proj
+        logits: torch.Tensor = F.linear(torch.cat([states, embedded], -1), proj.weight, proj.bias)[..., 0]
+        return logits

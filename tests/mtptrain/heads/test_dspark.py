@@ -1,0 +1,91 @@
+"""Tests the drafts of a DSpark head against its formula, and that training corrects logits as decoding does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.heads.base import FirstStates
+from mtptrain.heads.dspark import DsparkHead
+from mtptrain.target.model import TargetStates, Verified
+from tests.mtptrain.heads.test_contract import CASES, DEPTHS, LENGTHS, PARTS, packed_inputs, random_head
+
+DSPARK = [case for case, (name, _) in CASES.items() if name == "dspark"]
+
+
+def dspark(case: str) -> DsparkHead:
+    head = random_head(case)
+    assert isinstance(head, DsparkHead)
+    if head.d2t is not None:
+        head.d2t.copy_(torch.arange(len(head.d2t)) // 2)
+    return head
+
+
+def plain_logits(head: DsparkHead, state: torch.Tensor, previous: int) -> torch.Tensor:
+    """U + W2 W1[previous] by its definition."""
+    markov = head.markov_head
+    own = state @ head.output_weight(PARTS).T
+    return own + markov.markov_w2.weight @ markov.markov_w1.weight[previous]
+
+
+@pytest.mark.parametrize("case", DSPARK)
+@torch.no_grad()
+def test_training_corrects_logits_by_the_token_before_each_draft(case: str) -> None:
+    head = dspark(case)
+    tokens = packed_inputs(head)
+    states, correction = head(tokens, PARTS, DEPTHS), head.correction(tokens, DEPTHS)
+    logits = head.logits(states, PARTS) + F.linear(correction.features, correction.weight)
+    first = 0
+    for length in LENGTHS:
+        for position in range(length - 1):
+            for depth in range(min(DEPTHS, length - 1 - position)):
+                previous = int(tokens.input_ids[first + position + 1 + depth])
+                wanted = plain_logits(head, states[depth, first + position], previous)
+                torch.testing.assert_close(logits[depth, first + position], wanted, atol=1e-5, rtol=1e-5)
+        first += length
+
+
+@pytest.mark.parametrize("case", DSPARK)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@torch.no_grad()
+def test_each_draft_is_chosen_after_the_one_before_it(
+    case: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = dspark(case)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(2, DEPTHS, PARTS.lm_head.shape[1], generator=generator) * 3
+    monkeypatch.setattr(head, "draft_first", lambda *_: FirstStates(states, states[:, -1]))
+    newest = torch.tensor([[7, 3], [4, 9]])
+    read = TargetStates(torch.zeros(2, 1, 1), None)
+    verified = Verified(newest, torch.tensor([2, 2]), torch.zeros(2, 1, dtype=torch.long), read)
+    drafter = HeadDrafter(head, PARTS, DEPTHS, sample_drafts=True)
+    draft = drafter.draft(verified, Sampler(temperature, seed=0))
+    for sequence in range(2):
+        previous = int(newest[sequence, 1])
+        for depth in range(DEPTHS):
+            logits = plain_logits(head, states[sequence, depth], previous)
+            assert draft.logits is not None
+            torch.testing.assert_close(draft.logits[depth][sequence], logits, atol=1e-5, rtol=1e-5)
+            chosen = int(draft.tokens[sequence, depth])
+            if temperature:
+                assert draft.probs is not None
+                probs = head.target_probs(logits.softmax(-1), len(PARTS.embed_tokens))
+                torch.testing.assert_close(draft.probs[sequence, depth], probs, atol=1e-5, rtol=1e-4)
+            else:
+                assert chosen == int(head.target_tokens(logits.argmax()))
+            previous = chosen
+
+
+@torch.no_grad()
+def test_without_a_correction_drafts_are_those_of_dflash() -> None:
+    head = dspark("dspark")
+    head.markov_head.markov_w2.weight.zero_()
+    logits = torch.randn(3, len(PARTS.lm_head))
+    assert torch.equal(head.corrected(logits, torch.tensor([1, 2, 3])), logits)
+    tokens = packed_inputs(head)
+    assert not F.linear(*vars(head.correction(tokens, DEPTHS)).values()).any()
+    later = replace(tokens, next_ids=tokens.next_ids.roll(1))
+    assert not torch.equal(head.correction(later, DEPTHS).features, head.correction(tokens, DEPTHS).features)
