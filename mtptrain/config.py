@@ -43,9 +43,10 @@ from mtptrain.settings.evaluation import (
     check_serving_bench,
 )
 from mtptrain.settings.hardware import this_machine
+from mtptrain.settings.loss import LossPart, loss_mix
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
-from mtptrain.settings.training import LossKind, Resume, Tracker, TrainConfig
+from mtptrain.settings.training import Resume, Tracker, TrainConfig
 from mtptrain.utils.distributed import TIMEOUT_HOURS
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import refuse_overwriting
@@ -64,7 +65,7 @@ __all__ = [
     "ExportConfig",
     "ExportEngine",
     "HiddenStatesConfig",
-    "LossKind",
+    "LossPart",
     "PipelineConfig",
     "PlannerConfig",
     "PromptSource",
@@ -156,7 +157,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     check_serving_bench(config.serving_bench, config.serving)
     _check_stream(config)
     _check_depths(config)
-    _check_feature_loss(config)
+    _check_loss(config)
     _check_bench_out(config.bench.out)
     _resolve_precision(config)
     return config
@@ -225,11 +226,13 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
         )
 
 
-def _check_feature_loss(config: PipelineConfig) -> None:
-    if isinstance(config.head, DraftModelHead.Config) and config.train.feature_weight:
+def _check_loss(config: PipelineConfig) -> None:
+    mix = loss_mix(config.train.loss, config.train.feature_weight)
+    if isinstance(config.head, DraftModelHead.Config) and LossPart.features in mix:
         raise UserError(
-            "train.feature_weight: must be 0 with head draft_model, whose states are not compared with the target's, "
-            f"but is {config.train.feature_weight:g}; remove it"
+            f"train.{'feature_weight' if config.train.feature_weight else 'loss.features'}: must be 0 with head "
+            "draft_model, whose states are not compared with the target's, but is "
+            f"{mix[LossPart.features]:g}; remove it"
         )
 
 

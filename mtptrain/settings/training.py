@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+from mtptrain.settings.loss import LossPart
 from mtptrain.utils.setting_bounds import at_least
 
 
@@ -16,19 +18,6 @@ class Resume(StrEnum):
 class Tracker(StrEnum):
     none = "none"
     wandb = "wandb"
-
-
-class LossKind(StrEnum):
-    kl = "kl"
-    """Forward KL from the target's distribution to the head's."""
-    lk = "lk"
-    """w KL + (1 - w) TV, where w = exp(-lk_eta a) and a = sum min(target_probs, draft_probs) is the probability that a
-    sampled draft is accepted (arXiv 2602.23881)."""
-    ce = "ce"
-    """Cross-entropy with the target's most likely token; tokens outside the head's vocabulary are skipped."""
-    data_ce = "data_ce"
-    """Cross-entropy with the next token of the data, as in plain fine-tuning; tokens outside the head's vocabulary are
-    skipped."""
 
 
 @dataclass
@@ -53,11 +42,12 @@ class TrainConfig:
     """0 disables clipping."""
     ttt_loss_decay: float = at_least(0.0, default=0.8)
     """The loss weight of depth k is ttt_loss_decay ** k; the weights are normalised to sum to one."""
-    loss: LossKind = LossKind.kl
+    loss: Any = LossPart.kl.value
+    """The name of a `LossPart`, or a mix that gives parts their weights, as in `train.loss={ce:0.1,tv:0.9}`."""
     lk_eta: float = at_least(0.0, default=3.0)
-    """With `loss=lk`: how fast the weight moves from KL to total variation as acceptance rises."""
+    """For the part `lk` of the loss: how fast the weight moves from KL to total variation as acceptance rises."""
     feature_weight: float = at_least(0.0, default=0.0)
-    """Weight of an additional smooth L1 loss between the head's states and the target's post-norm states (EAGLE-1)."""
+    """Weight of the part `features` of the loss, in addition to the parts that `loss` names."""
     stream: bool = False
     """Train on shards while mtptrain hidden-states, started at the same time with the same settings, extracts them.
     Shards are deleted after use. Only one epoch is possible."""

@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mtptrain.config import LossKind
+from mtptrain.config import LossPart
 from mtptrain.heads.base import Head
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
+from mtptrain.training.coupled_depths import Agreement, CoupledPart, agreement, coupled_parts
 from mtptrain.training.losses import LossSettings, LossSums, draft_losses
 from mtptrain.utils.clock import PhaseClock
 
@@ -51,21 +52,46 @@ def training_losses(
         together = num_depths if batch.packing.depths_share_targets else 1
         # The gradient of a split is a copy, so all depths together are not split.
         groups = [states] if together == num_depths else states.split(together)
+        tokens = [
+            (batch.packing.draft_positions + 1 + first).clamp(max=batch.num_tokens - 1)  # [M]
+            for first in range(0, num_depths, together)
+        ]
+        lm_head = head.output_weight(parts)
+
+        def target_states(targets: torch.Tensor) -> torch.Tensor:
+            return parts.final_norm(batch.hidden_states[targets]) if head.read_layers else read_states[targets]
+
+        # 4. Parts that couple the depths of a draft position need all depths before the losses of any.
+        coupled: dict[LossPart, CoupledPart] | None = None
+        if settings.couples_depths and len(groups) > 1:
+            found = [
+                agreement(
+                    group,
+                    lm_head,
+                    target_states(targets),
+                    parts.logits,
+                    settings.chunk_rows,
+                    head.draft_token_ids,
+                )
+                for group, targets in zip(groups, tokens, strict=True)
+            ]
+            coupled = coupled_parts(Agreement.joined(found), batch.is_draft, scale)
+        # 5. Compute the losses.
         sums = []
-        for first, group in zip(range(0, num_depths, together), groups, strict=True):
+        for first, group, targets in zip(range(0, num_depths, together), groups, tokens, strict=True):
             depths = slice(first, first + together)
-            targets = (batch.packing.draft_positions + 1 + first).clamp(max=batch.num_tokens - 1)  # [M]
             sums.append(
                 draft_losses(
                     group,
-                    head.output_weight(parts),
-                    parts.final_norm(batch.hidden_states[targets]) if head.read_layers else read_states[targets],
+                    lm_head,
+                    target_states(targets),
                     parts.logits,
                     batch.is_draft[depths],
                     scale[depths],
                     settings,
                     head.draft_token_ids,
-                    batch.next_ids[targets] if settings.kind is LossKind.data_ce else None,
+                    batch.next_ids[targets] if LossPart.data_ce in settings.mix else None,
+                    None if coupled is None else {part: each.at(depths) for part, each in coupled.items()},
                 )
             )
         return LossSums.joined(sums)

@@ -3,35 +3,43 @@
 The teacher's logits are recomputed from the target's hidden states, once per target token (see `draft_losses`) for all
 depths. The forward pass also computes the gradient with respect to the head's states, so each block of logits can be
 freed immediately.
+
+`loss_parts` has the formula of each part of the loss, `loss_blocks` the comparison of a block of drafts with their
+teacher, and `coupled_depths` the parts that couple the depths of a draft position.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from mtptrain.config import LossKind, TrainConfig
-from mtptrain.training.teacher import Teacher, teach
-from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
-
-CROSS_ENTROPIES = (LossKind.ce, LossKind.data_ce)
+from mtptrain.config import LossPart, TrainConfig
+from mtptrain.settings.loss import COUPLED_PARTS, loss_mix
+from mtptrain.training.coupled_depths import CoupledPart, agreement, coupled_parts
+from mtptrain.training.loss_blocks import blocks, compare
+from mtptrain.training.loss_parts import part_values
+from mtptrain.training.teacher import teach
 
 
 @dataclass(frozen=True)
 class LossSettings:
     """Settings of the loss: which one to compute, and how."""
 
-    kind: LossKind = LossKind.kl
+    mix: dict[LossPart, float] = field(default_factory=lambda: {LossPart.kl: 1.0})
+    """The weight of each part, above 0."""
     lk_eta: float = 3.0
-    feature_weight: float = 0.0
-    """Loss weight of the smooth L1 distance between the head's and the target's post-norm states, averaged over H."""
     chunk_rows: int = 1536
     """Maximum number of rows in one block of logits [rows, V], which holds all depths of its target tokens."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "LossSettings":
-        return cls(config.loss, config.lk_eta, config.feature_weight, config.loss_chunk_rows)
+        return cls(loss_mix(config.loss, config.feature_weight), config.lk_eta, config.loss_chunk_rows)
+
+    @property
+    def couples_depths(self) -> bool:
+        """Whether a part of the loss couples the depths of a draft position."""
+        return any(part in COUPLED_PARTS for part in self.mix)
 
 
 @dataclass(frozen=True)
@@ -40,18 +48,19 @@ class LossSums:
 
     loss: torch.Tensor
     """f32[], the sum over depths of scale * losses; carries the gradient."""
-    losses: torch.Tensor  # f32[T]
+    losses: torch.Tensor  # f32[T], the weighted sum of all parts
     kl: torch.Tensor  # f32[T], nats
     top1_accuracy: torch.Tensor  # f32[T], drafts whose most likely token is the target's
     overlap: torch.Tensor
     """f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
+    parts: torch.Tensor  # f32[P, T], each part of the mix, without its weight
 
     @classmethod
     def joined(cls, parts: "Sequence[LossSums]") -> "LossSums":
         """Returns the sums of all depths from those of consecutive groups of depths."""
-        names = ("losses", "kl", "top1_accuracy", "overlap")
+        names = ("losses", "kl", "top1_accuracy", "overlap", "parts")
         loss = torch.stack([part.loss for part in parts]).sum()
-        return cls(loss, *(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return cls(loss, *(torch.cat([getattr(part, name) for part in parts], -1) for name in names))
 
 
 def draft_losses(
@@ -64,6 +73,7 @@ def draft_losses(
     settings: LossSettings,
     draft_token_ids: torch.Tensor | None = None,
     data_tokens: torch.Tensor | None = None,
+    coupled: dict[LossPart, CoupledPart] | None = None,
 ) -> LossSums:
     """Compare every draft with the target's distribution.
 
@@ -85,14 +95,20 @@ def draft_losses(
         settings: which loss to compute, and how.
         draft_token_ids: increasing target token ids i64[D] that form the head's own vocabulary; None if it has none.
         data_tokens: the data's token that the first depth should predict at each draft position i64[M]; only for
-            `LossKind.data_ce`.
+            `LossPart.data_ce`.
+        coupled: the parts that couple depths, at the depths in `states`; None if these are all depths.
     """
     if data_tokens is not None and draft_token_ids is not None:
         data_tokens = draft_ids_of(data_tokens, draft_token_ids)
-    loss, sums = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids, data_tokens
-    )
-    return LossSums(loss, *sums.unbind())
+    if settings.couples_depths and coupled is None:
+        found = agreement(states, lm_head, target_states, target_logits, settings.chunk_rows, draft_token_ids)
+        coupled = coupled_parts(found, is_draft, scale)
+    loss, losses, sums = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids, data_tokens,
+        coupled or {},
+    )  # fmt: skip
+    kl, top1_accuracy, overlap, *_ = sums
+    return LossSums(loss, losses, kl, top1_accuracy, overlap, sums[3:])
 
 
 def draft_ids_of(tokens: torch.Tensor, draft_token_ids: torch.Tensor) -> torch.Tensor:
@@ -114,42 +130,53 @@ class _ChunkedLoss(torch.autograd.Function):
         settings: LossSettings,
         draft_token_ids: torch.Tensor | None,
         data_tokens: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        coupled: dict[LossPart, CoupledPart],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_depths, num_drafts, _ = states.shape
-        num_positions = max(1, settings.chunk_rows // num_depths)
-        if num_positions > 4:
-            num_positions -= num_positions % 4  # matmuls with other numbers of rows take 5 to 8 % longer on a CPU
         grad_states = torch.zeros_like(states)  # stays zero for drafts that have no teacher
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
-        sums = states.new_zeros(4, num_depths, dtype=torch.float32)
-        for first in range(0, num_drafts, num_positions):
-            target_block = target_states[first : first + num_positions]
+        sums = states.new_zeros(3 + len(settings.mix), num_depths, dtype=torch.float32)
+        for block in blocks(num_depths, num_drafts, settings.chunk_rows):
+            # 1. Compute the logits of the target and of all drafts.
+            target_block = target_states[block.targets]
             teacher = teach(target_logits(target_block), draft_token_ids)
-            slots = drafts_of_block(first, len(target_block), num_depths)
-            block = at_targets(states, slots, len(target_block))  # [T, C, H]
-            is_counted = at_targets(is_draft, slots, len(target_block))  # [T, C]
-            block_states = block.flatten(0, 1)
-            data_block = None if data_tokens is None else data_tokens[first : first + num_positions]
-            logits = F.linear(block_states, lm_head)
-            block_sums, grad_logits = compare(
-                logits, is_counted.flatten(), teacher, scale, settings.kind, settings.lk_eta, data_block
-            )
-            grad = (grad_logits @ lm_head).view_as(block)
-            if grad_lm_head is not None:
-                grad_lm_head += grad_logits.T @ block_states
-            if settings.feature_weight:
-                feature_sums, feature_grad = compare_features(
-                    block, is_counted, target_block, scale, settings.feature_weight
-                )
-                block_sums[0] += feature_sums
-                grad += feature_grad
-            sums += block_sums
-            for depth, (drafts, in_block) in enumerate(slots):
-                grad_states[depth, drafts] = grad[depth, in_block]
-            del teacher, grad_logits  # [rows, V] each: free them before the next block
+            states_block = block.at_targets(states)  # [T, C, H]
+            is_counted = block.at_targets(is_draft)  # [T, C]
+            rows = states_block.flatten(0, 1)  # [T * C, H]
+            # 2. Compare them. Each part that depends on logits gives its gradient the weight of the draft.
+            weights = is_counted.flatten() * scale.repeat_interleave(block.size)  # [T * C]
+            weight_of: dict[LossPart, torch.Tensor] = {
+                part: (block.at_targets(coupled[part].weights).flatten() if part in coupled else weights) * weight
+                for part, weight in settings.mix.items()
+                if part is not LossPart.features
+            }
+            data_block = None if data_tokens is None else data_tokens[block.targets]
+            drafted = compare(F.linear(rows, lm_head), teacher, weight_of, num_depths, settings.lk_eta, data_block)
+            # 3. Turn the gradients with respect to the logits into those of the states and of a trained lm_head.
+            if drafted.gradient is None:
+                grad = torch.zeros_like(states_block)
+            else:
+                grad = (drafted.gradient @ lm_head).view_as(states_block)
+                if grad_lm_head is not None:
+                    grad_lm_head += drafted.gradient.T @ rows
+            values = []
+            for part, weight in settings.mix.items():
+                if part is LossPart.features:
+                    value, feature_grad = compare_features(states_block, is_counted, target_block, scale, weight)
+                    grad += feature_grad
+                elif part in coupled:
+                    value = block.at_targets(coupled[part].values).flatten()
+                else:
+                    value = part_values(drafted, part, settings.lk_eta)
+                values.append(value)
+            figures = torch.stack([drafted.kl, drafted.is_right.float(), drafted.overlap, *values])
+            sums += (figures * is_counted.flatten()).unflatten(1, (num_depths, -1)).sum(-1)
+            block.write(grad, grad_states)
+            del teacher, drafted  # [rows, V] each: free them before the next block
+        losses = sum(weight * values for weight, values in zip(settings.mix.values(), sums[3:], strict=True))
         ctx.save_for_backward(grad_states, *([] if grad_lm_head is None else [grad_lm_head]))
-        ctx.mark_non_differentiable(sums)
-        return (sums[0] * scale).sum(), sums
+        ctx.mark_non_differentiable(losses, sums)
+        return (losses * scale).sum(), losses, sums
 
     @staticmethod
     def backward(
@@ -158,136 +185,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_states, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_own = (grad_lm_head[0] * grad_loss).to(grad_states.dtype) if grad_lm_head else None
         # Overwriting the saved gradient is safe, because torch refuses a second backward pass.
-        return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 7
-
-
-def drafts_of_block(first: int, num_positions: int, num_depths: int) -> list[tuple[slice, slice]]:
-    """Returns, for each depth, the drafts whose target tokens are in the block at `first`, and their slots in it.
-
-    If a depth has fewer drafts than the block has slots, its drafts take the last slots.
-    """
-    drafts = [(max(0, first - depth), max(0, first + num_positions - depth)) for depth in range(num_depths)]
-    return [(slice(start, stop), slice(num_positions - (stop - start), num_positions)) for start, stop in drafts]
-
-
-def at_targets(x: torch.Tensor, slots: Sequence[tuple[slice, slice]], num_positions: int) -> torch.Tensor:
-    """Moves the drafts [T, M, ...] of a block to the slots of their target tokens [T, C, ...]; empty slots are 0."""
-    block = x.new_zeros(len(x), num_positions, *x.shape[2:])
-    for depth, (drafts, in_block) in enumerate(slots):
-        block[depth, in_block] = x[depth, drafts]
-    return block
-
-
-def compare(
-    logits: torch.Tensor,
-    is_counted: torch.Tensor,
-    teacher: Teacher,
-    scale: torch.Tensor,
-    kind: LossKind,
-    lk_eta: float,
-    data_tokens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare the logits of drafts with their teacher; rows whose `is_counted` is false contribute nothing.
-
-    Args:
-        logits: the logits of all depths, concatenated [T * C, D].
-        is_counted: whether each row counts, bool [T * C].
-        teacher: the distributions of C target tokens, the same for every depth.
-        scale: weight of each depth in the loss [T].
-        kind: the kind of loss.
-        lk_eta: `train.lk_eta`, for `LossKind.lk`.
-        data_tokens: the data's own tokens [C] for `LossKind.data_ce`, -1 if outside the head's vocabulary.
-
-    Returns:
-        Sums over rows of the loss, KL, top-1 accuracy and overlap [4, T], and the gradient of the weighted loss with
-        respect to the logits [T * C, D] in their dtype.
-    """
-    num_depths = len(scale)
-    tokens = teacher.tokens.repeat(num_depths)
-    labels = tokens if data_tokens is None else data_tokens.repeat(num_depths)
-    mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
-    weights = is_counted * scale.repeat_interleave(len(is_counted) // num_depths)
-    largest, total, product, overlap, grad = _rows_and_grad(
-        mark_width_static(logits),
-        mark_width_static(teacher.values),
-        teacher.log_total,
-        labels,
-        mass,
-        weights,
-        num_depths,
-        kind,
-        lk_eta,
-    )
-    log_total, at_token = total.log(), _at(logits, tokens)
-    cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
-    kl = cross + log_total
-    if mass is not None:
-        kl = kl + (1 - mass) * (1 - log_total)  # weights log_total by mass, and adds the mass outside the vocabulary
-    agrees = (at_token == largest) & (tokens >= 0)
-    if kind in CROSS_ENTROPIES:
-        at_label = at_token if labels is tokens else _at(logits, labels)
-        loss = torch.where(labels >= 0, largest + log_total - at_label, 0.0)
-    elif kind == LossKind.lk:
-        weight = torch.exp(-lk_eta * overlap)
-        loss = weight * kl + (1 - weight) * (1 - overlap)
-    else:
-        loss = kl
-    rows = torch.stack([loss, kl, agrees.float(), overlap]) * is_counted  # [4, T * C]
-    return rows.unflatten(1, (num_depths, -1)).sum(-1), grad
-
-
-def _at(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the logit of each row's token f32[R]; arbitrary where the token is -1."""
-    return logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
-
-
-@fused_by_recomputing
-def _rows_and_grad(
-    logits: torch.Tensor,
-    teacher_values: torch.Tensor,
-    teacher_log_total: torch.Tensor | None,
-    tokens: torch.Tensor,
-    mass: torch.Tensor | None,
-    weights: torch.Tensor,
-    num_depths: int,
-    kind: LossKind,
-    lk_eta: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes, in one compiled function, everything that `compare` needs from whole rows of logits.
-
-    With e = exp(logits - largest logit), it returns for each row f32[T * C]: the largest logit, sum e, the sum of
-    target_probs * log e (or of target_probs * (log e - log target_probs) if the teacher holds logits), and the overlap.
-    The last value is the gradient of the weighted loss [T * C, D].
-
-    A row stays in a CPU core's cache as in `teacher._softmax`, except with `LossKind.lk`, whose gradient depends on the
-    overlap of the whole row. `num_depths` is an argument because torch.compile does not guard on a quotient of sizes:
-    if it were computed from the shapes, it would be wrong when compiled code is reused for another number of depths.
-    """
-    values = teacher_values.expand(num_depths, -1, -1).reshape(logits.shape)
-    if teacher_log_total is None:
-        probs, log_probs = values, None
-    else:
-        log_probs = values.float() - teacher_log_total.repeat(num_depths)[:, None]
-        probs = log_probs.exp()
-    wide = logits.float()
-    largest = wide.amax(-1, keepdim=True)
-    shifted = wide - largest
-    exps = shifted.exp()
-    total = exps.sum(-1, keepdim=True)
-    drafted = exps / total
-    overlap = torch.minimum(probs, drafted).sum(-1)
-    if kind in CROSS_ENTROPIES:
-        is_token = torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None]
-        grad = (drafted - is_token.float()) * (tokens >= 0)[:, None]
-    else:
-        grad = (drafted if mass is None else drafted * mass[:, None]) - probs
-    if kind == LossKind.lk:
-        weight = torch.exp(-lk_eta * overlap)[:, None]
-        # Where draft_probs < target_probs, the overlap depends on draft_probs.
-        short = torch.where(drafted < probs, drafted, 0.0)
-        grad = weight * grad + (1 - weight) * (drafted * short.sum(-1, keepdim=True) - short)
-    product = (probs * (shifted if log_probs is None else shifted - log_probs)).sum(-1)
-    return largest[:, 0], total[:, 0], product, overlap, (grad * weights[:, None]).to(logits.dtype)
+        return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 8
 
 
 def compare_features(
@@ -296,10 +194,10 @@ def compare_features(
     """Compare the head's states [T, C, H] with the target's states [C, H] by smooth L1 distance, averaged over H.
 
     Returns:
-        The distances of each depth [T], summed over rows and multiplied by `weight`, and the gradient with respect to
-        the head's states, in which each depth is also multiplied by its `scale`.
+        The distance of each draft [T * C], and the gradient with respect to the head's states, in which each depth is
+        multiplied by its `scale`, and all by `weight`.
     """
     difference = states.float() - target_states.float()
     distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)  # [T, C]
     grad = difference.clamp(-1, 1) * (is_counted * scale[:, None] * (weight / states.shape[-1]))[..., None]
-    return (distance * is_counted).sum(-1) * weight, grad.to(states.dtype)
+    return distance.flatten(), grad.to(states.dtype)

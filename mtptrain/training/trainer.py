@@ -31,11 +31,18 @@ class StepMetrics:
     kl: torch.Tensor  # f32[T]
     top1_accuracy: torch.Tensor  # f32[T]
     overlap: torch.Tensor  # f32[T]
+    parts: torch.Tensor  # f32[P, T], each part of the loss, without its weight
     num_drafts: torch.Tensor  # f32[T]
 
     def by_depth(self, name: str) -> list[float]:
         """Returns the mean per draft at each depth."""
-        total: torch.Tensor = getattr(self, name)
+        return self._mean(getattr(self, name))
+
+    def parts_by_depth(self) -> list[list[float]]:
+        """Returns the mean per draft at each depth for each part of the loss."""
+        return [self._mean(part) for part in self.parts]
+
+    def _mean(self, total: torch.Tensor) -> list[float]:
         return (total / self.num_drafts.clamp(min=1)).tolist()
 
 
@@ -89,19 +96,19 @@ class Trainer:
         scale = self._scale(num_drafts)
         # 2. Accumulate the gradients of all batches. After the last batch, the engine sums them over ranks
         # and updates the weights.
-        sums = num_drafts.new_zeros(4, len(num_drafts))
+        sums = num_drafts.new_zeros(4 + len(self.loss_settings.mix), len(num_drafts))
         for batch in batches:
             losses = self._losses(batch, scale)
             with self.clock.phase("backward"):
                 self.engine.backward(losses.loss, scale_wrt_gas=False)
             with self.clock.phase("optimizer"):
                 self.engine.step()
-            sums += torch.stack([losses.losses, losses.kl, losses.top1_accuracy, losses.overlap])
+            sums += torch.stack([losses.losses, losses.kl, losses.top1_accuracy, losses.overlap, *losses.parts])
         # 3. Keep what `check_finite` checks later: reading a value here would wait for the device.
         self._unchecked.append((_document_ids(batches), sums.sum() + self.clipper.norm))
         # 4. Sum the metrics over ranks.
-        total_losses, kl, top1_accuracy, overlap = self.ranks.sum(sums)
-        return StepMetrics(total_losses, kl, top1_accuracy, overlap, num_drafts)
+        total_losses, kl, top1_accuracy, overlap, *parts = self.ranks.sum(sums)
+        return StepMetrics(total_losses, kl, top1_accuracy, overlap, torch.stack(parts), num_drafts)
 
     def _scale(self, num_drafts: torch.Tensor) -> torch.Tensor:
         """Returns the factor [T] that multiplies each depth's sum of losses."""
@@ -161,13 +168,16 @@ class Trainer:
             UserError: a loss or a gradient norm since the last record is not finite.
         """
         self.check_finite(step)
-        losses = metrics.by_depth("losses")
+        losses, mix = metrics.by_depth("losses"), self.loss_settings.mix
         weights = [self.config.ttt_loss_decay**depth for depth in range(len(losses))]
         return {
             "loss": sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights),
             "kl_at": metrics.by_depth("kl"),
             "top1_accuracy_at": metrics.by_depth("top1_accuracy"),
             "overlap_at": metrics.by_depth("overlap"),
+            **{
+                f"{part}_at": values for part, values in zip(mix, metrics.parts_by_depth(), strict=True) if len(mix) > 1
+            },
             "lr": self.config.lr
             * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
             "grad_norm": float(self.clipper.norm),

@@ -30,7 +30,7 @@ from torch._inductor.runtime import triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
-from mtptrain.config import LossKind
+from mtptrain.config import LossPart
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -199,7 +199,7 @@ def fake_head(name: str, draft_vocab_size: int | None) -> Head:
     return head
 
 
-def step(head: Head, kind: LossKind) -> None:
+def step(head: Head, kind: LossPart) -> None:
     """Runs the forward pass, loss and backward pass of a training step in bf16."""
 
     def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -218,7 +218,7 @@ def step(head: Head, kind: LossKind) -> None:
         parts.logits,
         fake(NUM_DEPTHS, num_drafts, dtype=torch.bool),
         fake(NUM_DEPTHS, dtype=torch.float32),
-        LossSettings(kind),
+        LossSettings({kind: 1.0}),
         head.draft_token_ids,
     )
     sums.loss.backward()
@@ -228,7 +228,7 @@ def step(head: Head, kind: LossKind) -> None:
 TORCH_COMPILE = torch.compile
 
 
-def main(head_name: str, draft_vocab_size: int | None, kind: LossKind) -> None:
+def main(head_name: str, draft_vocab_size: int | None, kind: LossPart) -> None:
     pretend_an_h100()
     writer = Writer()
     torch.compile = writer.compile  # type: ignore[assignment]
@@ -240,4 +240,4 @@ def main(head_name: str, draft_vocab_size: int | None, kind: LossKind) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), LossKind(sys.argv[3]))
+    main(sys.argv[1], json.loads(sys.argv[2]), LossPart(sys.argv[3]))

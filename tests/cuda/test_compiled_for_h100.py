@@ -15,7 +15,7 @@ import pytest
 from mtptrain.heads import dflash, layer_head, medusa
 from mtptrain.heads.attention import draft_blocks
 from mtptrain.heads.attention import training as attention
-from mtptrain.training import losses, teacher
+from mtptrain.training import loss_blocks, teacher
 from tests.cuda import guard
 from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel
 
@@ -81,7 +81,8 @@ def test_every_fused_function_of_a_step_becomes_machine_code_for_an_h100(kernels
     assert {kernel.target for kernel in every} == {".target sm_90a"}
     assert min(kernel.cubin_bytes for kernel in every) > 1000
     assert (
-        fused_functions(losses, teacher, layer_head, attention) - {kernel.function for kernel in every} == NOT_IN_STEPS
+        fused_functions(loss_blocks, teacher, layer_head, attention) - {kernel.function for kernel in every}
+        == NOT_IN_STEPS
     )
 
 

@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[3]
             "'mtpp'; did you mean mtp?",
         ),
         (["prompts=null"], "prompts: must be the name of a choice, but is null; `prompts=` alone lists the names"),
-        (["train.loss=lkk"], "train.loss: must be one of kl, lk, ce, data_ce, but is 'lkk'; did you mean lk?"),
+        (["train.tracker=wand"], "train.tracker: must be one of none, wandb, but is 'wand'; did you mean wandb?"),
         (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
         (
             ["train.lr"],

@@ -174,6 +174,8 @@ def test_a_model_whose_attention_is_not_trained_here_is_refused_for_training(fam
 def test_a_loss_between_states_is_refused() -> None:
     with pytest.raises(ValueError, match=r"train\.feature_weight: must be 0 with head draft_model, .* but is 0.5"):
         make_config("head=draft_model", "train.feature_weight=0.5")
+    with pytest.raises(ValueError, match=r"train\.loss\.features: must be 0 with head draft_model, .* but is 0.1"):
+        make_config("head=draft_model", "train.loss={kl:1,features:0.1}")
 
 
 def test_a_model_with_a_short_context_is_refused_before_extraction(

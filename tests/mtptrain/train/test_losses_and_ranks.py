@@ -94,11 +94,24 @@ def test_a_compiled_step_and_one_that_computes_again_train_as_the_plain_one(
     assert any("_ChunkedLoss" in event.get("name", "") for event in trace["traceEvents"])
 
 
-@pytest.mark.parametrize("overrides", [("train.loss=lk",), ("train.loss=ce",), ("train.feature_weight=0.1",)], ids=str)
+MIX = "{kl:0.5,e2e:1,dpace:1}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("train.loss=lk",), ("train.loss=ce",), ("train.feature_weight=0.1",), (f"train.loss={MIX}",)],
+    ids=str,
+)
 def test_every_loss_trains(fresh_run: Run, overrides: tuple[str, ...]) -> None:
     found = train(fresh_run, "deepspeed=zero0", "train.validation_prompts=0", *overrides)
     assert found[-1]["loss"] < 0.95 * found[0]["loss"]  # type: ignore[operator]
     assert found[-1]["kl_at"][0] < 0.9 * found[0]["kl_at"][0]  # type: ignore[index]
+    if MIX in overrides[0]:
+        last, weights = found[-1], (1.0, 0.8, 0.64)
+        parts = [last[f"{part}_at"] for part in ("kl", "e2e", "dpace")]
+        losses = [kl / 2 + e2e + dpace for kl, e2e, dpace in zip(*parts, strict=True)]  # type: ignore[call-overload]
+        mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
+        assert last["loss"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_records_and_the_table_say_what_the_steps_did_with_their_time(fresh_run: Run) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from mtptrain.config import LossKind
+from mtptrain.config import LossPart
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import DflashHead, DflashLayer
 from mtptrain.heads.files import build_head
@@ -20,7 +20,8 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.training.step_packing import Anchors
 from mtptrain.utils.clock import PhaseClock
 from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
-from tests.mtptrain.training.test_exact_step import DECAY, Document, H, V, plain_loss, texts
+from tests.mtptrain.training.plain_losses import Draft, plain_losses
+from tests.mtptrain.training.test_exact_step import DECAY, Document, H, V, mixes, texts
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float = 10_000.0) -> torch.Tensor:
@@ -85,14 +86,20 @@ def plain_step(
             drafting = [drafting[i] for i in anchors.draw(document.document_id, len(drafting))]
         for t in drafting:
             out = plain_states(head, depths, ids, document.aux_hidden_states, t, frozen)
-            for depth in range(depths):
-                j = t + 2 + depth
-                if j < n and all(mask[t + 1 : j + 1]):
-                    logits = out[depth] @ head.output_weight(frozen).T
-                    draft = plain_loss(teacher[j - 1], logits, head.draft_token_ids, loss.kind, loss.lk_eta, ids[j])
-                    feature = F.smooth_l1_loss(out[depth], hidden[j - 1])
-                    sums[depth] = sums[depth] + draft + loss.feature_weight * feature
-                    counts[depth] += 1
+            counted = [depth for depth in range(depths) if t + 2 + depth < n and all(mask[t + 1 : t + 3 + depth])]
+            drafts = [
+                Draft(
+                    teacher[t + 1 + depth],
+                    out[depth] @ head.output_weight(frozen).T,
+                    head.draft_token_ids,
+                    ids[t + 2 + depth],
+                )
+                for depth in counted
+            ]
+            features = [F.smooth_l1_loss(out[depth], hidden[t + 1 + depth]) for depth in counted]
+            for depth, draft in enumerate(plain_losses(drafts, features, loss)):
+                sums[depth] = sums[depth] + draft
+                counts[depth] += 1
     weights_of = [DECAY**depth for depth in range(depths)]
     total = sum(w * s / max(1, c) for w, s, c in zip(weights_of, sums, counts, strict=True)) / sum(weights_of)
     return total, [float(s) for s in sums]
@@ -118,8 +125,7 @@ def fast_step(
 @given(
     documents=texts(),
     depths=st.integers(1, 5),
-    kind=st.sampled_from(list(LossKind)),
-    feature_weight=st.sampled_from([0.0, 0.5]),
+    mix=mixes(),
     chunk_rows=st.sampled_from([1, 5, 1000]),
     activation_checkpointing=st.booleans(),
     anchors=st.sampled_from([None, 1, 4, 100]),
@@ -129,8 +135,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
     case: str,
     documents: list[Document],
     depths: int,
-    kind: LossKind,
-    feature_weight: float,
+    mix: dict[LossPart, float],
     chunk_rows: int,
     activation_checkpointing: bool,
     anchors: int | None,
@@ -162,7 +167,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
         )
         for index, (ids, mask) in enumerate(documents)
     ]
-    loss, drawn = LossSettings(kind, 3.0, feature_weight, chunk_rows), None
+    loss, drawn = LossSettings(mix, 3.0, chunk_rows), None
     if anchors is not None:
         drawn = Anchors(anchors, (seed, 0))
     (ours, our_sums), (plain, plain_sums) = (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.func import functional_call
 from transformers import AutoModel, LlamaConfig
 
-from mtptrain.config import LossKind
+from mtptrain.config import LossPart
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
@@ -30,29 +30,13 @@ from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils.clock import PhaseClock
 from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
+from tests.mtptrain.training.plain_losses import Draft, plain_losses
 
 H, V = 128, 50
 DECAY = 0.8
 
 Document = tuple[list[int], list[int]]
 """Token ids and loss mask of a document."""
-
-
-def plain_loss(
-    probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, kind: LossKind, eta: float, data_token: int
-) -> torch.Tensor:
-    """Returns the loss of a draft, given the target's distribution [V], the draft's logits [D] and the data's token."""
-    ids = torch.arange(V) if ids is None else ids
-    logprobs, inside = logits.log_softmax(-1), probs[ids]
-    if kind in (LossKind.ce, LossKind.data_ce):
-        wanted = (ids == (probs.argmax() if kind == LossKind.ce else data_token)).nonzero()
-        return -logprobs[wanted[0, 0]] if len(wanted) else logits.sum() * 0
-    kl = (inside * (inside.log() - logprobs)).sum() + (1 - inside.sum())
-    if kind == LossKind.kl:
-        return kl
-    acceptance = torch.minimum(inside, logprobs.exp()).sum()
-    weight = math.exp(-eta * float(acceptance.detach()))
-    return weight * kl + (1 - weight) * (1 - acceptance)
 
 
 def read_of_target(head: Head, hidden: torch.Tensor, captured: torch.Tensor | None) -> torch.Tensor:
@@ -77,16 +61,30 @@ def plain_step(
             plain_states = plain_model_states
         if isinstance(head, NativeMtpHead):
             plain_states = plain_module_states
-        for depth, out in enumerate(plain_states(head, depths, ids, read, frozen)):
-            logits = out @ head.output_weight(frozen).T
-            for t in range(n):
-                j = t + 2 + depth
-                if j < n and all(mask[j - 1 - depth : j + 1]):
-                    draft = plain_loss(teacher[j - 1], logits[t], head.draft_token_ids, loss.kind, loss.lk_eta, ids[j])
-                    if loss.feature_weight:
-                        draft = draft + loss.feature_weight * F.smooth_l1_loss(out[t], hidden[j - 1])
-                    sums[depth] = sums[depth] + draft
-                    counts[depth] += 1
+        outs = list(plain_states(head, depths, ids, read, frozen))
+        for t in range(n):
+            counted = [
+                depth
+                for depth in range(depths)
+                if t + 2 + depth < n and all(mask[j] for j in range(t + 1, t + 3 + depth))
+            ]
+            drafts = [
+                Draft(
+                    teacher[t + 1 + depth],
+                    outs[depth][t] @ head.output_weight(frozen).T,
+                    head.draft_token_ids,
+                    ids[t + 2 + depth],
+                )
+                for depth in counted
+            ]
+            features = [
+                F.smooth_l1_loss(outs[depth][t], hidden[t + 1 + depth])
+                for depth in counted
+                if LossPart.features in loss.mix
+            ]
+            for depth, draft in enumerate(plain_losses(drafts, features, loss)):
+                sums[depth] = sums[depth] + draft
+                counts[depth] += 1
     weights_of = [DECAY**depth for depth in range(depths)]
     total = sum(w * s / max(1, c) for w, s, c in zip(weights_of, sums, counts, strict=True)) / sum(weights_of)
     assert isinstance(total, torch.Tensor)
@@ -209,7 +207,7 @@ def fast_step(
         weights / weights.sum() / batch.num_drafts.clamp(min=1),
         loss,
         head.draft_token_ids,
-        batch.next_ids[batch.packing.draft_positions + 1] if loss.kind == LossKind.data_ce else None,
+        batch.next_ids[batch.packing.draft_positions + 1] if LossPart.data_ce in loss.mix else None,
     )
     return sums.loss, sums.losses.tolist()
 
@@ -222,13 +220,19 @@ def texts(draw: st.DrawFn) -> list[Document]:
     return [([int(i) for i in rng.integers(0, V, len(mask))], mask) for mask in [*masks, [0, 1, 1, 1, 0, 1, 1]]]
 
 
+@st.composite
+def mixes(draw: st.DrawFn) -> dict[LossPart, float]:
+    """Draws one part, or two with weights."""
+    parts = draw(st.lists(st.sampled_from(list(LossPart)), min_size=1, max_size=2, unique=True))
+    return dict(zip(parts, draw(st.sampled_from([(1.0, 0.5), (0.1, 2.0)])), strict=False))
+
+
 @pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name != "dflash"])
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     documents=texts(),
     depths=st.integers(1, 5),
-    kind=st.sampled_from(list(LossKind)),
-    feature_weight=st.sampled_from([0.0, 0.5]),
+    mix=mixes(),
     chunk_rows=st.sampled_from([1, 5, 1000]),
     activation_checkpointing=st.booleans(),
     seed=st.integers(0, 99),
@@ -237,8 +241,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
     case: str,
     documents: list[Document],
     depths: int,
-    kind: LossKind,
-    feature_weight: float,
+    mix: dict[LossPart, float],
     chunk_rows: int,
     activation_checkpointing: bool,
     seed: int,
@@ -260,7 +263,9 @@ def test_losses_and_gradients_equal_the_plain_formula(
     )
     states = [torch.randn(len(ids), H, generator=generator) for ids, _ in documents]
     aux = [torch.randn(len(ids), max(1, len(head.capture_layers)), H, generator=generator) for ids, _ in documents]
-    loss = LossSettings(kind, 3.0, 0.0 if name == "draft_model" else feature_weight, chunk_rows)
+    if name == "draft_model":  # its states may have another size than the target's
+        mix = {LossPart.kl if part is LossPart.features else part: weight for part, weight in mix.items()}
+    loss = LossSettings(mix, 3.0, chunk_rows)
     parameters = list(head.parameters())
     (ours, our_sums), (plain, plain_sums) = (
         step(head, depths, documents, states, aux, frozen, loss) for step in (fast_step, plain_step)
@@ -284,7 +289,7 @@ def test_training_on_data_takes_the_next_tokens_of_the_documents() -> None:
     frozen = FrozenParts(
         torch.randn(V, H), torch.ones(H), torch.randn(V, H), find_form(LlamaConfig(num_hidden_layers=1))
     )
-    loss = LossSettings(LossKind.data_ce)
+    loss = LossSettings({LossPart.data_ce: 1.0})
     stored = [
         StoredDocument(i, torch.tensor(ids), torch.tensor(mask, dtype=torch.uint8), states[i], None)
         for i, (ids, mask) in enumerate(documents)

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtptrain.config import LossKind
-from mtptrain.training.losses import LossSettings, LossSums, compare, draft_losses
+from mtptrain.config import LossPart
+from mtptrain.training.loss_blocks import compare
+from mtptrain.training.loss_parts import Drafted
+from mtptrain.training.losses import LossSettings, LossSums, draft_losses
 from mtptrain.training.teacher import Teacher, teach, teach_by_logits, teach_by_probs
 from mtptrain.utils import compile as fusing
+from tests.mtptrain.training.plain_losses import PARTS_OF_LOGITS
 
 T, M, H, V = 3, 40, 16, 50
 
@@ -153,7 +156,7 @@ def test_the_lk_loss_is_kl_where_drafts_are_refused_and_the_chance_of_refusal_wh
             lambda x: x @ lm_head.T,
             is_draft,
             torch.ones(T),
-            LossSettings(LossKind.lk, eta),
+            LossSettings({LossPart.lk: 1.0}, eta),
         )
         torch.testing.assert_close(lk.losses, expected, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(lk.kl, kl.kl)
@@ -173,7 +176,7 @@ OWN_VOCABULARY = torch.arange(1, V, 3)
 
 
 def run_kind(
-    kind: LossKind, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor
+    kind: LossPart, draft_token_ids: torch.Tensor | None, states: torch.Tensor, target_logits: torch.Tensor
 ) -> LossSums:
     """Computes a loss over one span of all draft positions, from the target's logits [M, V]."""
     lm_head = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
@@ -184,15 +187,16 @@ def run_kind(
         lambda states: target_logits[states[:, 0].long()],
         torch.arange(M) < M - torch.arange(T)[:, None],
         torch.tensor([0.5, 0.3, 0.2]),
-        LossSettings(kind=kind, chunk_rows=24),
+        LossSettings({kind: 1.0}, chunk_rows=24),
         draft_token_ids,
+        torch.arange(M) % V if kind is LossPart.data_ce else None,
     )
 
 
 @pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
-@pytest.mark.parametrize("kind", list(LossKind))
+@pytest.mark.parametrize("kind", PARTS_OF_LOGITS)
 def test_a_compiled_loss_is_the_plain_one(
-    kind: LossKind, draft_token_ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+    kind: LossPart, draft_token_ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states, target_states, lm_head, _ = inputs((M - 1,))
     found = []
@@ -215,9 +219,9 @@ def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl(
     """Token 1 is in `OWN_VOCABULARY`, and token 0 is not."""
     states, target_states, lm_head, _ = inputs((M - 1,))
     logits = target_states @ lm_head.T
-    assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isfinite().all()
+    assert run_kind(LossPart.kl, draft_token_ids, states, logits).kl.isfinite().all()
     logits[M // 2, token] = bad
-    assert run_kind(LossKind.kl, draft_token_ids, states, logits).kl.isnan().all()
+    assert run_kind(LossPart.kl, draft_token_ids, states, logits).kl.isnan().all()
 
 
 def blocks(num_depths: int, num_positions: int, vocab_size: int) -> tuple[torch.Tensor, ...]:
@@ -229,15 +233,25 @@ def blocks(num_depths: int, num_positions: int, vocab_size: int) -> tuple[torch.
 
 
 @pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
-@pytest.mark.parametrize("kind", list(LossKind))
-def test_a_teacher_by_logits_is_the_one_by_probabilities(kind: LossKind, draft_token_ids: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("kind", PARTS_OF_LOGITS)
+def test_a_teacher_by_logits_is_the_one_by_probabilities(kind: LossPart, draft_token_ids: torch.Tensor | None) -> None:
     """GPUs use logits, and CPUs use probabilities."""
     logits, is_counted, target_logits, scale = blocks(3, 16, V if draft_token_ids is None else len(draft_token_ids))
     by_logits, by_probs = (form(target_logits, draft_token_ids) for form in (teach_by_logits, teach_by_probs))
     assert torch.equal(by_logits.tokens, by_probs.tokens)
-    found, wanted = (compare(logits, is_counted, teacher, scale, kind, 3.0) for teacher in (by_logits, by_probs))
-    for x, y in zip(found, wanted, strict=True):
+    data_tokens = torch.arange(16) if kind is LossPart.data_ce else None
+    found, wanted = (
+        compare(logits, teacher, {kind: is_counted * scale.repeat_interleave(16)}, 3, 3.0, data_tokens)
+        for teacher in (by_logits, by_probs)
+    )
+    for x, y in zip(tensors(found), tensors(wanted), strict=True):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
+def tensors(drafted: Drafted) -> list[torch.Tensor]:
+    """Returns all tensors of a comparison."""
+    found = [drafted.kl, drafted.overlap, drafted.is_right, drafted.target_ce, drafted.data_ce, drafted.gradient]
+    return [x for x in (*found, *drafted.divergences.values()) if x is not None]
 
 
 @pytest.mark.parametrize("draft_token_ids", [None, OWN_VOCABULARY])
@@ -246,11 +260,10 @@ def test_a_teacher_by_logits_is_the_one_by_probabilities(kind: LossKind, draft_t
 def test_a_teacher_by_logits_shows_a_logit_that_is_not_finite_in_the_kl(
     token: int, bad: float, draft_token_ids: torch.Tensor | None
 ) -> None:
-    logits, is_counted, target_logits, scale = blocks(2, 16, V if draft_token_ids is None else len(draft_token_ids))
+    logits, _, target_logits, _ = blocks(2, 16, V if draft_token_ids is None else len(draft_token_ids))
     target_logits[5, token] = bad
-    is_counted[:] = True
-    sums, _ = compare(logits, is_counted, teach_by_logits(target_logits, draft_token_ids), scale, LossKind.kl, 3.0)
-    assert sums[1].isnan().all()
+    drafted = compare(logits, teach_by_logits(target_logits, draft_token_ids), {}, 2, 3.0)
+    assert drafted.kl.isnan().nonzero()[:, 0].tolist() == [5, 21]
 
 
 def compare_compiled_in_one_process() -> None:
@@ -264,7 +277,9 @@ def compare_compiled_in_one_process() -> None:
         found = []
         for is_fused in (False, True):
             fusing.set_compilation(is_fused)
-            found.append(compare(logits, is_counted, teacher, scale, LossKind.lk, 3.0))
+            weights = is_counted * scale.repeat_interleave(num_positions)
+            drafted = compare(logits, teacher, {LossPart.lk: weights, LossPart.jsd: weights}, num_depths, 3.0)
+            found.append(tensors(drafted))
         for plain, compiled in zip(*found, strict=True):
             torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
 

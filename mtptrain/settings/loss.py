@@ -1,0 +1,88 @@
+"""The parts of the training loss, and the check of the mix that `train.loss` gives."""
+
+import math
+from difflib import get_close_matches
+from enum import StrEnum
+
+from mtptrain.utils.errors import UserError
+
+
+class LossPart(StrEnum):
+    """A part of the loss. p is the target's distribution, q the head's, and a = sum min(p, q) their overlap.
+
+    If the head has a vocabulary of its own, p is not renormalised over it, and q is 0 outside it.
+    """
+
+    kl = "kl"
+    """Forward KL, KL(p || q). The target's mass outside the head's vocabulary is added, instead of an infinite term."""
+    rkl = "rkl"
+    """Reverse KL, KL(q || p)."""
+    jsd = "jsd"
+    """Jensen-Shannon divergence, KL(p || m) / 2 + KL(q || m) / 2, where m = (p + q) / 2."""
+    tv = "tv"
+    """Total variation distance, 1 - a: the probability that a sampled draft is rejected."""
+    nla = "nla"
+    """Negative log acceptance, -log a (arXiv 2602.23881). Its gradient is the one of `tv` divided by a."""
+    lk = "lk"
+    """w KL + (1 - w) TV, where w = exp(-lk_eta a) has no gradient (arXiv 2602.23881)."""
+    ce = "ce"
+    """Cross-entropy with the target's most likely token; tokens outside the head's vocabulary are skipped."""
+    data_ce = "data_ce"
+    """Cross-entropy with the next token of the data, as in plain fine-tuning; tokens outside the head's vocabulary are
+    skipped."""
+    features = "features"
+    """Smooth L1 distance between the head's states and the target's post-norm states, averaged over H (EAGLE-1, arXiv
+    2401.15077)."""
+    e2e = "e2e"
+    """1 - (1 / T) sum_j a_0 ... a_j over the depths j of a draft position: one minus the expected share of drafts that
+    are accepted (arXiv 2607.25852). The weight of depth j replaces 1 / T."""
+    dpace = "dpace"
+    """`ce`, with depth j of a draft position weighted by sum_{m >= j} f_0 ... f_m, where f_i = q_i(x) / 2 + 1 / 2 is of
+    depth i and its most likely token x of the target, and has no gradient (D-PACE, arXiv 2605.18810)."""
+
+
+COUPLED_PARTS = (LossPart.e2e, LossPart.dpace)
+"""Parts whose value at one depth depends on the other depths of the same draft position."""
+
+
+def loss_mix(loss: object, feature_weight: float = 0.0) -> dict[LossPart, float]:
+    """Returns the weight of each part of the loss, without those that have the weight 0.
+
+    Args:
+        loss: `train.loss`, the name of a part or a mapping from names to weights.
+        feature_weight: `train.feature_weight`, another name for the weight of the part `features`.
+
+    Raises:
+        UserError: a name or a weight is not valid, no weight is above 0, or `features` has two weights.
+    """
+    given = {loss: 1.0} if isinstance(loss, str) else loss
+    if not isinstance(given, dict):
+        raise UserError(
+            "train.loss: must be the name of a part, or map names to weights as in {ce:0.1,tv:0.9}, but is "
+            f"{loss!r}; correct it"
+        )
+    names = [part.value for part in LossPart]
+    for name, weight in given.items():
+        if name not in names:
+            near = get_close_matches(str(name), names, n=1)
+            raise UserError(
+                f"train.loss: must be made of the parts {', '.join(names)}, but names {name!r}; "
+                f"{f'did you mean {near[0]}?' if near else 'choose among these'}"
+            )
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise UserError(
+                f"train.loss: must give each part a finite weight of at least 0, but gives {name} the weight "
+                f"{weight!r}; correct it"
+            )
+    if not any(given.values()):
+        raise UserError(
+            f"train.loss: must give a weight above 0 to at least one part, but is {loss!r}; add one, as in {{kl:1}}"
+        )
+    if feature_weight and LossPart.features in given:
+        raise UserError(
+            f"train.feature_weight: must be 0 if train.loss names the part features, but is {feature_weight:g}; give "
+            "the weight in one of the two"
+        )
+    return {LossPart(name): float(weight) for name, weight in given.items() if weight} | (
+        {LossPart.features: feature_weight} if feature_weight else {}
+    )

@@ -1,0 +1,94 @@
+"""The parts of the loss that couple the depths of a draft position.
+
+A block of logits holds the depths of one target token, which belong to different draft positions. So a first pass
+without gradients computes two numbers for each draft. From these follow the values of the coupled parts, and the
+weights with which the second pass adds the gradients of single drafts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from mtptrain.settings.loss import LossPart
+from mtptrain.training.loss_blocks import blocks, compare
+from mtptrain.training.teacher import teach
+
+
+class Agreement(NamedTuple):
+    """How each draft agrees with the target."""
+
+    overlap: torch.Tensor  # f32[T, M], the probability that a sampled draft is accepted
+    target_ce: torch.Tensor  # f32[T, M], -log q(x) of the target's most likely token x; 0 if it is outside
+    is_inside: torch.Tensor  # bool[T, M], whether the target's most likely token is in the head's vocabulary
+
+    @classmethod
+    def joined(cls, groups: "Sequence[Agreement]") -> "Agreement":
+        """Returns the agreement at all depths from those of consecutive groups of depths."""
+        return cls(*(torch.cat(each) for each in zip(*groups, strict=True)))
+
+
+@torch.no_grad()
+def agreement(
+    states: torch.Tensor,
+    lm_head: torch.Tensor,
+    target_states: torch.Tensor,
+    target_logits: Callable[[torch.Tensor], torch.Tensor],
+    chunk_rows: int,
+    draft_token_ids: torch.Tensor | None,
+) -> Agreement:
+    """Returns the agreement of every draft that has a teacher. The arguments are those of `draft_losses`."""
+    num_depths, num_drafts, _ = states.shape
+    overlap, target_ce, is_inside = states.new_zeros(3, num_depths, num_drafts, dtype=torch.float32)
+    found = Agreement(overlap, target_ce, is_inside.bool())
+    for block in blocks(num_depths, num_drafts, chunk_rows):
+        teacher = teach(target_logits(target_states[block.targets]), draft_token_ids)
+        logits = F.linear(block.at_targets(states).flatten(0, 1), lm_head)
+        drafted = compare(logits, teacher, {}, num_depths, 0.0)
+        is_inside = (teacher.tokens >= 0).repeat(num_depths)
+        for rows, x in zip((drafted.overlap, drafted.target_ce, is_inside), found, strict=True):
+            block.write(rows.unflatten(0, (num_depths, -1)), x)
+    return found
+
+
+class CoupledPart(NamedTuple):
+    """A coupled part of the loss at every depth of every draft position."""
+
+    values: torch.Tensor
+    """f32[T, M], the part's value at each depth."""
+    weights: torch.Tensor
+    """f32[T, M], the weight in the loss of each draft's own gradient; 0 where a draft does not count."""
+
+    def at(self, depths: slice) -> "CoupledPart":
+        return CoupledPart(self.values[depths], self.weights[depths])
+
+
+def coupled_parts(
+    found: Agreement, is_draft: torch.Tensor, scale: torch.Tensor
+) -> dict[LossPart, CoupledPart]:  # fmt: skip
+    """Returns the coupled parts, given whether each draft counts bool[T, M] and the weight of each depth [T]."""
+    weights = is_draft * scale[:, None]
+    return {LossPart.e2e: _e2e(found, weights), LossPart.dpace: _dpace(found, is_draft, weights)}
+
+
+def _e2e(found: Agreement, weights: torch.Tensor) -> CoupledPart:
+    """The value at depth j is 1 - a_0 ... a_j.
+
+    The gradient of the loss sum_j w_j (1 - a_0 ... a_j) is the sum over i of c_i times the gradient of 1 - a_i, where
+    c_i = sum_{j >= i} w_j (a_0 ... a_j) / a_i = (a_0 ... a_{i-1}) s_i and s_i = w_i + a_{i+1} s_{i+1}.
+    """
+    accepted = found.overlap.cumprod(0)
+    sums = list(weights)
+    for depth in reversed(range(len(sums) - 1)):
+        sums[depth] = sums[depth] + found.overlap[depth + 1] * sums[depth + 1]
+    before = torch.cat([torch.ones_like(accepted[:1]), accepted[:-1]])
+    return CoupledPart(1 - accepted, before * torch.stack(sums))
+
+
+def _dpace(found: Agreement, is_draft: torch.Tensor, weights: torch.Tensor) -> CoupledPart:
+    """The value at depth j is the cross-entropy times sum_{m >= j} f_0 ... f_m, with f_i = q_i(x) / 2 + 1 / 2."""
+    factors = (torch.exp(-found.target_ce) * found.is_inside + 1) / 2
+    products = factors.cumprod(0) * is_draft
+    following = products.flip(0).cumsum(0).flip(0)
+    return CoupledPart(following * found.target_ce, following * weights)

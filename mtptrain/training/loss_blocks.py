@@ -1,0 +1,156 @@
+"""Blocks of logits, each of which holds all depths of some target tokens, and the comparison of drafts in them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from mtptrain.settings.loss import LossPart
+from mtptrain.training.loss_parts import DIVERGENCES, GRADIENTS, Drafted, Rows
+from mtptrain.training.teacher import Teacher
+from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
+
+
+@dataclass(frozen=True)
+class Block:
+    """The drafts of T depths whose target tokens are C consecutive ones."""
+
+    targets: slice
+    """The target tokens. Depth k of draft position t has the target token t + k."""
+    size: int  # C
+    slots: Sequence[tuple[slice, slice]]
+    """For each depth, the drafts, and the target tokens within the block that they have. If a depth has fewer drafts
+    than the block has target tokens, they are the last ones."""
+
+    def at_targets(self, x: torch.Tensor) -> torch.Tensor:
+        """Moves the drafts [T, M, ...] of the block to their target tokens [T, C, ...]; empty places are 0."""
+        block = x.new_zeros(len(x), self.size, *x.shape[2:])
+        for depth, (drafts, in_block) in enumerate(self.slots):
+            block[depth, in_block] = x[depth, drafts]
+        return block
+
+    def write(self, block: torch.Tensor, x: torch.Tensor) -> None:
+        """Writes the block [T, C, ...] to its drafts in x [T, M, ...]."""
+        for depth, (drafts, in_block) in enumerate(self.slots):
+            x[depth, drafts] = block[depth, in_block]
+
+
+def blocks(num_depths: int, num_drafts: int, chunk_rows: int) -> Iterator[Block]:
+    """Yields the blocks of M draft positions, each of at most `chunk_rows` rows if that is at least T."""
+    size = max(1, chunk_rows // num_depths)
+    if size > 4:
+        size -= size % 4  # matmuls with other numbers of rows take 5 to 8 % longer on a CPU
+    for first in range(0, num_drafts, size):
+        count = min(size, num_drafts - first)
+        drafts = [(max(0, first - depth), max(0, first + count - depth)) for depth in range(num_depths)]
+        slots = [(slice(start, stop), slice(count - (stop - start), count)) for start, stop in drafts]
+        yield Block(slice(first, first + count), count, slots)
+
+
+def compare(
+    logits: torch.Tensor,
+    teacher: Teacher,
+    weights: dict[LossPart, torch.Tensor],
+    num_depths: int,
+    lk_eta: float,
+    data_tokens: torch.Tensor | None = None,
+) -> Drafted:
+    """Compare the logits of drafts with their teacher.
+
+    Args:
+        logits: the logits of all depths, concatenated [T * C, D].
+        teacher: the distributions of C target tokens, the same for every depth.
+        weights: weight of each row in the loss [T * C], for each part whose gradient is wanted.
+        num_depths: T.
+        lk_eta: `train.lk_eta`, for `LossPart.lk`.
+        data_tokens: the data's own tokens [C], -1 if outside the head's vocabulary; only for `LossPart.data_ce`.
+    """
+    tokens = teacher.tokens.repeat(num_depths)
+    labels = None if data_tokens is None else data_tokens.repeat(num_depths)
+    mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
+    largest, total, product, overlap, grad, divergences = _rows_and_grad(
+        mark_width_static(logits),
+        mark_width_static(teacher.values),
+        teacher.log_total,
+        tokens,
+        labels,
+        mass,
+        tuple(weights.values()),
+        tuple(part.value for part in weights),  # torch.compile guards on strings, but not on members of an enum
+        num_depths,
+        lk_eta,
+    )
+    log_total, at_token = total.log(), _at(logits, tokens)
+    cross = -product if teacher.negative_entropy is None else teacher.negative_entropy.repeat(num_depths) - product
+    kl = cross + log_total
+    if mass is not None:
+        kl = kl + (1 - mass) * (1 - log_total)  # weights log_total by mass, and adds the mass outside the vocabulary
+    log_sum = largest + log_total
+    return Drafted(
+        kl,
+        overlap,
+        is_right=(at_token == largest) & (tokens >= 0),
+        target_ce=torch.where(tokens >= 0, log_sum - at_token, 0.0),
+        data_ce=None if labels is None else torch.where(labels >= 0, log_sum - _at(logits, labels), 0.0),
+        divergences=dict(zip((part for part in weights if part in DIVERGENCES), divergences, strict=True)),
+        gradient=grad,
+    )
+
+
+def _at(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the logit of each row's token f32[R]; arbitrary where the token is -1."""
+    return logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
+
+
+@fused_by_recomputing
+def _rows_and_grad(
+    logits: torch.Tensor,
+    teacher_values: torch.Tensor,
+    teacher_log_total: torch.Tensor | None,
+    tokens: torch.Tensor,
+    data_tokens: torch.Tensor | None,
+    mass: torch.Tensor | None,
+    weights: tuple[torch.Tensor, ...],
+    parts: tuple[str, ...],
+    num_depths: int,
+    lk_eta: float,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]
+]:  # fmt: skip
+    """Computes, in one compiled function, everything that `compare` needs from whole rows of logits.
+
+    With e = exp(logits - largest logit), it returns for each row f32[T * C]: the largest logit, sum e, the sum of
+    target_probs * log e (or of target_probs * (log e - log target_probs) if the teacher holds logits), and the overlap.
+    Then follow the gradient of the weighted loss [T * C, D], or None without parts, and the values of `DIVERGENCES`.
+
+    A row stays in a CPU core's cache as in `teacher._softmax`, except with parts whose gradient depends on a sum over
+    the whole row, such as the overlap. `num_depths` is an argument because torch.compile does not guard on a quotient
+    of sizes: if it were computed from the shapes, it would be wrong when compiled code is reused for another number of
+    depths.
+    """
+    values = teacher_values.expand(num_depths, -1, -1).reshape(logits.shape)
+    if teacher_log_total is None:
+        probs, log_probs = values, None
+    else:
+        log_probs = values.float() - teacher_log_total.repeat(num_depths)[:, None]
+        probs = log_probs.exp()
+    wide = logits.float()
+    largest = wide.amax(-1, keepdim=True)
+    shifted = wide - largest
+    exps = shifted.exp()
+    total = exps.sum(-1, keepdim=True)
+    drafted = exps / total
+    overlap = torch.minimum(probs, drafted).sum(-1)
+    rows = Rows(probs, log_probs, drafted, shifted, total, overlap, mass, tokens, data_tokens, lk_eta)
+    weighted, divergences = [], []
+    for part, weight in zip(parts, weights, strict=True):
+        if part in DIVERGENCES:
+            gradient, divergence = DIVERGENCES[part](rows)
+            divergences.append(divergence)
+        else:
+            gradient = GRADIENTS[part](rows)
+        weighted.append(gradient * weight[:, None])
+    product = (probs * (shifted if log_probs is None else shifted - log_probs)).sum(-1)
+    grad = reduce(torch.add, weighted).to(logits.dtype) if weighted else None
+    return largest[:, 0], total[:, 0], product, overlap, grad, tuple(divergences)

@@ -1,0 +1,92 @@
+"""Tests which mixes of parts `train.loss` may give."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtptrain.config import LossPart, TrainConfig
+from mtptrain.settings.loss import loss_mix
+from mtptrain.training.losses import LossSettings
+from mtptrain.utils.errors import UserError
+from tests.conftest import make_config, run_ranks
+
+NAMES = "kl, rkl, jsd, tv, nla, lk, ce, data_ce, features, e2e, dpace"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mix"),
+    [
+        ([], {LossPart.kl: 1.0}),
+        (["train.loss=lk"], {LossPart.lk: 1.0}),
+        (["train.loss=data_ce"], {LossPart.data_ce: 1.0}),
+        (["train.feature_weight=0.1"], {LossPart.kl: 1.0, LossPart.features: 0.1}),
+        (["train.loss={ce:0.1,tv:0.9}"], {LossPart.ce: 0.1, LossPart.tv: 0.9}),
+        (["train.loss={kl:1,e2e:0}"], {LossPart.kl: 1.0}),
+        (["train.loss={ce:1,data_ce:2}", "train.feature_weight=3"], {"ce": 1.0, "data_ce": 2.0, "features": 3.0}),
+    ],
+    ids=str,
+)
+def test_the_command_line_gives_a_part_or_a_mix(overrides: list[str], mix: dict[LossPart, float]) -> None:
+    assert LossSettings.of(make_config(*overrides).train).mix == mix
+
+
+def test_every_part_is_a_loss_by_its_name() -> None:
+    assert [LossSettings.of(TrainConfig(loss=part.value)).mix for part in LossPart] == [{p: 1.0} for p in LossPart]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("lkk", f"train.loss: must be made of the parts {NAMES}, but names 'lkk'; did you mean lk?"),
+        ({"kl": 1, "foo": 1}, f"train.loss: must be made of the parts {NAMES}, but names 'foo'; choose among these"),
+        ({1: 1}, f"train.loss: must be made of the parts {NAMES}, but names 1; choose among these"),
+        *(
+            (
+                {"kl": 1, "tv": weight},
+                "train.loss: must give each part a finite weight of at least 0, but gives tv the weight "
+                f"{weight!r}; correct it",
+            )
+            for weight in (-0.5, float("nan"), float("inf"), "0.5", None, True, [1], {"kl": 1})
+        ),
+        *(
+            (
+                loss,
+                f"train.loss: must give a weight above 0 to at least one part, but is {loss!r}; add one, as in "
+                "{kl:1}",
+            )
+            for loss in ({}, {"kl": 0, "tv": 0.0})
+        ),
+        *(
+            (
+                loss,
+                "train.loss: must be the name of a part, or map names to weights as in {ce:0.1,tv:0.9}, but is "
+                f"{loss!r}; correct it",
+            )
+            for loss in (None, 1.0, ["kl"], True)
+        ),
+    ],
+    ids=str,
+)
+def test_a_mix_that_means_nothing_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        loss_mix(loss)
+    assert str(caught.value) == message
+
+
+def test_features_have_one_weight() -> None:
+    message = (
+        "train.feature_weight: must be 0 if train.loss names the part features, but is 0.5; give the weight in one"
+    )
+    with pytest.raises(UserError, match=message):
+        loss_mix({"kl": 1, "features": 0.1}, 0.5)
+
+
+def test_a_bad_mix_is_refused_before_any_work(tmp_path: Path) -> None:
+    result = run_ranks("data_prep.prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run", "train.loss={kl:-1}"])
+    assert (result.returncode, result.stderr) == (
+        1,
+        "error: train.loss: must give each part a finite weight of at least 0, but gives kl the weight -1; "
+        "correct it\n",
+    )
+    assert not (tmp_path / "run").exists()
