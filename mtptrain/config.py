@@ -234,6 +234,12 @@ def _check_loss(config: PipelineConfig) -> None:
             "draft_model, whose states are not compared with the target's, but is "
             f"{mix[LossPart.features]:g}; remove it"
         )
+    if LossPart.confidence in mix and not HEADS[config.head.name].has_confidence:
+        heads = " or ".join(name for name, kind in HEADS.items() if kind.has_confidence)
+        raise UserError(
+            f"train.loss: must not name the part confidence with head {config.head.name}, which has none, but is "
+            f"{config.train.loss}; leave it out, or set head={heads}"
+        )
 
 
 register()

@@ -60,6 +60,8 @@ class Head(nn.Module, ABC):
     """Whether the head drafts at most T tokens, because it can draft only at depths that it was trained for."""
     drafts_all_depths: ClassVar[bool] = False
     """Whether the head drafts exactly T tokens, because the tokens of all depths see each other."""
+    has_confidence: ClassVar[bool] = False
+    """Whether the head says how likely each draft is to be accepted."""
     starts_from_target: ClassVar[bool] = False
     """Whether `head.start_from_target` can copy one or more of the target's layers into the head."""
     ttt_steps: int
@@ -190,6 +192,13 @@ class Head(nn.Module, ABC):
         The token before the draft of depth k at position t is token t + 1 + k of the data.
         """
         return None
+
+    def confidence(self, states: torch.Tensor, correction: Correction | None) -> torch.Tensor:
+        """Training: returns the logit of the probability that each draft is accepted once all before it were [T, M].
+
+        Only heads with `has_confidence` have one.
+        """
+        raise AssertionError(f"{type(self).__name__} has no confidence")
 
     def corrected(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns a draft's logits [B, D], corrected by the token before it, a target id i64[B]."""

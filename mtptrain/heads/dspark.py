@@ -9,7 +9,6 @@ accepted once all drafts before it were. DSpark (arXiv 2607.05147), with the Mar
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -44,6 +43,8 @@ class ConfidenceHead(nn.Module):
 class DsparkHead(DflashHead):
     """DSpark head."""
 
+    has_confidence = True
+
     @dataclass
     class Config(DflashHead.Config):
         name: str = "dspark"
@@ -69,8 +70,8 @@ class DsparkHead(DflashHead):
         corrected: torch.Tensor = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return corrected
 
-    def confidence_logits(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of the confidence [...] for states [..., H] and W1 of the tokens before [..., r]."""
-        proj = self.confidence_head.proj
-        logits: torch.Tensor = F.linear(torch.cat([states, embedded], -1), proj.weight, proj.bias)[..., 0]
+    def confidence(self, states: torch.Tensor, correction: Correction | None) -> torch.Tensor:
+        """Training: returns the logits of the confidence [T, M]; see `Head.confidence`."""
+        assert correction is not None
+        logits: torch.Tensor = self.confidence_head.proj(torch.cat([states, correction.features], -1))[..., 0]
         return logits

@@ -40,6 +40,10 @@ class LossPart(StrEnum):
     """`ce`, with depth j of a draft position weighted by sum_{m >= j} f_0 ... f_m, where f_i = q_i(x) / 2 + 1 / 2 is of
     depth i and its most likely token x of the target, and has no gradient (D-PACE, arXiv 2605.18810)."""
 
+    confidence = "confidence"
+    """Binary cross-entropy between the confidence of head `dspark` and the overlap a, which has no gradient (arXiv
+    2607.05147)."""
+
 
 COUPLED_PARTS = (LossPart.e2e, LossPart.dpace)
 """Parts whose value at one depth depends on the other depths of the same draft position."""
@@ -83,6 +87,9 @@ def loss_mix(loss: object, feature_weight: float = 0.0) -> dict[LossPart, float]
             f"train.feature_weight: must be 0 if train.loss names the part features, but is {feature_weight:g}; give "
             "the weight in one of the two"
         )
-    return {LossPart(name): float(weight) for name, weight in given.items() if weight} | (
-        {LossPart.features: feature_weight} if feature_weight else {}
-    )
+    mix = {LossPart(name): float(weight) for name, weight in given.items() if weight}
+    if feature_weight:
+        mix[LossPart.features] = feature_weight
+    if LossPart.confidence in mix:  # the last one, because it needs the overlaps that come with the others
+        mix[LossPart.confidence] = mix.pop(LossPart.confidence)
+    return mix

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from mtptrain.heads.base import Correction
 from mtptrain.settings.loss import LossPart
 from mtptrain.training.loss_blocks import blocks, compare
 from mtptrain.training.teacher import teach
@@ -37,6 +38,7 @@ def agreement(
     target_logits: Callable[[torch.Tensor], torch.Tensor],
     chunk_rows: int,
     draft_token_ids: torch.Tensor | None,
+    correction: Correction | None = None,
 ) -> Agreement:
     """Returns the agreement of every draft that has a teacher. The arguments are those of `draft_losses`."""
     num_depths, num_drafts, _ = states.shape
@@ -45,6 +47,8 @@ def agreement(
     for block in blocks(num_depths, num_drafts, chunk_rows):
         teacher = teach(target_logits(target_states[block.targets]), draft_token_ids)
         logits = F.linear(block.at_targets(states).flatten(0, 1), lm_head)
+        if correction is not None:
+            logits += F.linear(block.at_targets(correction.features).flatten(0, 1), correction.weight)
         drafted = compare(logits, teacher, {}, num_depths, 0.0)
         is_inside = (teacher.tokens >= 0).repeat(num_depths)
         for rows, x in zip((drafted.overlap, drafted.target_ce, is_inside), found, strict=True):

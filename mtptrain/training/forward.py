@@ -1,8 +1,10 @@
 """The forward pass of training, from stored states to losses, used by the trainer, the planner and held-out losses."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from mtptrain.config import LossPart
 from mtptrain.heads.base import Head
@@ -45,7 +47,9 @@ def training_losses(
         else:
             read_states = parts.final_norm(batch.hidden_states)
         # 2. Run the head at every depth [T, M, H].
-        states = model(PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing), parts, num_depths)
+        packed = PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing)
+        states = model(packed, parts, num_depths)
+        correction = head.correction(packed, num_depths)
     with clock.phase("loss"):
         # 3. Depth k of draft position t learns the target's distribution of token t + 2 + k, which follows from the
         # target's post-norm state at t + 1 + k. Compute the losses of depths with the same target tokens together.
@@ -57,6 +61,10 @@ def training_losses(
             for first in range(0, num_depths, together)
         ]
         lm_head = head.output_weight(parts)
+        corrections = [
+            None if correction is None else replace(correction, features=correction.features[first : first + together])
+            for first in range(0, num_depths, together)
+        ]
 
         def target_states(targets: torch.Tensor) -> torch.Tensor:
             return parts.final_norm(batch.hidden_states[targets]) if head.read_layers else read_states[targets]
@@ -72,13 +80,15 @@ def training_losses(
                     parts.logits,
                     settings.chunk_rows,
                     head.draft_token_ids,
+                    added,
                 )
-                for group, targets in zip(groups, tokens, strict=True)
+                for group, targets, added in zip(groups, tokens, corrections, strict=True)
             ]
             coupled = coupled_parts(Agreement.joined(found), batch.is_draft, scale)
         # 5. Compute the losses.
         sums = []
-        for first, group, targets in zip(range(0, num_depths, together), groups, tokens, strict=True):
+        firsts = range(0, num_depths, together)
+        for first, group, targets, added in zip(firsts, groups, tokens, corrections, strict=True):
             depths = slice(first, first + together)
             sums.append(
                 draft_losses(
@@ -92,6 +102,13 @@ def training_losses(
                     head.draft_token_ids,
                     batch.next_ids[targets] if LossPart.data_ce in settings.mix else None,
                     None if coupled is None else {part: each.at(depths) for part, each in coupled.items()},
+                    added,
                 )
             )
-        return LossSums.joined(sums)
+        losses = LossSums.joined(sums)
+        # 6. A head that says how likely its drafts are to be accepted learns it from their overlaps.
+        if LossPart.confidence in settings.mix:
+            logits = head.confidence(states, correction)
+            errors = F.binary_cross_entropy_with_logits(logits.float(), losses.overlaps, reduction="none")  # [T, M]
+            losses = losses.plus((errors * batch.is_draft).sum(1), settings.mix[LossPart.confidence], scale)
+        return losses

@@ -9,12 +9,13 @@ teacher, and `coupled_depths` the parts that couple the depths of a draft positi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 
 from mtptrain.config import LossPart, TrainConfig
+from mtptrain.heads.base import Correction
 from mtptrain.settings.loss import COUPLED_PARTS, loss_mix
 from mtptrain.training.coupled_depths import CoupledPart, agreement, coupled_parts
 from mtptrain.training.loss_blocks import blocks, compare
@@ -54,13 +55,21 @@ class LossSums:
     overlap: torch.Tensor
     """f32[T], sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
     parts: torch.Tensor  # f32[P, T], each part of the mix, without its weight
+    overlaps: torch.Tensor
+    """f32[T, M], the overlap of each draft; 0 where it has no teacher."""
 
     @classmethod
     def joined(cls, parts: "Sequence[LossSums]") -> "LossSums":
         """Returns the sums of all depths from those of consecutive groups of depths."""
         names = ("losses", "kl", "top1_accuracy", "overlap", "parts")
+        joined = {name: torch.cat([getattr(part, name) for part in parts], -1) for name in names}
         loss = torch.stack([part.loss for part in parts]).sum()
-        return cls(loss, *(torch.cat([getattr(part, name) for part in parts], -1) for name in names))
+        return cls(loss, **joined, overlaps=torch.cat([part.overlaps for part in parts]))
+
+    def plus(self, values: torch.Tensor, weight: float, scale: torch.Tensor) -> "LossSums":
+        """Returns these sums with a part of the loss added: its sum at each depth f32[T], and its weight in the mix."""
+        loss, losses = self.loss + weight * (values * scale).sum(), self.losses + weight * values.detach()
+        return replace(self, loss=loss, losses=losses, parts=torch.cat([self.parts, values.detach()[None]]))
 
 
 def draft_losses(
@@ -74,6 +83,7 @@ def draft_losses(
     draft_token_ids: torch.Tensor | None = None,
     data_tokens: torch.Tensor | None = None,
     coupled: dict[LossPart, CoupledPart] | None = None,
+    correction: Correction | None = None,
 ) -> LossSums:
     """Compare every draft with the target's distribution.
 
@@ -97,18 +107,22 @@ def draft_losses(
         data_tokens: the data's token that the first depth should predict at each draft position i64[M]; only for
             `LossPart.data_ce`.
         coupled: the parts that couple depths, at the depths in `states`; None if these are all depths.
+        correction: what the tokens before the drafts add to the logits of `states @ lm_head`.
     """
     if data_tokens is not None and draft_token_ids is not None:
         data_tokens = draft_ids_of(data_tokens, draft_token_ids)
     if settings.couples_depths and coupled is None:
-        found = agreement(states, lm_head, target_states, target_logits, settings.chunk_rows, draft_token_ids)
+        found = agreement(
+            states, lm_head, target_states, target_logits, settings.chunk_rows, draft_token_ids, correction
+        )
         coupled = coupled_parts(found, is_draft, scale)
-    loss, losses, sums = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids, data_tokens,
+    added = (None, None) if correction is None else (correction.features, correction.weight)
+    loss, losses, sums, overlaps = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        states, lm_head, *added, target_states, target_logits, is_draft, scale, settings, draft_token_ids, data_tokens,
         coupled or {},
     )  # fmt: skip
     kl, top1_accuracy, overlap, *_ = sums
-    return LossSums(loss, losses, kl, top1_accuracy, overlap, sums[3:])
+    return LossSums(loss, losses, kl, top1_accuracy, overlap, sums[3:], overlaps)
 
 
 def draft_ids_of(tokens: torch.Tensor, draft_token_ids: torch.Tensor) -> torch.Tensor:
@@ -123,6 +137,8 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx,
         states: torch.Tensor,
         lm_head: torch.Tensor,
+        features: torch.Tensor | None,  # of a `Correction`
+        correction: torch.Tensor | None,  # its weight
         target_states: torch.Tensor,
         target_logits: Callable[[torch.Tensor], torch.Tensor],
         is_draft: torch.Tensor,
@@ -131,11 +147,16 @@ class _ChunkedLoss(torch.autograd.Function):
         draft_token_ids: torch.Tensor | None,
         data_tokens: torch.Tensor | None,
         coupled: dict[LossPart, CoupledPart],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         num_depths, num_drafts, _ = states.shape
-        grad_states = torch.zeros_like(states)  # stays zero for drafts that have no teacher
+        mix = {part: weight for part, weight in settings.mix.items() if part is not LossPart.confidence}
+        # Gradients of states stay zero for drafts that have no teacher; those of weights are summed in fp32.
+        grad_states = torch.zeros_like(states)
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
-        sums = states.new_zeros(3 + len(settings.mix), num_depths, dtype=torch.float32)
+        grad_features = None if features is None else torch.zeros_like(features)
+        grad_correction = None if correction is None else torch.zeros_like(correction, dtype=torch.float32)
+        sums = states.new_zeros(3 + len(mix), num_depths, dtype=torch.float32)
+        overlaps = states.new_zeros(num_depths, num_drafts, dtype=torch.float32)
         for block in blocks(num_depths, num_drafts, settings.chunk_rows):
             # 1. Compute the logits of the target and of all drafts.
             target_block = target_states[block.targets]
@@ -143,24 +164,31 @@ class _ChunkedLoss(torch.autograd.Function):
             states_block = block.at_targets(states)  # [T, C, H]
             is_counted = block.at_targets(is_draft)  # [T, C]
             rows = states_block.flatten(0, 1)  # [T * C, H]
+            logits = F.linear(rows, lm_head)
+            if features is not None and correction is not None:
+                feature_rows = block.at_targets(features).flatten(0, 1)  # [T * C, r]
+                logits += F.linear(feature_rows, correction)
             # 2. Compare them. Each part that depends on logits gives its gradient the weight of the draft.
             weights = is_counted.flatten() * scale.repeat_interleave(block.size)  # [T * C]
             weight_of: dict[LossPart, torch.Tensor] = {
                 part: (block.at_targets(coupled[part].weights).flatten() if part in coupled else weights) * weight
-                for part, weight in settings.mix.items()
+                for part, weight in mix.items()
                 if part is not LossPart.features
             }
             data_block = None if data_tokens is None else data_tokens[block.targets]
-            drafted = compare(F.linear(rows, lm_head), teacher, weight_of, num_depths, settings.lk_eta, data_block)
-            # 3. Turn the gradients with respect to the logits into those of the states and of a trained lm_head.
+            drafted = compare(logits, teacher, weight_of, num_depths, settings.lk_eta, data_block)
+            # 3. Turn the gradients with respect to the logits into those of the states and of trained weights.
             if drafted.gradient is None:
                 grad = torch.zeros_like(states_block)
             else:
                 grad = (drafted.gradient @ lm_head).view_as(states_block)
                 if grad_lm_head is not None:
                     grad_lm_head += drafted.gradient.T @ rows
+                if grad_features is not None and grad_correction is not None and correction is not None:
+                    block.write((drafted.gradient @ correction).unflatten(0, (num_depths, -1)), grad_features)
+                    grad_correction += drafted.gradient.T @ feature_rows
             values = []
-            for part, weight in settings.mix.items():
+            for part, weight in mix.items():
                 if part is LossPart.features:
                     value, feature_grad = compare_features(states_block, is_counted, target_block, scale, weight)
                     grad += feature_grad
@@ -172,20 +200,28 @@ class _ChunkedLoss(torch.autograd.Function):
             figures = torch.stack([drafted.kl, drafted.is_right.float(), drafted.overlap, *values])
             sums += (figures * is_counted.flatten()).unflatten(1, (num_depths, -1)).sum(-1)
             block.write(grad, grad_states)
-            del teacher, drafted  # [rows, V] each: free them before the next block
-        losses = sum(weight * values for weight, values in zip(settings.mix.values(), sums[3:], strict=True))
-        ctx.save_for_backward(grad_states, *([] if grad_lm_head is None else [grad_lm_head]))
-        ctx.mark_non_differentiable(losses, sums)
-        return (losses * scale).sum(), losses, sums
+            block.write(drafted.overlap.unflatten(0, (num_depths, -1)), overlaps)
+            del teacher, drafted, logits  # [rows, V] each: free them before the next block
+        losses = sums.new_zeros(num_depths)
+        for weight, values in zip(mix.values(), sums[3:], strict=True):
+            losses = losses + weight * values
+        dtypes = [None if x is None else x.dtype for x in (states, lm_head, features, correction)]
+        ctx.dtypes = dtypes  # type: ignore[attr-defined]
+        ctx.save_for_backward(grad_states, grad_lm_head, grad_features, grad_correction)  # type: ignore[arg-type]
+        ctx.mark_non_differentiable(losses, sums, overlaps)
+        return (losses * scale).sum(), losses, sums, overlaps
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, grad_loss: torch.Tensor, *_: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        grad_states, *grad_lm_head = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_own = (grad_lm_head[0] * grad_loss).to(grad_states.dtype) if grad_lm_head else None
+        grad_states, *others = ctx.saved_tensors  # type: ignore[attr-defined]
+        grads = [
+            None if grad is None else (grad * grad_loss).to(dtype)
+            for grad, dtype in zip(others, ctx.dtypes[1:], strict=True)  # type: ignore[attr-defined]
+        ]
         # Overwriting the saved gradient is safe, because torch refuses a second backward pass.
-        return grad_states.mul_(grad_loss.to(grad_states.dtype)), grad_own, *[None] * 8
+        return grad_states.mul_(grad_loss.to(grad_states.dtype)), *grads, *[None] * 8
 
 
 def compare_features(

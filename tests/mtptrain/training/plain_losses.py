@@ -9,13 +9,21 @@ import torch.nn.functional as F
 from mtptrain.config import LossPart
 from mtptrain.training.losses import LossSettings
 
-PARTS_OF_LOGITS = [part for part in LossPart if part is not LossPart.features]
+PARTS_OF_LOGITS = [part for part in LossPart if part not in (LossPart.features, LossPart.confidence)]
 
 
 class Draft:
     """One draft: the target's distribution p [V], and the head's q [V], which is 0 outside the head's vocabulary."""
 
-    def __init__(self, probs: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor | None, data_token: int) -> None:
+    def __init__(
+        self,
+        probs: torch.Tensor,
+        logits: torch.Tensor,
+        ids: torch.Tensor | None,
+        data_token: int,
+        confidence: torch.Tensor | None = None,
+    ) -> None:
+        self.confidence = confidence  # its logit
         self.ids = torch.arange(len(probs)) if ids is None else ids
         self.data_token, self.logprobs, self.p = data_token, logits.log_softmax(-1), probs
         self.q = torch.zeros_like(probs).index_copy(0, self.ids, self.logprobs.exp())
@@ -59,6 +67,10 @@ class Draft:
                 return self.cross_entropy(int(self.p.argmax()))
             case LossPart.data_ce:
                 return self.cross_entropy(self.data_token)
+            case LossPart.confidence:
+                assert self.confidence is not None
+                sure, overlap = self.confidence.sigmoid(), self.overlap.detach()
+                return -(overlap * sure.log() + (1 - overlap) * (1 - sure).log())
         raise AssertionError(part)
 
 

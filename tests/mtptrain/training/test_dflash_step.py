@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from mtptrain.config import LossPart
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import DflashHead, DflashLayer
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.form import find_form
@@ -67,6 +68,21 @@ def plain_states(
     return head.norm(x)[-depths:]
 
 
+def plain_logits(head: DflashHead, state: torch.Tensor, previous: int, frozen: FrozenParts) -> torch.Tensor:
+    logits = state @ head.output_weight(frozen).T
+    if isinstance(head, DsparkHead):
+        markov = head.markov_head
+        logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[previous]
+    return logits
+
+
+def plain_confidence(head: DflashHead, state: torch.Tensor, previous: int) -> torch.Tensor | None:
+    if not isinstance(head, DsparkHead):
+        return None
+    proj, embedded = head.confidence_head.proj, head.markov_head.markov_w1.weight[previous]
+    return proj.weight[0] @ torch.cat([state, embedded]) + proj.bias[0]
+
+
 def plain_step(
     head: DflashHead,
     depths: int,
@@ -90,9 +106,10 @@ def plain_step(
             drafts = [
                 Draft(
                     teacher[t + 1 + depth],
-                    out[depth] @ head.output_weight(frozen).T,
+                    plain_logits(head, out[depth], ids[t + 1 + depth], frozen),
                     head.draft_token_ids,
                     ids[t + 2 + depth],
+                    plain_confidence(head, out[depth], ids[t + 1 + depth]),
                 )
                 for depth in counted
             ]
@@ -120,12 +137,13 @@ def fast_step(
     return sums.loss, sums.losses.tolist()
 
 
-@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name == "dflash"])
+@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name in ("dflash", "dspark")])
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     documents=texts(),
     depths=st.integers(1, 5),
     mix=mixes(),
+    confidence=st.sampled_from([0.0, 0.7]),
     chunk_rows=st.sampled_from([1, 5, 1000]),
     activation_checkpointing=st.booleans(),
     anchors=st.sampled_from([None, 1, 4, 100]),
@@ -136,6 +154,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
     documents: list[Document],
     depths: int,
     mix: dict[LossPart, float],
+    confidence: float,
     chunk_rows: int,
     activation_checkpointing: bool,
     anchors: int | None,
@@ -167,6 +186,8 @@ def test_losses_and_gradients_equal_the_plain_formula(
         )
         for index, (ids, mask) in enumerate(documents)
     ]
+    if confidence and head.has_confidence:
+        mix = mix | {LossPart.confidence: confidence}
     loss, drawn = LossSettings(mix, 3.0, chunk_rows), None
     if anchors is not None:
         drawn = Anchors(anchors, (seed, 0))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from mtptrain.config import LossPart
 from mtptrain.training.coupled_depths import Agreement, agreement, coupled_parts
 from mtptrain.training.losses import LossSettings, LossSums, draft_losses
-from tests.mtptrain.training.plain_losses import Draft, plain_losses
+from tests.mtptrain.training.plain_losses import PARTS_OF_LOGITS, Draft, plain_losses
 
 M, H, V = 30, 12, 40
 OWN_VOCABULARY = torch.arange(1, V, 3)
@@ -89,10 +89,14 @@ class Case:
         return [torch.zeros(()) if x is None else x for x in found]
 
 
+OF_STATES = [*PARTS_OF_LOGITS, LossPart.features]
+"""All parts but the confidence, which only a head has that gives one."""
+
+
 @pytest.mark.parametrize("share_targets", [True, False])
 @pytest.mark.parametrize("ids", [None, OWN_VOCABULARY], ids=["target's vocabulary", "own vocabulary"])
 @pytest.mark.parametrize("num_depths", [1, 4])
-@pytest.mark.parametrize("part", LossPart)
+@pytest.mark.parametrize("part", OF_STATES)
 def test_every_part_is_its_definition(
     part: LossPart, num_depths: int, ids: torch.Tensor | None, share_targets: bool
 ) -> None:
@@ -111,7 +115,7 @@ def test_every_part_is_its_definition(
 @pytest.mark.parametrize("share_targets", [True, False])
 def test_a_mix_is_the_weighted_sum_of_its_parts(share_targets: bool) -> None:
     case = Case(3, OWN_VOCABULARY, share_targets)
-    mix = {part: 0.1 * (1 + i) for i, part in enumerate(LossPart)}
+    mix = {part: 0.1 * (1 + i) for i, part in enumerate(OF_STATES)}
     alone = [case.losses(LossSettings({part: 1.0})) for part in mix]
     mixed = case.losses(LossSettings(mix))
     torch.testing.assert_close(mixed.parts, torch.cat([each.parts for each in alone]))
