@@ -66,12 +66,7 @@ def training_losses(
         if settings.couples_depths and len(groups) > 1:
             found = [
                 agreement(
-                    group,
-                    lm_head,
-                    target_states(targets),
-                    parts.logits,
-                    settings.chunk_rows,
-                    head.draft_token_ids,
+                    group, lm_head, target_states(targets), parts.logits, settings.chunk_rows, head.draft_token_ids
                 )
                 for group, targets in zip(groups, tokens, strict=True)
             ]

@@ -104,9 +104,17 @@ def draft_losses(
         found = agreement(states, lm_head, target_states, target_logits, settings.chunk_rows, draft_token_ids)
         coupled = coupled_parts(found, is_draft, scale)
     loss, losses, sums = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        states, lm_head, target_states, target_logits, is_draft, scale, settings, draft_token_ids, data_tokens,
+        states,
+        lm_head,
+        target_states,
+        target_logits,
+        is_draft,
+        scale,
+        settings,
+        draft_token_ids,
+        data_tokens,
         coupled or {},
-    )  # fmt: skip
+    )
     kl, top1_accuracy, overlap, *_ = sums
     return LossSums(loss, losses, kl, top1_accuracy, overlap, sums[3:])
 
