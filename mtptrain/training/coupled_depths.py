@@ -68,9 +68,7 @@ class CoupledPart(NamedTuple):
         return CoupledPart(self.values[depths], self.weights[depths])
 
 
-def coupled_parts(
-    found: Agreement, is_draft: torch.Tensor, scale: torch.Tensor
-) -> dict[LossPart, CoupledPart]:  # fmt: skip
+def coupled_parts(found: Agreement, is_draft: torch.Tensor, scale: torch.Tensor) -> dict[LossPart, CoupledPart]:
     """Returns the coupled parts, given whether each draft counts bool[T, M] and the weight of each depth [T]."""
     weights = is_draft * scale[:, None]
     return {LossPart.e2e: _e2e(found, weights), LossPart.dpace: _dpace(found, is_draft, weights)}

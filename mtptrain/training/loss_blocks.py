@@ -1,4 +1,4 @@
-"""Blocks of logits, each of which holds all depths of some target tokens, and the comparison of drafts in them."""
+"""Compares blocks of drafts with their teacher. A block holds the logits of all depths of some target tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
 
 @dataclass(frozen=True)
 class Block:
-    """The drafts of T depths whose target tokens are C consecutive ones."""
+    """The drafts of T depths that have C consecutive target tokens."""
 
     targets: slice
     """The target tokens. Depth k of draft position t has the target token t + k."""
     size: int  # C
     slots: Sequence[tuple[slice, slice]]
-    """For each depth, the drafts, and the target tokens within the block that they have. If a depth has fewer drafts
-    than the block has target tokens, they are the last ones."""
+    """For each depth, the drafts, and the places of their target tokens in the block. If a depth has fewer drafts than
+    the block has target tokens, the drafts take the last places."""
 
     def at_targets(self, x: torch.Tensor) -> torch.Tensor:
         """Moves the drafts [T, M, ...] of the block to their target tokens [T, C, ...]; empty places are 0."""

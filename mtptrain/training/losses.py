@@ -118,9 +118,18 @@ def draft_losses(
         coupled = coupled_parts(found, is_draft, scale)
     added = (None, None) if correction is None else (correction.features, correction.weight)
     loss, losses, sums, overlaps = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        states, lm_head, *added, target_states, target_logits, is_draft, scale, settings, draft_token_ids, data_tokens,
+        states,
+        lm_head,
+        *added,
+        target_states,
+        target_logits,
+        is_draft,
+        scale,
+        settings,
+        draft_token_ids,
+        data_tokens,
         coupled or {},
-    )  # fmt: skip
+    )
     kl, top1_accuracy, overlap, *_ = sums
     return LossSums(loss, losses, kl, top1_accuracy, overlap, sums[3:], overlaps)
 
