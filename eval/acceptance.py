@@ -163,6 +163,9 @@ def candidates_of(
     for temperature in settings.temperatures:
         candidates[f"temperature_{temperature:g}"] = head_candidate(temperature, sample_drafts=False)
         candidates[f"temperature_{temperature:g}_sampled_drafts"] = head_candidate(temperature, sample_drafts=True)
+    for threshold in settings.confidence_thresholds:
+        drafter = HeadDrafter(found.head, target.parts, depths, settings.sample_drafts, threshold)
+        candidates[f"confidence_{threshold:g}"] = Candidate(drafter, sampler(settings.temperature))
     return candidates
 
 
@@ -234,8 +237,8 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def remove_generations(output_dir: Path) -> None:
-    """Remove an earlier measurement's answers with baselines and other temperatures, which this one may not have."""
-    names = "|".join((*Baseline, r"temperature_[0-9.e+-]+(_sampled_drafts)?"))
+    """Remove an earlier measurement's answers with baselines and other settings, which this one may not have."""
+    names = "|".join((*Baseline, r"temperature_[0-9.e+-]+(_sampled_drafts)?", r"confidence_[0-9.e-]+"))
     for path in list(output_dir.iterdir()):
         if re.fullmatch(rf"generations_({names})\.jsonl", path.name):
             path.unlink()

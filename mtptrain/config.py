@@ -158,6 +158,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     _check_stream(config)
     _check_depths(config)
     _check_loss(config)
+    _check_confidence(config)
     _check_bench_out(config.bench.out)
     _resolve_precision(config)
     return config
@@ -226,6 +227,18 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
         )
 
 
+def _check_confidence(config: PipelineConfig) -> None:
+    if config.acceptance.confidence_thresholds and not HEADS[config.head.name].has_confidence:
+        raise UserError(
+            f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has none, "
+            f"but are {config.acceptance.confidence_thresholds}; leave them out, or set head={_with_confidence()}"
+        )
+
+
+def _with_confidence() -> str:
+    return " or ".join(name for name, kind in HEADS.items() if kind.has_confidence)
+
+
 def _check_loss(config: PipelineConfig) -> None:
     mix = loss_mix(config.train.loss, config.train.feature_weight)
     if isinstance(config.head, DraftModelHead.Config) and LossPart.features in mix:
@@ -235,10 +248,9 @@ def _check_loss(config: PipelineConfig) -> None:
             f"{mix[LossPart.features]:g}; remove it"
         )
     if LossPart.confidence in mix and not HEADS[config.head.name].has_confidence:
-        heads = " or ".join(name for name, kind in HEADS.items() if kind.has_confidence)
         raise UserError(
             f"train.loss: must not name the part confidence with head {config.head.name}, which has none, but is "
-            f"{config.train.loss}; leave it out, or set head={heads}"
+            f"{config.train.loss}; leave it out, or set head={_with_confidence()}"
         )
 
 

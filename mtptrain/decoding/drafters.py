@@ -20,6 +20,8 @@ class FirstDepth:
 
     logits: torch.Tensor
     """Logits of depth 0 [B, 1, D], or of all depths [B, K, D] if the head drafts them in one forward pass."""
+    states: torch.Tensor
+    """The states that give these logits [B, 1 or K, H]."""
     fed_back: torch.Tensor  # [B, H], the state that depth 1 reads
     newest: torch.Tensor  # i64[B], the newest token
     position: torch.Tensor  # [B], position of the last verified token
@@ -34,12 +36,15 @@ class HeadDrafter:
         parts: FrozenParts,
         num_speculative_tokens: int,
         sample_drafts: bool = False,
+        confidence_threshold: float = 0.0,
     ) -> None:
         self.head = head
         self.parts = parts
         self.num_speculative_tokens = num_speculative_tokens
         self.sample_drafts = sample_drafts
         """Sample drafts if the sampler is not greedy, instead of taking the most likely tokens."""
+        self.confidence_threshold = confidence_threshold
+        """A draft ends before the first token whose confidence is below this; 0 drafts K tokens always."""
         self.cache = PositionCache(0)
 
     def start(self, batch_size: int, num_slots: int) -> None:
@@ -64,7 +69,8 @@ class HeadDrafter:
         position = verified.num_tokens - 2  # [B]
         first = self.head.draft_first(verified, self.parts, self.cache, self.num_speculative_tokens)
         newest = verified.tokens.gather(1, position[:, None] + 1)[:, 0]
-        return FirstDepth(self.head.logits(first.states, self.parts), first.fed_back, newest, position)
+        logits = self.head.logits(first.states, self.parts)
+        return FirstDepth(logits, first.states, first.fed_back, newest, position)
 
     def later_depths(self, first: FirstDepth, sampler: Sampler) -> Draft:
         """Run the depths that `first` lacks, each on the previous depth's token and state, and return the draft."""
@@ -72,6 +78,7 @@ class HeadDrafter:
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         all_logits = []
+        is_sure: list[torch.Tensor] = []
         fed_back, positions = first.fed_back[:, None], first.position[:, None]  # [B, 1, H], [B, 1]
         for depth in range(self.num_speculative_tokens):
             if depth < first.logits.shape[1]:
@@ -82,17 +89,23 @@ class HeadDrafter:
                     fed_back, tokens[-1][:, None], positions, self.parts, self.cache
                 )
                 logits = self.head.logits(states[:, 0], self.parts)
-            logits = self.head.corrected(logits, tokens[-1] if tokens else first.newest)
+            previous = tokens[-1] if tokens else first.newest
+            logits = self.head.corrected(logits, previous)
             all_logits.append(logits)
+            if self.confidence_threshold:
+                is_sure.append(self.head.confidence_of(first.states[:, depth], previous) >= self.confidence_threshold)
             if is_sampled:
                 draft_probs = sampler.probs(logits)
                 probs.append(self.head.target_probs(draft_probs, len(self.parts.embed_tokens)))  # [B, V]
             draft_tokens = sampler.sample(draft_probs) if is_sampled else logits.argmax(-1)
             tokens.append(self.head.target_tokens(draft_tokens))
         drafted = torch.stack(tokens, 1)  # [B, K]
+        is_proposed = torch.ones_like(drafted, dtype=torch.bool)
+        if is_sure:
+            is_proposed = torch.stack(is_sure, 1).cumprod(1).bool()
         return Draft(
             drafted,
-            torch.ones_like(drafted, dtype=torch.bool),
+            is_proposed,
             torch.stack(probs, 1) if probs else None,
             logits=tuple(all_logits),
         )

@@ -200,6 +200,17 @@ class Head(nn.Module, ABC):
         """
         raise AssertionError(f"{type(self).__name__} has no confidence")
 
+    def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Inference: returns the probability that each draft is accepted once all before it were f32[B].
+
+        Only heads with `has_confidence` have one, which draft all tokens in one forward.
+
+        Args:
+            states: the states of the draft's depth [B, H].
+            previous: the tokens before it, target ids i64[B].
+        """
+        raise AssertionError(f"{type(self).__name__} has no confidence")
+
     def corrected(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns a draft's logits [B, D], corrected by the token before it, a target id i64[B]."""
         return logits

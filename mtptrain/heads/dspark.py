@@ -70,6 +70,12 @@ class DsparkHead(DflashHead):
         corrected: torch.Tensor = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return corrected
 
+    def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Inference: returns the confidence [B]; see `Head.confidence_of`."""
+        read = torch.cat([states, self.markov_head.markov_w1(previous)], -1)
+        confidence: torch.Tensor = self.confidence_head.proj(read)[..., 0].float().sigmoid()
+        return confidence
+
     def confidence(self, states: torch.Tensor, correction: Correction | None) -> torch.Tensor:
         """Training: returns the logits of the confidence [T, M]; see `Head.confidence`."""
         assert correction is not None

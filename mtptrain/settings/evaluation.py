@@ -85,6 +85,9 @@ class AcceptanceConfig:
     `tree_top_k`."""
     tree_top_k: int = at_least(1, default=6)
     """Baseline `tree`: number of branches that are extended at each depth, and number of candidates per branch."""
+    confidence_thresholds: list[float] = field(default_factory=list)
+    """Head `dspark`: further rows, in each of which a draft ends before the first token whose confidence is below the
+    threshold, as llama.cpp's `--spec-draft-p-min` does."""
     hybrid_min_match: int = at_least(1, default=4)
     """Baseline `hybrid`: number of newest tokens that must occur earlier in the text for prompt lookup to draft."""
     output_dir: str | None = directory_path(default=None)
@@ -101,6 +104,12 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
             "acceptance.temperatures: must be finite numbers of at least 0.01 that differ from each other and from "
             f"acceptance.temperature={settings.temperature:g}, which is always measured, but are "
             f"{settings.temperatures}; correct them"
+        )
+    thresholds = settings.confidence_thresholds
+    if len(set(thresholds)) < len(thresholds) or not all(0 < each < 1 for each in thresholds):
+        raise UserError(
+            "acceptance.confidence_thresholds: must be different numbers above 0 and below 1, but are "
+            f"{thresholds}; correct them"
         )
     if (settings.top_p < 1 or settings.top_k) and settings.temperature == 0 and not settings.temperatures:
         raise UserError(

@@ -13,6 +13,7 @@ from typing import Any
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.medusa import MedusaHead
@@ -138,6 +139,13 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "eagle3_norms_before_inside": Eagle3Head.Config(
         capture_layers=[0, 2, 3], norm_before_fc=True, norm_before_residual=True
     ),
+    "dspark": DsparkHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, markov_rank=32),
+    "dspark_K1": DsparkHead.Config(capture_layers=[1, 2, 3], ttt_steps=1, markov_rank=32),
+    "dspark_K5": DsparkHead.Config(capture_layers=[1, 2, 3], ttt_steps=5, markov_rank=32, num_layers=2),
+    "dspark_fill_in": DsparkHead.Config(
+        **{"capture_layers": [1, 2, 3], "ttt_steps": 3, "markov_rank": 32, "sample_from_anchor": False},
+        **{"num_layers": 2, "sliding_window": 6, "draft_vocab_size": 200},
+    ),
     "draft_model": DraftModelHead.Config(num_hidden_layers=2),
 }
 
@@ -162,7 +170,7 @@ class Case:
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with most families."""
-IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash", "draft_model")
+IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash", "dspark", "draft_model")
 """Heads in the table of docs/serving.md, which has a row for each engine that can load the head."""
 CASES = [
     *(
@@ -230,6 +238,11 @@ LLAMA_CPP_CASES = [
         for target in ("llama_shared", "qwen3_shared")
     ),
     Case("dflash_small_vocabulary_inside", "llama_shared"),
+    *(
+        Case(head, target, HEAD_CONFIGS[head].ttt_steps)
+        for head in ("dspark", "dspark_K1", "dspark_K5", "dspark_fill_in")
+        for target in ("llama", "qwen3")
+    ),
     *(
         Case(f"dflash_{variant}", target)
         for variant in ("mixed_windows", "causal_mixed", "anchor_first", "anchor_first_window")

@@ -27,7 +27,12 @@ from tests.serving.conftest import Run
 from tests.serving.llama_cpp import convert
 from tests.serving.ours import OnDisk, Serve, check_equal
 
-ONE_OF_EACH = [Case("eagle3", "llama"), Case("dflash", "llama_shared"), Case("draft_model", "qwen3")]
+ONE_OF_EACH = [
+    Case("eagle3", "llama"),
+    Case("dflash", "llama_shared"),
+    Case("dspark", "llama"),
+    Case("draft_model", "qwen3"),
+]
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)

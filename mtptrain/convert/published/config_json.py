@@ -272,6 +272,16 @@ RULES: dict[str, dict[str, Rule]] = {
         ),
     },
 }
+RULES["dspark"] = RULES["dflash"] | {
+    "markov_rank": size,
+    "markov_head_type": only("vanilla", because="because engines serve no other correction"),
+    **dict.fromkeys(
+        ("enable_confidence_head", "confidence_head_with_markov"), only(True, because="because head dspark has one")
+    ),
+    "sample_from_anchor": BOOLEAN,
+    "target_layer_ids": layer_ids,
+    "mask_token_id": token_id,
+}
 """The rules of each kind of head. `eagle3` includes P-EAGLE; `native` are the MTP layers of whole models."""
 
 
@@ -292,6 +302,9 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
     for key in ("dflash_config.block_size", f"eagle_config.{LAYER_IDS}"):
         if key in config:  # the same as a key at the top level, whose rule it must also keep
             config.setdefault(key.partition(".")[2], config[key])
+    for key in ("target_layer_ids", "mask_token_id") if kind == "dspark" else ():
+        if key in config:
+            config.setdefault(f"dflash_config.{key}", config[key])
     if unknown := [key for key in config if key not in RULES[kind]]:
         found = ", ".join(f"{key}={shown(config[key])}" for key in unknown)
         raise UserError(

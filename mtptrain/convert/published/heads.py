@@ -10,6 +10,7 @@ A directory or hub repository must have safetensors files and one of these (clas
   its layer named `midlayer` or `layers.0`, or P-EAGLE if there is a `mask_hidden`;
 - `MedusaModel`, or FasterDecoding's tensor names: Medusa;
 - `DFlashDraftModel`: head `dflash`;
+- `Qwen3DSparkModel`, `DSparkDraftModel`: head `dspark`;
 - a model with an MTP layer in DeepSeek's layout after its decoder layers (`model.layers.N.eh_proj`): head `mtp`.
 
 Like our heads, they all apply RoPE to halves rather than interleaved pairs, so projections need no conversion.
@@ -40,7 +41,7 @@ from mtptrain.convert.published.inferred_settings import (
 from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, medusa_tensors
 from mtptrain.convert.sglang import SglangEagle, SglangMtp
 from mtptrain.convert.target_files import INDEX
-from mtptrain.convert.vllm import VllmDflash, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
+from mtptrain.convert.vllm import VllmDflash, VllmDspark, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.dflash import DflashHead, layer_types
@@ -68,6 +69,8 @@ KNOWN = {
     "Eagle3LlamaForCausalLM": ("eagle3", VllmEagle3),
     VllmMedusa.architecture: ("medusa", VllmMedusa),
     VllmDflash.architecture: ("dflash", VllmDflash),
+    VllmDspark.architecture: ("dspark", VllmDspark),
+    "DSparkDraftModel": ("dspark", VllmDspark),
 }
 """The head and format of each model class that config.json may name."""
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -156,9 +159,9 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         if token_id is not None:
             name, form = "peagle", VllmPeagle
             settings["mask_token_id"] = [token_id]
-    if form is VllmDflash:
+    if issubclass(form, VllmDflash):
         _refuse_mask_embedding(directory)
-        settings |= dflash_settings(directory, config, tensors, target_config)
+        settings |= dflash_settings(directory, name, config, tensors, target_config)
     return PublishedHead(directory, name, settings, tensors, form, config)
 
 

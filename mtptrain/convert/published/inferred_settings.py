@@ -13,6 +13,7 @@ from mtptrain.convert.base import Tensors
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, Config, captured_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import FULL, SLIDING, CausalLayers
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.layers import SERVED_HEAD_DIMS
 from mtptrain.serving.exports import SERVING
@@ -80,8 +81,13 @@ def mask_token_id(directory: Path, config: Config, has_mask: bool) -> int | None
     return int(ids[0]) if has_mask else None
 
 
-def dflash_settings(directory: Path, config: Config, tensors: Tensors, target_config: PreTrainedConfig) -> Settings:
+def dflash_settings(
+    directory: Path, name: str, config: Config, tensors: Tensors, target_config: PreTrainedConfig
+) -> Settings:
+    """Returns the settings of head `dflash` or `dspark`."""
     needed = ("num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id")
+    is_dspark = name == DsparkHead.Config().name
+    needed += ("markov_rank",) if is_dspark else ()
     missing = [name for name in needed if name not in config]
     if missing:
         raise UserError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
@@ -90,9 +96,11 @@ def dflash_settings(directory: Path, config: Config, tensors: Tensors, target_co
         "num_layers": [config["num_hidden_layers"]],
         "capture_layers": list(_capturable(directory, "dflash_config.target_layer_ids", [layers], target_config)),
         "mask_token_id": [config["dflash_config.mask_token_id"]],
-        "ttt_steps": [config["block_size"] - 1],
+        "ttt_steps": [config["block_size"] - (not is_dspark)],
         "draft_vocab_size": [_draft_vocab_size(directory, config, tensors, target_config)],
-        **{name: [value] for name, value in _dflash_attention(directory, config).items()},
+        **{setting: [value] for setting, value in _dflash_attention(directory, config).items()},
+        **({"markov_rank": [config["markov_rank"]]} if is_dspark else {}),
+        "sample_from_anchor": [config.get("sample_from_anchor", is_dspark)],
     }
 
 

@@ -177,6 +177,33 @@ def test_dflash_is_a_qwen3_stack_whose_layer_ids_are_one_less_than_ours(target: 
     assert len(form.notes()) == 1 and not format_for("vllm", head_config("dflash"), target).notes()
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("anchor_first", [True, False])
+def test_dspark_has_its_keys_at_the_top_level_and_every_tensor(
+    target: LlamaConfig, engine: str, anchor_first: bool
+) -> None:
+    head = head_config("dspark", ttt_steps=7, markov_rank=16, mask_token_id=5, sample_from_anchor=anchor_first)
+    form = format_for(engine, head, target)
+    own = {
+        "markov_head.markov_w1.weight": [260, 16],
+        "markov_head.markov_w2.weight": [260, 16],
+        "confidence_head.proj.weight": [1, 80],
+        "confidence_head.proj.bias": [1],
+    }
+    found = shapes(form.tensors(random_head(head, target).state_dict()))
+    assert own.items() <= found.items()
+    dflash = head_config("dflash", ttt_steps=7)
+    assert found.keys() - own.keys() == random_head(dflash, target).state_dict().keys()
+    config = form.config_json("bfloat16")
+    wanted = {
+        **{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": 7, "markov_rank": 16},
+        **{"markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True},
+        **{"sample_from_anchor": anchor_first, "target_layer_ids": [0, 1, 2], "mask_token_id": 5},
+    }
+    assert {key: config[key] for key in wanted} == wanted
+    assert config["max_position_embeddings"] == target.max_position_embeddings
+
+
 def test_layer_ids_are_ours_and_left_out_where_they_are_the_engines_default() -> None:
     target = target_config(num_hidden_layers=12)
     config = format_for("vllm", head_config("eagle3", capture_layers=[0, 5, 12]), target).config_json("bfloat16")

@@ -11,6 +11,8 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import FirstStates
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.target.model import TargetStates, Verified
+from mtptrain.utils.errors import UserError
+from tests.conftest import make_config
 from tests.mtptrain.heads.test_contract import CASES, DEPTHS, LENGTHS, PARTS, packed_inputs, random_head
 
 DSPARK = [case for case, (name, _) in CASES.items() if name == "dspark"]
@@ -80,6 +82,28 @@ def test_each_draft_is_chosen_after_the_one_before_it(
 
 
 @torch.no_grad()
+def test_a_draft_ends_before_the_first_token_below_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, generator = dspark("dspark"), torch.Generator().manual_seed(0)
+    states = torch.randn(40, DEPTHS, PARTS.lm_head.shape[1], generator=generator)
+    monkeypatch.setattr(head, "draft_first", lambda *_: FirstStates(states, states[:, -1]))
+    newest = torch.randint(0, len(PARTS.lm_head), (40, 2), generator=generator)
+    read = TargetStates(torch.zeros(40, 1, 1), None)
+    verified = Verified(newest, torch.full((40,), 2), torch.zeros(40, 1, dtype=torch.long), read)
+    draft = HeadDrafter(head, PARTS, DEPTHS, confidence_threshold=0.5).draft(verified, Sampler())
+    proj, w1 = head.confidence_head.proj, head.markov_head.markov_w1.weight
+    for sequence in range(40):
+        previous, sure = int(newest[sequence, 1]), []
+        for depth in range(DEPTHS):
+            logit = proj.weight[0] @ torch.cat([states[sequence, depth], w1[previous]]) + proj.bias[0]
+            sure.append(bool(logit >= 0))
+            previous = int(draft.tokens[sequence, depth])
+        assert draft.is_proposed[sequence].tolist() == [all(sure[: depth + 1]) for depth in range(DEPTHS)]
+    assert 0.05 < draft.is_proposed.float().mean() < 0.95
+    whole = HeadDrafter(head, PARTS, DEPTHS).draft(verified, Sampler())
+    assert whole.is_proposed.all() and torch.equal(whole.tokens, draft.tokens)
+
+
+@torch.no_grad()
 def test_without_a_correction_drafts_are_those_of_dflash() -> None:
     head = dspark("dspark")
     head.markov_head.markov_w2.weight.zero_()
@@ -89,3 +113,17 @@ def test_without_a_correction_drafts_are_those_of_dflash() -> None:
     assert not F.linear(*vars(head.correction(tokens, DEPTHS)).values()).any()
     later = replace(tokens, next_ids=tokens.next_ids.roll(1))
     assert not torch.equal(head.correction(later, DEPTHS).features, head.correction(tokens, DEPTHS).features)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("head=dflash", "acceptance.confidence_thresholds=[0.5]"), "must be left out with head dflash, which has"),
+        (("head=dspark", "acceptance.confidence_thresholds=[0.5,0.5]"), "must be different numbers above 0 and below"),
+        (("head=dspark", "acceptance.confidence_thresholds=[1.0]"), "must be different numbers above 0 and below"),
+        (("head=mtp", "train.loss={kl:1,confidence:1}"), "must not name the part confidence with head mtp, which has"),
+    ],
+)
+def test_a_confidence_that_a_head_does_not_have_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_config(*overrides, "head.ttt_steps=3", "acceptance.num_speculative_tokens=3")

@@ -96,6 +96,9 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(num_steps * 3 if head.drafts_all_depths else num_steps):
         logits = head.logits(head(packed, target.parts, depths), target.parts)
+        correction = head.correction(packed, depths)
+        if correction is not None:
+            logits = logits + F.linear(correction.features, correction.weight)
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -107,7 +110,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
 
 def has_own_key_norms(kind: str) -> bool:
     """Returns whether a `dflash` head is one that vLLM's CPU kernels do not serve."""
-    return kind == "dflash_two_norms" or "mixed" in kind or "anchor" in kind
+    return kind == "dflash_two_norms" or "mixed" in kind or "anchor" in kind or "dspark" in kind
 
 
 def share_key_norms(head: DflashHead, take: Callable[[torch.nn.Module], torch.nn.Module] = lambda norm: norm) -> None:

@@ -16,6 +16,7 @@ from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.files import save_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead
@@ -35,6 +36,7 @@ from tests.mtptrain.convert.warm_start.written_heads import (
 )
 from tests.sealed import seal_again
 
+DSPARK = DsparkHead.Config(capture_layers=[1, 2], ttt_steps=3, num_layers=2, markov_rank=4)
 PEAGLE = PeagleHead.Config(capture_layers=[1, 2], mask_token_id=7)
 EXPORTS: dict[str, tuple[str, HeadConfig]] = {
     "mtp": ("vllm", MTP),
@@ -43,6 +45,7 @@ EXPORTS: dict[str, tuple[str, HeadConfig]] = {
     "eagle3": ("vllm", EAGLE3),
     "peagle": ("vllm", PEAGLE),
     "dflash": ("vllm", DFLASH),
+    "dspark": ("vllm", DSPARK),
     "medusa": ("vllm", MedusaHead.Config(ttt_steps=2)),
 }
 KINDS = (*EXPORTS, "native", "mimo")
@@ -140,7 +143,7 @@ WINDOWS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WINDOWS)
-@pytest.mark.parametrize("published", [kind for kind in WITH_LAYERS if kind != "dflash"], indirect=True)
+@pytest.mark.parametrize("published", [kind for kind in WITH_LAYERS if kind not in ("dflash", "dspark")], indirect=True)
 def test_a_window_is_refused_in_every_kind_of_head_without_windows(
     published: Published, change: dict[str, Any], message: str
 ) -> None:
@@ -278,6 +281,19 @@ def test_every_variant_of_a_block_drafter_is_read_and_written_back(
     state = write(tmp_path / "written", "vllm", config, target)
     read = load_init(str(tmp_path / "written"), config, TargetFiles(target))
     assert read.keys() >= state.keys() and all(torch.equal(read[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("published", ["dspark"], indirect=True)
+def test_a_dspark_head_is_read_with_keys_at_either_place_or_refused_by_the_key(published: Published) -> None:
+    published.load({})
+    published.load({}, removed=("target_layer_ids", "mask_token_id", "sample_from_anchor"))
+    published.load({"architectures": ["DSparkDraftModel"]}, removed=("dflash_config",))
+    published.refuses({"markov_head_type": "gated"}, r"markov_head_type must be .*vanilla.*, but is .*gated")
+    published.refuses({"confidence_head_with_markov": False}, r"confidence_head_with_markov must be true")
+    published.refuses({"sample_from_anchor": False}, r"head\.sample_from_anchor \(False there, True here\)")
+    published.refuses({"block_size": 4}, r"head\.ttt_steps \(4 there, 3 here\); set head\.ttt_steps=4")
+    published.refuses({"markov_rank": 8}, r"head\.markov_rank \(8 there, 4 here\)")
+    published.refuses({"markov_rank": None}, r"must have markov_rank, but does not")
 
 
 @pytest.mark.parametrize("published", ["dflash"], indirect=True)
