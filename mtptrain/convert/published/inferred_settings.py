@@ -85,9 +85,9 @@ def dflash_settings(
     directory: Path, name: str, config: Config, tensors: Tensors, target_config: PreTrainedConfig
 ) -> Settings:
     """Returns the settings of head `dflash` or `dspark`."""
-    needed = ("num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id")
     is_dspark = name == DsparkHead.Config().name
-    needed += ("markov_rank",) if is_dspark else ()
+    needed = ["num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id"]
+    needed += ["markov_rank"] * is_dspark
     missing = [name for name in needed if name not in config]
     if missing:
         raise UserError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")

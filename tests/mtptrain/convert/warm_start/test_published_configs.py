@@ -15,8 +15,8 @@ from mtptrain.convert.published.config_json import MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.dspark import DsparkHead
+from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import save_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead
