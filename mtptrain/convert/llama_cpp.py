@@ -252,7 +252,8 @@ class LlamaCppDflash(WithTokenizer):
         tensors = super().tensors(state)
         if self.is_like_dspark:
             sizes = int(self.target.vocab_size), self.head.draft_vocab_size or int(self.target.vocab_size)
-            tensors |= {name: torch.zeros(size, 1) for name, size in zip(CORRECTION, sizes, strict=True)}
+            like = tensors["fc.weight"]
+            tensors |= {name: like.new_zeros(size, 1) for name, size in zip(CORRECTION, sizes, strict=True)}
         return tensors
 
     def state(self, tensors: Tensors) -> Tensors:

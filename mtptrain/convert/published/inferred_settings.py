@@ -87,7 +87,8 @@ def dflash_settings(
     """Returns the settings of head `dflash` or `dspark`."""
     is_dspark = name == DsparkHead.Config().name
     needed = ["num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id"]
-    needed += ["markov_rank"] * is_dspark
+    if is_dspark:
+        needed.append("markov_rank")
     missing = [name for name in needed if name not in config]
     if missing:
         raise UserError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")

@@ -12,6 +12,7 @@ from mtptrain.convert.warm_start import load_init, relative_difference
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.heads.medusa import MedusaHead
@@ -52,6 +53,10 @@ def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Pat
         ttt_steps=5,
     )
     configs: dict[str, HeadConfig] = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3, "peagle": peagle, "dflash": dflash}
+    configs["dspark"] = DsparkHead.Config(
+        **{"capture_layers": [1, 3], "draft_vocab_size": None if engine == "sglang" else 48, "mask_token_id": 7},
+        **{"num_layers": 2, "ttt_steps": 5, "markov_rank": 8, "sliding_window": 9},
+    )
     configs |= {"medusa": medusa, "draft_model": DraftModelHead.Config(num_hidden_layers=2)}
     config = configs[name]
     state = write(tmp_path / "head", engine, config, target_dir)

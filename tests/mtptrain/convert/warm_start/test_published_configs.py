@@ -36,7 +36,7 @@ from tests.mtptrain.convert.warm_start.written_heads import (
 )
 from tests.sealed import seal_again
 
-DSPARK = DsparkHead.Config(capture_layers=[1, 2], ttt_steps=3, num_layers=2, markov_rank=4)
+DSPARK = DsparkHead.Config(capture_layers=[1, 2], ttt_steps=3, num_layers=2, markov_rank=4, mask_token_id=7)
 PEAGLE = PeagleHead.Config(capture_layers=[1, 2], mask_token_id=7)
 EXPORTS: dict[str, tuple[str, HeadConfig]] = {
     "mtp": ("vllm", MTP),
