@@ -82,7 +82,8 @@ def test_a_head_in_8_bits_comes_back_as_it_was_rounded(
     restored, rounded = reload_head(tmp_path / "out", form).state_dict(), form.rounded(state)
     assert all(torch.equal(restored[key], rounded[key]) for key in state)
     tensors = GGUFReader(tmp_path / "out/model.gguf").tensors
-    assert {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1} == {"Q8_0"}
+    # A row of one value, of the correction that is 0, is no block of 32.
+    assert {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1 < tensor.shape[0]} == {"Q8_0"}
     for key, tensor in state.items():
         error = (restored[key].float() - tensor.float()).abs().max() / tensor.float().abs().max().clamp(min=1)
         assert error < 5e-3 and (tensor.ndim > 1 or error == 0), key
