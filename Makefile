@@ -126,7 +126,7 @@ test test-all: check $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENV
 test-serving: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
 	$(PYTEST) --dist loadfile tests/serving
 
-served-table: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed
+served-table: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
 	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_heads.py -k pages_table
 
 recipe-plans: setup

@@ -36,7 +36,7 @@ from mtptrain.serving.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
 from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.llama_server import LlamaServer
-from mtptrain.serving.openvino_load import check_in_flight
+from mtptrain.serving.openvino_load import check_openvino
 from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import weights_fingerprint
@@ -79,7 +79,7 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     if serving.engine is ServingEngine.llama_cpp:
         require_gguf(run)
     if serving.engine is ServingEngine.openvino:
-        check_in_flight(config.head.name, config.serving_bench.concurrency)
+        check_openvino(config.head.name, config.serving_bench.concurrency, config.acceptance.temperature)
     head_dir = run.served_head_dir
     if serving.url is not None:
         server = running_server(serving)
@@ -144,7 +144,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "repeats": config.serving_bench.repeats,
         "max_new_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
-        "dtype": str(settings.dtype) if bench.server is None else None,
+        **bench.types,
         "ignore_eos": config.serving_bench.ignore_eos,
         "best_num_speculative_tokens": {str(size): best for size, best in best_num_drafts(speeds).items()} or None,
         "rows": described,

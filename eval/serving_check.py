@@ -54,6 +54,8 @@ MADE_NONE = {"llama.cpp": ": no drafts were made, as llama-server makes none wit
 ROUNDING_TOLERANCE, ROUNDED_DRAFTS = 0.02, 2
 """Largest allowed relative difference of acceptance lengths in bf16 or with quantised weights, and the number of drafts
 that may be accepted differently beside it."""
+FEW_DRAFTS = 30
+"""Number of accepted drafts below which lengths within the tolerance say little."""
 TOLERANCE = f"{100 * ROUNDING_TOLERANCE:g} % and {ROUNDED_DRAFTS} drafts"
 
 
@@ -104,6 +106,11 @@ def check_engine(run: Run, output_dir: Path) -> bool:
             f"the two sides differ by rounding, as {'quantised weights' if is_quantised else settings.dtype} may: "
             f"on the engine's answers, our acceptance length and its own agree within {TOLERANCE}"
         )
+        if (accepted := sum(comparison.counts.accepted_at)) < FEW_DRAFTS:
+            print(
+                f"{accepted} accepted drafts are too few to tell a right head from a wrong one: raise "
+                "acceptance.num_prompts, or train the head further"
+            )
         if divergence is not None:
             print(f"the first difference, for prompt id {list(prompts)[divergence.prompt]}: {divergence}")
         return True

@@ -227,6 +227,15 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
         )
 
 
+def _check_trained_confidence(config: PipelineConfig, mix: dict[LossPart, float]) -> None:
+    if HEADS[config.head.name].has_confidence and LossPart.confidence not in mix:
+        raise UserError(
+            f"train.loss: must name the part confidence with head {config.head.name}, whose confidence otherwise stays "
+            f'at one half, but is {config.train.loss}; set "train.loss={{data_ce:0.1,tv:1.8,confidence:1}}", as '
+            "published, or add confidence to your mix"
+        )
+
+
 def _check_confidence(config: PipelineConfig) -> None:
     if config.acceptance.confidence_thresholds and not HEADS[config.head.name].has_confidence:
         raise UserError(
@@ -247,6 +256,7 @@ def _check_loss(config: PipelineConfig) -> None:
             "draft_model, whose states are not compared with the target's, but is "
             f"{mix[LossPart.features]:g}; remove it"
         )
+    _check_trained_confidence(config, mix)
     if LossPart.confidence in mix and not HEADS[config.head.name].has_confidence:
         raise UserError(
             f"train.loss: must not name the part confidence with head {config.head.name}, which has none, but is "

@@ -44,7 +44,7 @@ from mtptrain.serving.break_even import (
     verdicts,
 )
 from mtptrain.serving.exports import read_serving_facts
-from mtptrain.serving.openvino_load import check_in_flight
+from mtptrain.serving.openvino_load import check_openvino
 from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
@@ -147,7 +147,7 @@ def engine_program(run: Run) -> Path | Exception:
     except UserError as error:
         return error
     if serving.engine is ServingEngine.openvino:
-        check_in_flight(run.config.head.name, settings.concurrency)
+        check_openvino(run.config.head.name, settings.concurrency, run.config.acceptance.temperature)
     try:
         return find_program(serving)
     except UserError as error:

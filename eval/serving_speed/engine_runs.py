@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import sys
 import tempfile
 import uuid
@@ -63,6 +64,17 @@ class Bench:
         return SERVERS[self.engine].name if self.engine in SERVERS else OpenvinoEngine.name
 
     @property
+    def types(self) -> dict[str, str | None]:
+        """The types of the weights, for the report: what the setting says that counts for the engine."""
+        if self.server is not None:
+            return {"dtype": None}
+        if self.engine is ServingEngine.openvino:
+            return {"dtype": None, "openvino_weights": str(self.config.serving.openvino_weights)}
+        if self.engine is ServingEngine.llama_cpp:
+            return {"dtype": None, "gguf": str(self.target.gguf)}
+        return {"dtype": str(self.config.acceptance.dtype)}
+
+    @property
     def prompts_path(self) -> Path:
         return self.output_dir / "prompts.json"
 
@@ -90,6 +102,8 @@ def drafting_depths(config: PipelineConfig) -> list[int]:
     return config.serving_bench.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
 
 
+CONVERTED = "converted_"
+"""Beginning of the name of the folder with the models that OpenVINO converts, which takes as much disk as both."""
 Generator = LoadGenerator | LlamaLoadGenerator | nullcontext[None]
 """The program that sends requests to a server; none for an engine without one."""
 
@@ -138,8 +152,13 @@ def measure(bench: Bench) -> tuple[list[Row], str]:
     Raises:
         UserError: an engine or a request failed, or vLLM would not use this machine's GPU.
     """
+    for left in bench.output_dir.glob(f"{CONVERTED}*"):  # by a benchmark that was killed
+        shutil.rmtree(left)
     # OpenVINO converts both models once, for all engines.
-    with load_generator(bench) as generator, tempfile.TemporaryDirectory(dir=bench.output_dir) as converted:
+    with (
+        load_generator(bench) as generator,
+        tempfile.TemporaryDirectory(prefix=CONVERTED, dir=bench.output_dir) as converted,
+    ):
         if bench.server is None and isinstance(generator, LoadGenerator):
             check_device(generator)
         return measure_engines(bench, generator, Path(converted))

@@ -57,6 +57,8 @@ class OpenvinoFormat(Format):
         notes = [
             "These commands need `openvino-genai==2026.4.1.0 optimum-intel==2.2.0 einops 'diffusers<0.38'`. Without "
             "`--trust-remote-code`, optimum converts an EAGLE-3 head as a plain Llama, without an error.",
+            "Decode greedily: with drafts, OpenVINO GenAI 2026.4 samples other texts than without (seen with EAGLE-3 "
+            "heads at temperature 0.3 and 0.8: garbage).",
             'With `INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32"` for both models, OpenVINO accepts '
             "exactly the drafts that mtptrain does. By default it rounds to the types in which the CPU is fastest.",
         ]

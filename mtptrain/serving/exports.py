@@ -22,7 +22,7 @@ WRITTEN_FOR = {
     "tensorrt_llm": "1.3",
     "transformers": "5.23",
 }
-"""The version of each engine that exports are written for. Tests serve them with vLLM and transformers."""
+"""The version of each engine that exports are written for. Tests serve them with all but SGLang and TensorRT-LLM."""
 WITHOUT_STREAMS = {"vllm": ("gemma3_text", "mimo"), "sglang": ("mimo",)}
 """Families whose class in an engine does not return residual streams: in vLLM Gemma 3 has no `SupportsEagle3`, and
 MiMo's forward leaves them out."""

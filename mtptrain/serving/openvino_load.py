@@ -11,12 +11,17 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 
-def check_in_flight(head_name: str, concurrency: Sequence[int]) -> None:
-    """Refuse more than one request in flight for a head with which OpenVINO decodes one at a time.
+def check_openvino(head_name: str, concurrency: Sequence[int], temperature: float) -> None:
+    """Refuse what OpenVINO cannot do: sample with drafts, or decode several requests at a time with `dflash`.
 
     Raises:
-        UserError: there are more.
+        UserError: it is asked to.
     """
+    if temperature > 0:
+        raise UserError(
+            "acceptance.temperature: must be 0 in OpenVINO 2026.4, which with a draft samples other texts than without "
+            f"(with an EAGLE-3 head, garbage), but is {temperature:g}; leave it out, or set another serving.engine"
+        )
     if head_name == "dflash" and max(concurrency) > 1:
         raise UserError(
             f"serving_bench.concurrency: must be [1] with head dflash in OpenVINO, which decodes one request at a time "
@@ -35,10 +40,10 @@ class OpenvinoEngine(LoadGenerator):
         Args:
             models: target and head. The head is loaded for K above 0 alone.
             num_speculative_tokens: K.
-            directory: keeps the converted models for the next engine.
-            log_path: the file for everything that the worker prints. The worker's job is written beside it.
+            directory: keeps the converted models for the next engine, and the worker's job.
+            log_path: the file for everything that the worker prints.
         """
-        job_path = log_path.with_suffix(".job.json")
+        job_path = directory / f"{log_path.stem}.json"
         write_json(job_path, models.job(directory, num_speculative_tokens))
         super().__init__([models.python, WORKER, "load", job_path], log_path, self.name)
         self.num_speculative_tokens = num_speculative_tokens

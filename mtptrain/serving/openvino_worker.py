@@ -47,7 +47,11 @@ def convert(source: Path, directory: Path, weights: str, is_head: bool) -> None:
     temporary = directory.with_name(directory.name + ".tmp")
     arguments = ["--weight-format", weights, *(["--trust-remote-code"] if is_head else [])]
     command = [sys.executable, *CONVERT, *arguments, "-m", str(source), str(temporary)]
-    subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr, check=True)
+    if subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr, check=False).returncode:
+        sys.exit(
+            f"serving.openvino_weights: optimum-cli must be able to convert {source} to {weights}, but fails as above; "
+            "set serving.openvino_weights=fp32, or correct the model"
+        )
     layers = json.loads((source / "config.json").read_text()).get(LAYER_IDS) if is_head else None
     if layers is not None:
         model = openvino.Core().read_model(temporary / MODEL)

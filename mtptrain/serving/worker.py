@@ -1,6 +1,8 @@
 """Runs a job by a program in an engine's own Python environment, and reads its result."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,14 +41,19 @@ def run_worker(python: Path, worker: Path, arguments: Sequence[str], job: object
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,
         ) as process:
             assert process.stdout is not None
             lines = []
-            for line in process.stdout:
-                lines.append(line)
-                if line.startswith(progress):
-                    sys.stderr.write(line.removeprefix(progress).lstrip())
-                    sys.stderr.flush()
+            try:
+                for line in process.stdout:
+                    lines.append(line)
+                    if line.startswith(progress):
+                        sys.stderr.write(line.removeprefix(progress).lstrip())
+                        sys.stderr.flush()
+            except BaseException:  # such as Ctrl-C: end the worker and the programs that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
         if process.returncode or not result_path.is_file():
             raise UserError(
                 f"{name}: the worker must end with a result, but ended with status {process.returncode}; its last "

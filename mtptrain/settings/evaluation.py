@@ -175,7 +175,6 @@ class OpenvinoWeights(StrEnum):
     fp32 = "fp32"
     fp16 = "fp16"
     int8 = "int8"
-    int4 = "int4"
 
 
 @dataclass
@@ -263,6 +262,12 @@ def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) ->
         raise UserError(
             f"serving_bench.server_args: must be left out with serving.engine=openvino, which has no server, but is "
             f"{settings.server_args}; leave it out"
+        )
+    if serving.openvino_weights is not OpenvinoWeights.fp32 and serving.engine is not ServingEngine.openvino:
+        raise UserError(
+            "serving.openvino_weights: must be left out with other engines than OpenVINO, but is "
+            f"{serving.openvino_weights} with serving.engine={serving.engine}; leave it out, or set "
+            "serving.engine=openvino"
         )
     if serving.url is not None and (depths or settings.server_args):
         name = "num_speculative_tokens" if depths else "server_args"

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from mtptrain.heads.base import Correction
 from mtptrain.settings.loss import LossPart
-from mtptrain.training.loss_blocks import blocks, compare
+from mtptrain.training.loss_blocks import blocks, compare, corrected_logits
 from mtptrain.training.teacher import teach
 
 
@@ -46,10 +45,11 @@ def agreement(
     found = Agreement(overlap, target_ce, is_inside.bool())
     for block in blocks(num_depths, num_drafts, chunk_rows):
         teacher = teach(target_logits(target_states[block.targets]), draft_token_ids)
-        logits = F.linear(block.at_targets(states).flatten(0, 1), lm_head)
+        rows = block.at_targets(states).flatten(0, 1)
+        added: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if correction is not None:
-            logits += F.linear(block.at_targets(correction.features).flatten(0, 1), correction.weight)
-        drafted = compare(logits, teacher, {}, num_depths, 0.0)
+            added = block.at_targets(correction.features).flatten(0, 1), correction.weight
+        drafted = compare(corrected_logits(rows, lm_head, *added), teacher, {}, num_depths, 0.0)
         is_inside = (teacher.tokens >= 0).repeat(num_depths)
         for rows, x in zip((drafted.overlap, drafted.target_ce, is_inside), found, strict=True):
             block.write(rows.unflatten(0, (num_depths, -1)), x)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
+import torch.nn.functional as F
 
 from mtptrain.settings.loss import LossPart
 from mtptrain.training.loss_parts import DIVERGENCES, GRADIENTS, Drafted, Rows
@@ -46,6 +46,16 @@ def blocks(num_depths: int, num_drafts: int, chunk_rows: int) -> Iterator[Block]
         drafts = [(max(0, first - depth), max(0, first + count - depth)) for depth in range(num_depths)]
         slots = [(slice(start, stop), slice(count - (stop - start), count)) for start, stop in drafts]
         yield Block(slice(first, first + count), count, slots)
+
+
+def corrected_logits(
+    rows: torch.Tensor, lm_head: torch.Tensor, features: torch.Tensor | None, correction: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns the logits of rows of states [R, H], with those of a `Correction` by features [R, r] added."""
+    logits = F.linear(rows, lm_head)
+    if features is not None and correction is not None:
+        logits += F.linear(features, correction)
+    return logits
 
 
 def compare(
@@ -143,14 +153,16 @@ def _rows_and_grad(
     drafted = exps / total
     overlap = torch.minimum(probs, drafted).sum(-1)
     rows = Rows(probs, log_probs, drafted, shifted, total, overlap, mass, tokens, data_tokens, lk_eta)
-    weighted, divergences = [], []
+    grad, divergences = None, []
     for part, weight in zip(parts, weights, strict=True):
         if part in DIVERGENCES:
             gradient, divergence = DIVERGENCES[part](rows)
             divergences.append(divergence)
         else:
             gradient = GRADIENTS[part](rows)
-        weighted.append(gradient * weight[:, None])
+        gradient = gradient * weight[:, None]
+        grad = gradient if grad is None else grad + gradient
+        del gradient  # without compilation, it would take memory
     product = (probs * (shifted if log_probs is None else shifted - log_probs)).sum(-1)
-    grad = reduce(torch.add, weighted).to(logits.dtype) if weighted else None
+    grad = None if grad is None else grad.to(logits.dtype)
     return largest[:, 0], total[:, 0], product, overlap, grad, tuple(divergences)

@@ -18,7 +18,7 @@ from mtptrain.config import LossPart, TrainConfig
 from mtptrain.heads.base import Correction
 from mtptrain.settings.loss import COUPLED_PARTS, loss_mix
 from mtptrain.training.coupled_depths import CoupledPart, agreement, coupled_parts
-from mtptrain.training.loss_blocks import blocks, compare
+from mtptrain.training.loss_blocks import blocks, compare, corrected_logits
 from mtptrain.training.loss_parts import part_values
 from mtptrain.training.teacher import teach
 
@@ -173,10 +173,7 @@ class _ChunkedLoss(torch.autograd.Function):
             states_block = block.at_targets(states)  # [T, C, H]
             is_counted = block.at_targets(is_draft)  # [T, C]
             rows = states_block.flatten(0, 1)  # [T * C, H]
-            logits = F.linear(rows, lm_head)
-            if features is not None and correction is not None:
-                feature_rows = block.at_targets(features).flatten(0, 1)  # [T * C, r]
-                logits += F.linear(feature_rows, correction)
+            feature_rows = None if features is None else block.at_targets(features).flatten(0, 1)  # [T * C, r]
             # 2. Compare them. Each part that depends on logits gives its gradient the weight of the draft.
             weights = is_counted.flatten() * scale.repeat_interleave(block.size)  # [T * C]
             weight_of: dict[LossPart, torch.Tensor] = {
@@ -185,7 +182,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 if part is not LossPart.features
             }
             data_block = None if data_tokens is None else data_tokens[block.targets]
-            drafted = compare(logits, teacher, weight_of, num_depths, settings.lk_eta, data_block)
+            drafted = compare(
+                corrected_logits(rows, lm_head, feature_rows, correction),
+                teacher,
+                weight_of,
+                num_depths,
+                settings.lk_eta,
+                data_block,
+            )
             # 3. Turn the gradients with respect to the logits into those of the states and of trained weights.
             if drafted.gradient is None:
                 grad = torch.zeros_like(states_block)
@@ -193,7 +197,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad = (drafted.gradient @ lm_head).view_as(states_block)
                 if grad_lm_head is not None:
                     grad_lm_head += drafted.gradient.T @ rows
-                if grad_features is not None and grad_correction is not None and correction is not None:
+                if feature_rows is not None and correction is not None:
+                    assert grad_features is not None and grad_correction is not None
                     block.write((drafted.gradient @ correction).unflatten(0, (num_depths, -1)), grad_features)
                     grad_correction += drafted.gradient.T @ feature_rows
             values = []
@@ -210,7 +215,7 @@ class _ChunkedLoss(torch.autograd.Function):
             sums += (figures * is_counted.flatten()).unflatten(1, (num_depths, -1)).sum(-1)
             block.write(grad, grad_states)
             block.write(drafted.overlap.unflatten(0, (num_depths, -1)), overlaps)
-            del teacher, drafted, logits  # [rows, V] each: free them before the next block
+            del teacher, drafted  # [rows, V] each: free them before the next block
         losses = sums.new_zeros(num_depths)
         for weight, values in zip(mix.values(), sums[3:], strict=True):
             losses = losses + weight * values

@@ -44,6 +44,7 @@ SETTINGS = {
     "dflash": {"num_layers": 2},
     "draft_model": LLAMA_1B,
 }
+DSPARK_LOSS = {LossPart.data_ce: 0.1, LossPart.tv: 1.8, LossPart.confidence: 1.0}
 
 
 def check(rehearsal: Rehearsal) -> None:
@@ -59,7 +60,12 @@ def check(rehearsal: Rehearsal) -> None:
 @pytest.mark.parametrize("head", HEADS)
 def test_a_step_over_chats_gives_every_gradient_and_never_waits(head: str, activation_checkpointing: bool) -> None:
     config = HEADS[head].Config(ttt_steps=1 if head == "draft_model" else 5, **SETTINGS.get(head, {}))
-    train = TrainConfig(activation_checkpointing=activation_checkpointing, compile=False, loss_chunk_rows=4096)
+    train = TrainConfig(
+        activation_checkpointing=activation_checkpointing,
+        compile=False,
+        loss_chunk_rows=4096,
+        loss=DSPARK_LOSS if HEADS[head].has_confidence else "kl",
+    )
     check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS, train))
 
 
@@ -76,7 +82,7 @@ def test_a_step_of_every_variant_of_dflash_gives_every_gradient_and_never_waits(
     check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS, TrainConfig(compile=False)))
 
 
-@pytest.mark.parametrize("kind", [part for part in LossPart if part is not LossPart.features])
+@pytest.mark.parametrize("kind", [part for part in LossPart if part not in (LossPart.features, LossPart.confidence)])
 @pytest.mark.parametrize("draft_vocab_size", [None, 32_000])
 def test_every_loss_gives_every_gradient_and_never_waits(kind: LossPart, draft_vocab_size: int | None) -> None:
     config = HEADS["eagle3"].Config(ttt_steps=3, draft_vocab_size=draft_vocab_size)

@@ -294,11 +294,3 @@ def test_bad_input_is_refused_before_anything_starts(
     result = run_program("eval.serving_bench", *settings, *overrides)
     assert result.returncode == 1 and message in result.stderr, result.stderr
     assert not (run_dir / "serving_bench").exists()
-
-
-def test_an_engine_without_a_server_is_refused(tmp_path: Path, tiny_target: Path) -> None:
-    result = run_program(
-        "eval.serving_bench", f"run_dir={tmp_path}", f"target.path={tiny_target}", "serving.engine=openvino"
-    )
-    assert result.returncode != 0
-    assert "serving.engine: must be vllm or llama_cpp for this benchmark, but is openvino" in result.stderr

@@ -115,12 +115,16 @@ def test_without_a_correction_drafts_are_those_of_dflash() -> None:
     assert not torch.equal(head.correction(later, DEPTHS).features, head.correction(tokens, DEPTHS).features)
 
 
+TRAINED = ("head=dspark", "train.loss={kl:1,confidence:1}")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (("head=dspark",), "must name the part confidence with head dspark, whose confidence otherwise stays at one"),
         (("head=dflash", "acceptance.confidence_thresholds=[0.5]"), "must be left out with head dflash, which has"),
-        (("head=dspark", "acceptance.confidence_thresholds=[0.5,0.5]"), "must be different numbers above 0 and below"),
-        (("head=dspark", "acceptance.confidence_thresholds=[1.0]"), "must be different numbers above 0 and below"),
+        ((*TRAINED, "acceptance.confidence_thresholds=[0.5,0.5]"), "must be different numbers above 0 and below"),
+        ((*TRAINED, "acceptance.confidence_thresholds=[1.0]"), "must be different numbers above 0 and below"),
         (("head=mtp", "train.loss={kl:1,confidence:1}"), "must not name the part confidence with head mtp, which has"),
     ],
 )

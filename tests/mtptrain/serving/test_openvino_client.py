@@ -7,7 +7,7 @@ import pytest
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.openvino_client import OpenvinoModels, OpenvinoProcess, counts_of, find_openvino_python
-from mtptrain.serving.openvino_load import check_in_flight
+from mtptrain.serving.openvino_load import check_openvino
 from mtptrain.utils.errors import UserError
 
 
@@ -26,10 +26,12 @@ def test_an_engine_that_accepts_more_drafts_than_it_should_make_is_found() -> No
 
 
 def test_a_head_with_which_openvino_decodes_one_request_at_a_time_is_refused_for_more() -> None:
-    check_in_flight("dflash", [1])
-    check_in_flight("eagle3", [1, 2])
+    check_openvino("dflash", [1], 0.0)
+    check_openvino("eagle3", [1, 2], 0.0)
     with pytest.raises(UserError, match=r"serving_bench\.concurrency: must be \[1\] with head dflash in OpenVINO"):
-        check_in_flight("dflash", [1, 2])
+        check_openvino("dflash", [1, 2], 0.0)
+    with pytest.raises(UserError, match=r"acceptance\.temperature: must be 0 in OpenVINO .* but is 0\.7; leave it out"):
+        check_openvino("eagle3", [1], 0.7)
 
 
 def test_a_python_without_openvino_is_refused(tmp_path: Path) -> None:
