@@ -43,8 +43,9 @@ def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str],
 
 
 def test_a_head_that_no_engine_has_a_class_for_is_not_exported() -> None:
-    heads = [name for name in HEADS if name != "hydra"]
-    assert all(all_stages.has_format(make_config(f"head={name}", "head.start_from_target=false")) for name in heads)
+    for name in HEADS.keys() - {"hydra"}:
+        loss = ("train.loss={kl:1,confidence:1}",) if HEADS[name].has_confidence else ()
+        assert all_stages.has_format(make_config(f"head={name}", "head.start_from_target=false", *loss))
     assert not all_stages.has_format(make_config("head=hydra", "head.start_from_target=false"))
 
 
