@@ -72,12 +72,14 @@ class DsparkHead(DflashHead):
 
     def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns the confidence [B]; see `Head.confidence_of`."""
-        read = torch.cat([states, self.markov_head.markov_w1(previous)], -1)
-        confidence: torch.Tensor = self.confidence_head.proj(read)[..., 0].float().sigmoid()
-        return confidence
+        return self._confidence_logits(states, self.markov_head.markov_w1(previous)).float().sigmoid()
 
     def confidence(self, states: torch.Tensor, correction: Correction | None) -> torch.Tensor:
         """Training: returns the logits of the confidence [T, M]; see `Head.confidence`."""
         assert correction is not None
-        logits: torch.Tensor = self.confidence_head.proj(torch.cat([states, correction.features], -1))[..., 0]
+        return self._confidence_logits(states, correction.features)
+
+    def _confidence_logits(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Returns logits [...] for states [..., H] and W1 of the tokens before [..., r]."""
+        logits: torch.Tensor = self.confidence_head.proj(torch.cat([states, embedded], -1))[..., 0]
         return logits

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,11 @@ class Request:
         return has_ended
 
 
-def run_load(pipeline: Any, load: dict[str, Any], num_drafts: int, answers: Any) -> None:
-    """Keep as many requests in flight as the load says, and write the times in the form of `vllm bench serve`."""
+def run_load(pipeline: Any, load: dict[str, Any], num_drafts: int, say_done: Callable[[int], None]) -> None:
+    """Keep as many requests in flight as the load says, and write the times in the form of `vllm bench serve`.
+
+    Calls `say_done` with the number of finished requests.
+    """
     prompts = json.loads(Path(load["prompts_path"]).read_text())
     waiting = list(range(load["num_requests"]))[::-1]
     active: list[Request] = []
@@ -140,7 +144,7 @@ def run_load(pipeline: Any, load: dict[str, Any], num_drafts: int, answers: Any)
         active = [request for request in active if request not in ended]
         finished += ended
         if ended:
-            importlib.import_module("bench_worker").say(answers, {"done": len(finished)})
+            say_done(len(finished))
     duration = time.perf_counter() - start
     result = {
         "completed": len(finished),
@@ -183,7 +187,11 @@ def serve_loads(job: dict[str, Any]) -> None:
         draft["draft_model"] = openvino_genai.draft_model(job["converted_head"], "CPU", **threads())
     pipeline = openvino_genai.ContinuousBatchingPipeline(job["converted_target"], scheduler(), "CPU", draft | threads())
     worker.say(answers, {"version": version(), "is_cpu": True})
-    worker.run_jobs(lambda load: run_load(pipeline, load, num_drafts, answers), answers)
+
+    def say_done(number: int) -> None:
+        worker.say(answers, {"done": number})
+
+    worker.run_jobs(lambda load: run_load(pipeline, load, num_drafts, say_done), answers)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tests.sealed import describe_again
 from tests.serving.cases import HEAD_CONFIGS, LLAMA_CPP_CASES, Case
 from tests.serving.conftest import Run
 from tests.serving.llama_cpp import convert
-from tests.serving.ours import OnDisk, Serve, check_equal
+from tests.serving.ours import SHORT_BENCH, OnDisk, Serve, check_equal
 
 ONE_OF_EACH = [
     Case("eagle3", "llama"),
@@ -181,11 +181,7 @@ def test_the_gguf_file_of_another_target_is_refused(run: Run, gguf_of: Callable[
 
 
 def test_serving_bench_measures_llama_cpp(run: Run, tmp_path: Path) -> None:
-    settings = (
-        *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
-        *("serving_bench.num_requests=6", "serving_bench.warmup_requests=1", "serving_bench.ignore_eos=true"),
-        f"serving_bench.output_dir={tmp_path / 'bench'}",
-    )
+    settings = *SHORT_BENCH, f"serving_bench.output_dir={tmp_path / 'bench'}"
     result = run_program("eval.serving_bench", *run[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "bench/report.json").read_text())

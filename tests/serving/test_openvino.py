@@ -14,7 +14,7 @@ from tests.conftest import run_program
 from tests.sealed import describe_again
 from tests.serving.cases import OPENVINO_CASES, Case, one_of_each_family
 from tests.serving.conftest import Run
-from tests.serving.ours import Serve, check_equal
+from tests.serving.ours import SHORT_BENCH, Serve, check_equal
 
 ONE_OF_EACH = [Case("eagle3", "llama"), Case("dflash", "llama_shared"), Case("draft_model", "llama")]
 IN_TABLE = one_of_each_family(OPENVINO_CASES).values()
@@ -87,11 +87,7 @@ def test_weights_of_8_bits_are_compared_on_openvinos_answers(run: Run, tmp_path:
 
 
 def test_serving_bench_measures_openvino(run: Run, tmp_path: Path) -> None:
-    settings = (
-        *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
-        *("serving_bench.num_requests=6", "serving_bench.warmup_requests=1", "serving_bench.ignore_eos=true"),
-        f"serving_bench.output_dir={tmp_path / 'bench'}",
-    )
+    settings = *SHORT_BENCH, f"serving_bench.output_dir={tmp_path / 'bench'}"
     result = run_program("eval.serving_bench", *run[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "bench/report.json").read_text())
