@@ -45,9 +45,14 @@ def one_layer_later(directory: Path) -> None:
     path.write_text(json.dumps(config | ids | {"eagle_config": ids}))
 
 
-def another_mask_token(directory: Path) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": 3}))
+def configured(**settings: Any) -> Break:
+    """Returns a break that changes settings of the head's config."""
+
+    def apply(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+    return apply
 
 
 def another_lm_head(directory: Path) -> None:
@@ -96,10 +101,10 @@ BREAKS: dict[str, dict[str, Break]] = {
     | {
         "layer_ids": changed_dflash(target_layer_ids=[1, 2, 3]),
         "mask_token": changed_dflash(mask_token_id=3),
-        "two_ways": changed_dflash(causal=True),
+        "two_ways": configured(is_causal=True),
     },
     "draft_model": without_norms("model.norm"),
-    "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": another_mask_token},
+    "peagle": {"mask_hidden": changed("mask_hidden", torch.neg), "mask_token": configured(mask_token_id=3)},
     "medusa": {"blocks": changed("blocks.0.layers.0.weight", torch.neg), "lm_head": another_lm_head},
 }
 """The breaks of each kind of head, by name."""
