@@ -43,7 +43,7 @@ from mtptrain.settings.evaluation import (
     check_serving_bench,
 )
 from mtptrain.settings.hardware import this_machine
-from mtptrain.settings.loss import LossPart, loss_mix
+from mtptrain.settings.loss import OWN_PARTS, LossPart, loss_mix
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
 from mtptrain.settings.training import Resume, Tracker, TrainConfig
@@ -227,41 +227,46 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
         )
 
 
-def _check_trained_confidence(config: PipelineConfig, mix: dict[LossPart, float]) -> None:
-    if HEADS[config.head.name].has_confidence and LossPart.confidence not in mix:
-        raise UserError(
-            f"train.loss: must name the part confidence with head {config.head.name}, whose confidence otherwise stays "
-            f'at one half, but is {config.train.loss}; set "train.loss={{data_ce:0.1,tv:1.8,confidence:1}}", as '
-            "published, or add confidence to your mix"
-        )
-
-
 def _check_confidence(config: PipelineConfig) -> None:
-    if config.acceptance.confidence_thresholds and not HEADS[config.head.name].has_confidence:
+    if config.acceptance.confidence_thresholds and HEADS[config.head.name].own_loss_part is not LossPart.confidence:
         raise UserError(
             f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has none, "
-            f"but are {config.acceptance.confidence_thresholds}; leave them out, or set head={_with_confidence()}"
+            f"but are {config.acceptance.confidence_thresholds}; leave them out, or set "
+            f"head={_heads_with(LossPart.confidence)}"
         )
 
 
-def _with_confidence() -> str:
-    return " or ".join(name for name, kind in HEADS.items() if kind.has_confidence)
+def _heads_with(part: LossPart) -> str:
+    return " or ".join(name for name, kind in HEADS.items() if kind.own_loss_part is part)
+
+
+PUBLISHED_LOSS = {
+    LossPart.confidence: "{data_ce:0.1,tv:1.8,confidence:1}",
+    LossPart.selector: "{data_ce:1,selector:1}",
+}
+"""The loss with which heads that have a part of their own were published."""
 
 
 def _check_loss(config: PipelineConfig) -> None:
-    mix = loss_mix(config.train.loss, config.train.feature_weight)
+    mix, own = loss_mix(config.train.loss, config.train.feature_weight), HEADS[config.head.name].own_loss_part
     if isinstance(config.head, DraftModelHead.Config) and LossPart.features in mix:
         raise UserError(
             f"train.{'feature_weight' if config.train.feature_weight else 'loss.features'}: must be 0 with head "
             "draft_model, whose states are not compared with the target's, but is "
             f"{mix[LossPart.features]:g}; remove it"
         )
-    _check_trained_confidence(config, mix)
-    if LossPart.confidence in mix and not HEADS[config.head.name].has_confidence:
+    if own is not None and own not in mix:
         raise UserError(
-            f"train.loss: must not name the part confidence with head {config.head.name}, which has none, but is "
-            f"{config.train.loss}; leave it out, or set head={_with_confidence()}"
+            f"train.loss: must name the part {own} with head {config.head.name}, whose {own} otherwise stays untrained"
+            f', but is {config.train.loss}; set "train.loss={PUBLISHED_LOSS[own]}", as published, or add {own} to '
+            "your mix"
         )
+    for part in OWN_PARTS:
+        if part in mix and part is not own:
+            raise UserError(
+                f"train.loss: must not name the part {part} with head {config.head.name}, which has none, but is "
+                f"{config.train.loss}; leave it out, or set head={_heads_with(part)}"
+            )
 
 
 register()

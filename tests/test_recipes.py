@@ -110,7 +110,7 @@ def test_every_choice_of_a_group_composes_with_the_quickstart(choice: str) -> No
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_composes_with_the_quickstart(head: str) -> None:
-    loss = ("train.loss={kl:1,confidence:1}",) if HEADS[head].has_confidence else ()
+    loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[head].own_loss_part) else ()
     assert type(make_config(f"head={head}", *loss).head) is HEADS[head].Config
 
 

@@ -7,15 +7,22 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format
 from mtptrain.convert.limits import check_servable
-from mtptrain.convert.llama_cpp import LlamaCppDflash, LlamaCppDraftModel, LlamaCppDspark, LlamaCppEagle3
+from mtptrain.convert.llama_cpp import (
+    LlamaCppDflash,
+    LlamaCppDflash2,
+    LlamaCppDraftModel,
+    LlamaCppDspark,
+    LlamaCppEagle3,
+)
 from mtptrain.convert.mimo import VllmMimo
 from mtptrain.convert.native_mtp import VllmNativeMtp
 from mtptrain.convert.openvino import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
-from mtptrain.convert.sglang import SglangDspark, SglangEagle, SglangEagle3, SglangMtp
+from mtptrain.convert.sglang import SglangDflash, SglangDflash2, SglangDspark, SglangEagle, SglangEagle3, SglangMtp
 from mtptrain.convert.tensorrt_llm import TensorRtDraftModel, TensorRtEagle3
 from mtptrain.convert.transformers import TransformersMtp
 from mtptrain.convert.vllm import (
     VllmDflash,
+    VllmDflash2,
     VllmDraftModel,
     VllmDspark,
     VllmEagle,
@@ -38,14 +45,18 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
     ("vllm", "medusa"): VllmMedusa,
     ("vllm", "dflash"): VllmDflash,
     ("vllm", "dspark"): VllmDspark,
+    ("vllm", "dflash2"): VllmDflash2,
     ("vllm", "draft_model"): VllmDraftModel,
     ("sglang", "mtp"): SglangMtp,
     ("sglang", "eagle"): SglangEagle,
     ("sglang", "eagle3"): SglangEagle3,
+    ("sglang", "dflash"): SglangDflash,
     ("sglang", "dspark"): SglangDspark,
+    ("sglang", "dflash2"): SglangDflash2,
     ("llama_cpp", "eagle3"): LlamaCppEagle3,
     ("llama_cpp", "dflash"): LlamaCppDflash,
     ("llama_cpp", "dspark"): LlamaCppDspark,
+    ("llama_cpp", "dflash2"): LlamaCppDflash2,
     ("llama_cpp", "draft_model"): LlamaCppDraftModel,
     ("tensorrt_llm", "eagle3"): TensorRtEagle3,
     ("tensorrt_llm", "draft_model"): TensorRtDraftModel,

@@ -11,6 +11,7 @@ from mtptrain.convert.transformers import MODEL_CLASSES
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.dflash import DflashHead, layer_kinds
+from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
@@ -21,7 +22,7 @@ from mtptrain.target.families import head_dim, head_rope_parameters, key_heads, 
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
 
-BLOCK_DRAFTERS = ("dflash", "dspark")
+BLOCK_DRAFTERS = ("dflash", "dspark", "dflash2")
 FindViolation = Callable[[Any, PreTrainedConfig], object]
 """Returns the value of the head or target that the engine does not support, or None."""
 
@@ -142,6 +143,10 @@ def own_lm_head(head: DflashHead.Config, target: PreTrainedConfig) -> object:
 
 def sample_from_anchor(head: DflashHead.Config, target: PreTrainedConfig) -> object:
     return "true" if head.sample_from_anchor else None
+
+
+def many_candidates(head: Dflash2Head.Config, target: PreTrainedConfig) -> object:
+    return head.selector_top_k if head.selector_top_k * (head.selector_top_k + 1) > target.hidden_size else None
 
 
 def causal_layers(head: DflashHead.Config, target: PreTrainedConfig) -> object:
@@ -277,26 +282,27 @@ LIMITS = (
             "vLLM's class does not return its residual streams",
             instead)
       for name, instead in (("eagle3", f"set export.engine=sglang if the target is a Gemma 3, or {TRAIN_MTP}"),
-                            ("peagle", TRAIN_MTP), ("dflash", TRAIN_MTP), ("dspark", TRAIN_MTP))),
+                            *((other, TRAIN_MTP) for other in ("peagle", *BLOCK_DRAFTERS)))),
     *(Limit("sglang", name, "target.path", "of a family whose layers can be captured",
             family_without_streams("sglang"),
             "SGLang's class does not return its residual streams",
             TRAIN_MTP)
-      for name in ("eagle3", "dspark")),
-    Limit("sglang", "dspark", "head.draft_vocab_size", "null", own_lm_head,
-          "SGLang gives the head the target's lm_head",
-          "set export.engine=vllm, or train without it"),
+      for name in ("eagle3", *BLOCK_DRAFTERS)),
+    *(Limit("sglang", name, "head.draft_vocab_size", "null", own_lm_head,
+            "SGLang gives the head the target's lm_head",
+            "set export.engine=vllm, or train without it")
+      for name in ("dflash", "dspark")),
     Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,
           "SGLang takes the residual before the norm",
           "set export.engine=vllm, or train without it"),
     *(Limit("sglang", name, "head.capture_layers", "below the target's last layer", last_stream,
             "SGLang captures a stream at the input of the next layer",
             "set export.engine=vllm, or train with other layers")
-      for name in ("eagle3", "dspark")),
+      for name in ("eagle3", *BLOCK_DRAFTERS)),
     *(Limit("sglang", name, "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
             "SGLang counts layers from 0 and has no id for the embeddings",
             "set export.engine=vllm, or train with other layers")
-      for name in ("eagle3", "dspark")),
+      for name in ("eagle3", *BLOCK_DRAFTERS)),
     Limit("sglang", "eagle3", "head.capture_layers", "two or more", single_stream,
           "SGLang applies fc only if it reduces the width of the state",
           "set export.engine=vllm, or train with more layers"),
@@ -346,6 +352,10 @@ LIMITS = (
             "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says",
             "set export.engine=vllm")
       for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")),
+    Limit("llama_cpp", "dflash2", "head.selector_top_k", "k with k (k + 1) of at most the target's hidden size",
+          many_candidates,
+          "llama.cpp passes the candidates and the scores of all pairs where a state would be",
+          "set export.engine=vllm, or train with fewer"),
     Limit("llama_cpp", "draft_model", "head.init_from", f"one of {', '.join(ARCHITECTURE_OF)} without a window, "
           "and with unscaled RoPE or a Llama's", unknown_draft_model,
           "the names and RoPE of other models in llama.cpp are not known here",
@@ -376,7 +386,7 @@ LIMITS = (
     *(Limit(engine, "dflash", "head.sample_from_anchor", "false", sample_from_anchor,
             f"{name}'s class drafts nothing with the newest token",
             "set export.engine=llama_cpp, or train without it")
-      for engine, name in (("vllm", "vLLM"), ("openvino", "OpenVINO"))),
+      for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("openvino", "OpenVINO"))),
     Limit("openvino", "dflash", "head.causal", "none", causal_layers,
           "in OpenVINO's class a token always sees its whole block",
           "set export.engine=vllm, or train without it"),

@@ -17,6 +17,7 @@ from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.data.draft_vocab import offsets
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead, block_size, layer_kinds
+from mtptrain.heads.dflash2 import Dflash2Head, published_settings
 from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
@@ -92,7 +93,7 @@ class GgufFormat(Format):
             if name == D2T:
                 writer.add_tensor(name, tensor.numpy())
             else:
-                kind = self._kind(tensor)
+                kind = self._kind(name, tensor)
                 writer.add_tensor(name, quantize(tensor.float().numpy(), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -111,7 +112,7 @@ class GgufFormat(Format):
         tensors = self.tensors(state)
         for name, tensor in tensors.items():
             if name != D2T:
-                kind = self._kind(tensor)
+                kind = self._kind(name, tensor)
                 tensors[name] = torch.from_numpy(dequantize(quantize(tensor.float().numpy(), kind), kind))
         return self.state(tensors)
 
@@ -169,9 +170,9 @@ class GgufFormat(Format):
             )
         return notes
 
-    def _kind(self, tensor: torch.Tensor) -> GGMLQuantizationType:
+    def _kind(self, name: str, tensor: torch.Tensor) -> GGMLQuantizationType:
         """Returns the type in which a tensor is written. Blocks of q8_0 are rows of 32 values."""
-        if tensor.ndim == 1:
+        if tensor.ndim == 1 or not name.endswith(".weight"):
             return KINDS[torch.float32]
         is_whole = tensor.shape[-1] % 32 == 0
         return GGMLQuantizationType.Q8_0 if self.is_quantised and is_whole else KINDS[tensor.dtype]
@@ -291,6 +292,28 @@ class LlamaCppDspark(LlamaCppDflash):
     def method_settings(self) -> dict[str, Any]:
         anchor = {"sample_from_anchor": self.head.sample_from_anchor, "has_confidence_head": True}
         return super().method_settings() | anchor
+
+
+class LlamaCppDflash2(LlamaCppDflash):
+    """Exports `dflash2`."""
+
+    head: Dflash2Head.Config
+
+    def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
+        super().__init__(head, target)
+        self.names |= {
+            "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+            "candidate_selector.successor_codebook": "selector_successor.weight",
+            "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+        }
+        for layer in range(self.num_layers):
+            for ours, theirs in (("attention", "attn"), ("mlp", "ffn")):
+                conv, named = f"layers.{layer}.{ours}_conv", f"blk.{layer}.{theirs}_conv"
+                self.names |= {f"{conv}.base_kernel": f"{named}_base"}
+                self.names |= {f"{conv}.kernel_projection.weight": f"{named}_proj.weight"}
+
+    def method_settings(self) -> dict[str, Any]:
+        return super().method_settings() | published_settings(self.head)
 
 
 class LlamaCppDraftModel(WithTokenizer):

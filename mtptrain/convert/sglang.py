@@ -6,7 +6,7 @@ from typing import Any
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.mimo import MimoLayer
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, LAYER_IDS
-from mtptrain.convert.vllm import EAGLE_NAMES, VllmDspark, VllmEagle3
+from mtptrain.convert.vllm import EAGLE_NAMES, VllmDflash, VllmDflash2, VllmDspark, VllmEagle3
 
 
 def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int) -> str:
@@ -53,6 +53,26 @@ class SglangEagle(Format):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype)
+
+
+class SglangDflash(VllmDflash):
+    """Exports `dflash` in vLLM's format."""
+
+    method = "DFLASH"
+    launch = launch
+
+    def notes(self) -> list[str]:
+        return []
+
+
+class SglangDflash2(VllmDflash2):
+    """Exports `dflash2` in vLLM's format."""
+
+    method = "DFLASH"
+    launch = launch
+
+    def notes(self) -> list[str]:
+        return []
 
 
 class SglangDspark(VllmDspark):

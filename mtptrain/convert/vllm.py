@@ -18,6 +18,7 @@ from mtptrain.convert.published.config_json import LAYER_IDS
 from mtptrain.data.draft_vocab import membership
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import CausalLayers, DflashHead, layer_types
+from mtptrain.heads.dflash2 import Dflash2Head, published_settings
 from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
@@ -276,6 +277,25 @@ class VllmDspark(VllmDflash):
             *super().notes(),
             "vLLM 0.32 serves DSpark with its V2 runner alone, which needs a GPU. mtptrain compared its counters with "
             "llama.cpp's.",
+        ]
+
+
+class VllmDflash2(VllmDflash):
+    """Exports `dflash2`. Both vLLM and SGLang read its settings in `dflash_config`."""
+
+    architecture = "DFlash2DraftModel"
+    head: Dflash2Head.Config
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        config = super().config_json(dtype)
+        more = published_settings(self.head) | {"block_size": config["block_size"]}
+        return config | {"dflash_config": config["dflash_config"] | more}
+
+    def notes(self) -> list[str]:
+        return [
+            *super().notes(),
+            "vLLM 0.32 serves DFlash 2 with its V2 runner alone, which needs a GPU. mtptrain compared its counters "
+            "with llama.cpp's.",
         ]
 
 

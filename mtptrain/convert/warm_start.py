@@ -22,6 +22,7 @@ from mtptrain.data.draft_vocab import check_draft_token_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import best_or_last, build_head, check_head_target, check_values, fill_head, load_head
 from mtptrain.heads.native_mtp import NativeMtpHead
@@ -257,7 +258,7 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
     """Warn if the RoPE or norm settings in the head's config.json differ from the target's, which our heads use."""
     if published.config is None:
         return
-    theta = 1e6 if published.name == "dflash" else 1e4
+    theta = 1e6 if issubclass(HEADS[published.name], DflashHead) else 1e4
     path = published.directory / "config.json"
     for name, (theirs, ours) in arithmetic(path, published.config, target_config, theta).items():
         if theirs != ours:

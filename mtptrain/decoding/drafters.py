@@ -82,18 +82,19 @@ class HeadDrafter:
         fed_back, positions = first.fed_back[:, None], first.position[:, None]  # [B, 1, H], [B, 1]
         for depth in range(self.num_speculative_tokens):
             if depth < first.logits.shape[1]:
-                logits = first.logits[:, depth]  # [B, D]
+                states, logits = first.states[:, depth], first.logits[:, depth]  # [B, H], [B, D]
             else:
                 positions = positions + 1
-                states, fed_back = self.head.draft_next(
+                next_states, fed_back = self.head.draft_next(
                     fed_back, tokens[-1][:, None], positions, self.parts, self.cache
                 )
-                logits = self.head.logits(states[:, 0], self.parts)
+                states = next_states[:, 0]
+                logits = self.head.logits(states, self.parts)
             previous = tokens[-1] if tokens else first.newest
-            logits = self.head.corrected(logits, previous)
+            logits = self.head.corrected(logits, states, previous)
             all_logits.append(logits)
             if self.confidence_threshold:
-                is_sure.append(self.head.confidence_of(first.states[:, depth], previous) >= self.confidence_threshold)
+                is_sure.append(self.head.confidence_of(states, previous) >= self.confidence_threshold)
             if is_sampled:
                 draft_probs = sampler.probs(logits)
                 probs.append(self.head.target_probs(draft_probs, len(self.parts.embed_tokens)))  # [B, V]

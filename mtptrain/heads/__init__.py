@@ -2,6 +2,7 @@
 
 from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
@@ -22,5 +23,6 @@ HEADS: dict[str, type[Head]] = {
     "hydra": HydraHead,
     "dflash": DflashHead,
     "dspark": DsparkHead,
+    "dflash2": Dflash2Head,
     "draft_model": DraftModelHead,
 }

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.packing import PackedTokens
+from mtptrain.settings.loss import LossPart
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
@@ -42,6 +43,9 @@ class Correction:
     """[T, M, r]."""
     weight: torch.Tensor
     """[D, r]."""
+    num_candidates: int | None = None
+    """Number of tokens that a draft chooses among, those with the largest logits. Only these are corrected, and the
+    loss has a part of its own for them, `LossPart.selector`. None corrects all logits."""
 
 
 class Head(nn.Module, ABC):
@@ -60,8 +64,9 @@ class Head(nn.Module, ABC):
     """Whether the head drafts at most T tokens, because it can draft only at depths that it was trained for."""
     drafts_all_depths: ClassVar[bool] = False
     """Whether the head drafts exactly T tokens, because the tokens of all depths see each other."""
-    has_confidence: ClassVar[bool] = False
-    """Whether the head says how likely each draft is to be accepted."""
+    own_loss_part: ClassVar[LossPart | None] = None
+    """The part of the loss that alone trains a part of the head: `confidence`, if the head says how likely each draft
+    is to be accepted, or `selector`, if it chooses each draft among few candidates."""
     starts_from_target: ClassVar[bool] = False
     """Whether `head.start_from_target` can copy one or more of the target's layers into the head."""
     ttt_steps: int
@@ -186,24 +191,28 @@ class Head(nn.Module, ABC):
         """Returns logits over the draft vocabulary [..., D], which is the target's unless the head has its own."""
         return F.linear(states, self.output_weight(parts))
 
-    def correction(self, tokens: PackedTokens, ttt_steps: int) -> Correction | None:
+    def correction(self, tokens: PackedTokens, states: torch.Tensor) -> Correction | None:
         """Training: returns what the tokens before each draft add to its logits; None if nothing, as in most heads.
 
         The token before the draft of depth k at position t is token t + 1 + k of the data.
+
+        Args:
+            tokens: those that `forward` has read.
+            states: its result [T, M, H].
         """
         return None
 
     def confidence(self, states: torch.Tensor, correction: Correction | None) -> torch.Tensor:
         """Training: returns the logit of the probability that each draft is accepted once all before it were [T, M].
 
-        Only heads with `has_confidence` have one.
+        Only heads whose own part of the loss is `confidence` have one.
         """
         raise AssertionError(f"{type(self).__name__} has no confidence")
 
     def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns the probability that each draft is accepted once all before it were f32[B].
 
-        Only heads with `has_confidence` have one, which draft all tokens in one forward.
+        Only heads whose own part of the loss is `confidence` have one. They draft all tokens in one forward.
 
         Args:
             states: the states of the draft's depth [B, H].
@@ -211,8 +220,14 @@ class Head(nn.Module, ABC):
         """
         raise AssertionError(f"{type(self).__name__} has no confidence")
 
-    def corrected(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns a draft's logits [B, D], corrected by the token before it, a target id i64[B]."""
+    def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Inference: returns a draft's logits [B, D], corrected by the token before it.
+
+        Args:
+            logits: the logits [B, D] of `states`.
+            states: the states of the draft's depth [B, H].
+            previous: the tokens before it, target ids i64[B].
+        """
         return logits
 
     @property

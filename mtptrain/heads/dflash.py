@@ -12,7 +12,7 @@ tokens predicts the token after its position.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,10 @@ class NormedAttention(Attention):
 class DflashLayer(nn.Module):
     """One layer of the head. Each block has R tokens, the first of which is the newest token."""
 
-    def __init__(self, dims: HeadDims, target_config: PreTrainedConfig, kind: "LayerKind") -> None:
+    mixes_tokens = False
+    """Whether a token's output depends on the tokens before it in other ways than by attention."""
+
+    def __init__(self, dims: HeadDims, target_config: PreTrainedConfig, kind: LayerKind) -> None:
         super().__init__()
         self.kind = kind
         self.input_layernorm = RmsNorm(dims.hidden_size, norm_eps(target_config))
@@ -108,17 +111,30 @@ class DflashLayer(nn.Module):
 
     @fused
     def project_queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.self_attn.queries(self.input_layernorm(x), positions)
+        return self.self_attn.queries(self.attention_input(x), positions)
 
     @fused
     def project_keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.self_attn.keys_values(self.input_layernorm(x), positions)
+        return self.self_attn.keys_values(self.attention_input(x), positions)
 
     @fused
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Returns the residual stream after the layer, from the output of attention [..., heads, head_dim]."""
-        x = residual + self.self_attn.o_proj(attended.flatten(-2))
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = residual + self.attention_output(residual, self.self_attn.o_proj(attended.flatten(-2)))
+        return x + self.mlp_output(x)
+
+    def attention_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what attention reads, for the residual stream x before the layer."""
+        normed: torch.Tensor = self.input_layernorm(x)
+        return normed
+
+    def attention_output(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Returns what attention adds to x, from the output of its last projection."""
+        return attended
+
+    def mlp_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the MLP adds to the residual stream x after attention."""
+        out: torch.Tensor = self.mlp(self.post_attention_layernorm(x))
         return out
 
 
@@ -168,12 +184,15 @@ class DflashHead(Head):
         self.hidden_norm = RmsNorm(hidden_size, eps)
         self.num_masks = self.ttt_steps - config.sample_from_anchor
         """Mask tokens of a block."""
-        self.layers = nn.ModuleList(DflashLayer(dims, target_config, kind) for kind in layer_kinds(config))
+        self.layers = nn.ModuleList(self._layer(config, dims, target_config, kind) for kind in layer_kinds(config))
         if config.sliding_window is not None:
             self.shared_window = config.sliding_window - self.num_masks - 1
         self.norm = RmsNorm(hidden_size, eps)
         self._add_own_vocabulary(config.draft_vocab_size, target_config)
         initialise(self, hidden_size, target_config.num_hidden_layers)
+
+    def _layer(self, config: Any, dims: HeadDims, target_config: PreTrainedConfig, kind: LayerKind) -> DflashLayer:
+        return DflashLayer(dims, target_config, kind)
 
     @classmethod
     def resolve_capture_layers(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
@@ -206,7 +225,7 @@ class DflashHead(Head):
                 query, key, value, block_key, block_value, views[layer.kind]
             )
             x = self._run(layer.finish, x[num_unread:], attended)
-        return self._run(self._normed, x)
+        return self._run(self._normed, x[-ttt_steps:])
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
         """Write the keys of the verified tokens, then run a block of R tokens after them; see `Head.draft_first`.
@@ -237,16 +256,16 @@ class DflashHead(Head):
                 query, keys, values, attn_mask=sees[:, :, num_unread:], enable_gqa=True
             )
             x = layer.finish(x[num_unread:], attended.permute(2, 0, 1, 3))
-        states = self._normed(x).transpose(0, 1)  # [B, K, H]
+        states = self._normed(x[-num_drafts:]).transpose(0, 1)  # [B, K, H]
         return FirstStates(states, states[:, -1])
 
     def _layers(self) -> list[tuple[DflashLayer, int]]:
         """Returns the layers, each with the number of leading tokens of a block whose output is unused."""
         layers: list[DflashLayer] = list(self.layers)  # type: ignore[arg-type]
         num_unread = 1 + self.num_masks - self.ttt_steps
-        return [(layer, num_unread if layer is layers[-1] else 0) for layer in layers]
+        return [(layer, num_unread if layer is layers[-1] and not layer.mixes_tokens else 0) for layer in layers]
 
-    def _views(self, packing: Packing, block_size: int) -> dict["LayerKind", BlockView]:
+    def _views(self, packing: Packing, block_size: int) -> dict[LayerKind, BlockView]:
         """Returns what blocks of R tokens see in layers of each kind."""
         kinds = {layer.kind for layer, _ in self._layers()}
         shared = {kind.window - block_size for kind in kinds if kind.window is not None}

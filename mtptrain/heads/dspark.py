@@ -16,6 +16,7 @@ from mtptrain.heads.base import Correction
 from mtptrain.heads.config import MAX_SIZE
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.packing import PackedTokens
+from mtptrain.settings.loss import LossPart
 from mtptrain.utils.setting_bounds import between
 
 
@@ -43,7 +44,7 @@ class ConfidenceHead(nn.Module):
 class DsparkHead(DflashHead):
     """DSpark head."""
 
-    has_confidence = True
+    own_loss_part = LossPart.confidence
 
     @dataclass
     class Config(DflashHead.Config):
@@ -59,13 +60,12 @@ class DsparkHead(DflashHead):
         self.markov_head = MarkovHead(vocab_size, config.draft_vocab_size or vocab_size, config.markov_rank)
         self.confidence_head = ConfidenceHead(target_config.hidden_size, config.markov_rank)
 
-    def correction(self, tokens: PackedTokens, ttt_steps: int) -> Correction:
+    def correction(self, tokens: PackedTokens, states: torch.Tensor) -> Correction:
         """Training: returns the correction by the data's tokens; see `Head.correction`."""
-        before = tokens.packing.draft_positions + torch.arange(ttt_steps, device=tokens.next_ids.device)[:, None]
-        previous = tokens.next_ids[before.clamp(max=len(tokens.next_ids) - 1)]  # [T, M]
+        previous = tokens.before_drafts(len(states))
         return Correction(self.markov_head.markov_w1(previous), self.markov_head.markov_w2.weight)
 
-    def corrected(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns the logits of a draft after the token before it; see `Head.corrected`."""
         corrected: torch.Tensor = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return corrected

@@ -264,6 +264,14 @@ class PackedTokens:
     """i64[N]: the token after each token. At depth k, draft position t reads the one after token t + k."""
     packing: Packing
 
+    def before_drafts(self, num_depths: int) -> torch.Tensor:
+        """Returns the token before the draft of each depth at each draft position i64[T, M], that is t + 1 + k.
+
+        Past the end of the batch, where no draft counts, it is the last token.
+        """
+        depths = torch.arange(num_depths, device=self.next_ids.device)
+        return self.next_ids[(self.packing.draft_positions + depths[:, None]).clamp(max=len(self.next_ids) - 1)]
+
 
 def _concatenated(ranges: Sequence[range]) -> NDArray[np.int64]:
     return np.concatenate(

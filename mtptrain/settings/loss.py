@@ -39,7 +39,9 @@ class LossPart(StrEnum):
     dpace = "dpace"
     """`ce`, with depth j of a draft position weighted by sum_{m >= j} f_0 ... f_m, where f_i = q_i(x) / 2 + 1 / 2 is of
     depth i and its most likely token x of the target, and has no gradient (D-PACE, arXiv 2605.18810)."""
-
+    selector = "selector"
+    """KL(p || q) among the candidates that head `dflash2` chooses from, times their mass m: the sum over them of
+    p log(p / (m q)), where q is the softmax of their scores after the data's token before."""
     confidence = "confidence"
     """Binary cross-entropy between the confidence of head `dspark` and the overlap a, which has no gradient (arXiv
     2607.05147)."""
@@ -47,6 +49,8 @@ class LossPart(StrEnum):
 
 COUPLED_PARTS = (LossPart.e2e, LossPart.dpace)
 """Parts whose value at one depth depends on the other depths of the same draft position."""
+OWN_PARTS = (LossPart.confidence, LossPart.selector)
+"""Parts that only some heads have; see `Head.own_loss_part`."""
 
 
 def loss_mix(loss: object, feature_weight: float = 0.0) -> dict[LossPart, float]:

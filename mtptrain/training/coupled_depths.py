@@ -6,6 +6,7 @@ weights with which the second pass adds the gradients of single drafts.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -45,11 +46,9 @@ def agreement(
     found = Agreement(overlap, target_ce, is_inside.bool())
     for block in blocks(num_depths, num_drafts, chunk_rows):
         teacher = teach(target_logits(target_states[block.targets]), draft_token_ids)
-        rows = block.at_targets(states).flatten(0, 1)
-        added: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        if correction is not None:
-            added = block.at_targets(correction.features).flatten(0, 1), correction.weight
-        drafted = compare(corrected_logits(rows, lm_head, *added), teacher, {}, num_depths, 0.0)
+        rows = block.rows(states)
+        added = None if correction is None else replace(correction, features=block.rows(correction.features))
+        drafted = compare(corrected_logits(rows, lm_head, added), teacher, {}, num_depths, 0.0)
         is_inside = (teacher.tokens >= 0).repeat(num_depths)
         for rows, x in zip((drafted.overlap, drafted.target_ce, is_inside), found, strict=True):
             block.write(rows.unflatten(0, (num_depths, -1)), x)

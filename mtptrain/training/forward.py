@@ -49,7 +49,7 @@ def training_losses(
         # 2. Run the head at every depth [T, M, H].
         packed = PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing)
         states = model(packed, parts, num_depths)
-        correction = head.correction(packed, num_depths)
+        correction = head.correction(packed, states)
     with clock.phase("loss"):
         # 3. Depth k of draft position t learns the target's distribution of token t + 2 + k, which follows from the
         # target's post-norm state at t + 1 + k. Compute the losses of depths with the same target tokens together.

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from mtptrain.heads.base import Correction
 from mtptrain.settings.loss import LossPart
 from mtptrain.training.loss_parts import DIVERGENCES, GRADIENTS, Drafted, Rows
 from mtptrain.training.teacher import Teacher
@@ -30,6 +32,10 @@ class Block:
             block[depth, in_block] = x[depth, drafts]
         return block
 
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the drafts of the block at their target tokens [T * C, ...]."""
+        return self.at_targets(x).flatten(0, 1)
+
     def write(self, block: torch.Tensor, x: torch.Tensor) -> None:
         """Writes the block [T, C, ...] to its drafts in x [T, M, ...]."""
         for depth, (drafts, in_block) in enumerate(self.slots):
@@ -48,14 +54,53 @@ def blocks(num_depths: int, num_drafts: int, chunk_rows: int) -> Iterator[Block]
         yield Block(slice(first, first + count), count, slots)
 
 
-def corrected_logits(
-    rows: torch.Tensor, lm_head: torch.Tensor, features: torch.Tensor | None, correction: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns the logits of rows of states [R, H], with those of a `Correction` by features [R, r] added."""
+def corrected_logits(rows: torch.Tensor, lm_head: torch.Tensor, correction: Correction | None) -> torch.Tensor:
+    """Returns the logits of rows of states [R, H], with a correction by features [R, r] added if it is one of all."""
     logits = F.linear(rows, lm_head)
-    if features is not None and correction is not None:
-        logits += F.linear(features, correction)
+    if correction is not None and correction.num_candidates is None:
+        logits += F.linear(correction.features, correction.weight)
     return logits
+
+
+class Selected(NamedTuple):
+    """How R drafts that are chosen among C candidates compare with their teacher, and the gradient of their loss."""
+
+    kl: torch.Tensor
+    """f32[R], the sum over the candidates of p log(p / (m q)), where p sums to m over them, and q is the drafts'."""
+    overlap: torch.Tensor  # f32[R]
+    is_right: torch.Tensor  # bool[R], whether the most likely candidate is the target's most likely token
+    candidates: torch.Tensor  # i64[R, C]
+    gradient: torch.Tensor  # f32[R, C], of the weighted loss with respect to the candidates' scores
+
+
+def select(
+    logits: torch.Tensor, correction: Correction, teacher: Teacher, num_depths: int, weights: torch.Tensor
+) -> Selected:
+    """Choose among the candidates of each draft, and compare with the teacher.
+
+    Args:
+        logits: the logits of all depths, concatenated [R, D], where R is T times the number of target tokens.
+        correction: the corrections of the candidates, with features [R, r].
+        teacher: the distributions of the target tokens.
+        num_depths: T.
+        weights: weight of each row in the loss [R].
+    """
+    assert correction.num_candidates is not None
+    largest, candidates = logits.topk(correction.num_candidates, -1)
+    scores = largest.float() + torch.bmm(correction.weight[candidates], correction.features[..., None])[..., 0].float()
+    targets = torch.arange(len(teacher.tokens), device=logits.device).repeat(num_depths)[:, None]  # [R, 1]
+    probs = teacher.values[targets, candidates].float()
+    if teacher.log_total is not None:
+        probs = (probs - teacher.log_total[targets]).exp()
+    mass, log_drafted = probs.sum(-1, keepdim=True), scores.log_softmax(-1)
+    best = candidates.gather(1, scores.argmax(-1, keepdim=True))
+    return Selected(
+        kl=(torch.xlogy(probs, probs) - probs * log_drafted).sum(-1) - torch.xlogy(mass, mass)[:, 0],
+        overlap=torch.minimum(probs, log_drafted.exp()).sum(-1),
+        is_right=(best == teacher.tokens[targets])[:, 0],
+        candidates=candidates,
+        gradient=(log_drafted.exp() * mass - probs) * weights[:, None],
+    )
 
 
 def compare(

@@ -18,9 +18,9 @@ from mtptrain.config import LossPart, TrainConfig
 from mtptrain.heads.base import Correction
 from mtptrain.settings.loss import COUPLED_PARTS, loss_mix
 from mtptrain.training.coupled_depths import CoupledPart, agreement, coupled_parts
-from mtptrain.training.loss_blocks import blocks, compare, corrected_logits
-from mtptrain.training.loss_parts import part_values
-from mtptrain.training.teacher import teach
+from mtptrain.training.loss_blocks import Selected, blocks, compare, corrected_logits, select
+from mtptrain.training.loss_parts import Drafted, part_values
+from mtptrain.training.teacher import Teacher, teach
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def draft_losses(
             states, lm_head, target_states, target_logits, settings.chunk_rows, draft_token_ids, correction
         )
         coupled = coupled_parts(found, is_draft, scale)
-    added = (None, None) if correction is None else (correction.features, correction.weight)
+    added = (None,) * 3 if correction is None else (correction.features, correction.weight, correction.num_candidates)
     loss, losses, sums, overlaps = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         states,
         lm_head,
@@ -146,8 +146,9 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx,
         states: torch.Tensor,
         lm_head: torch.Tensor,
-        features: torch.Tensor | None,  # of a `Correction`
-        correction: torch.Tensor | None,  # its weight
+        features: torch.Tensor | None,  # those of a `Correction`, here and in the next two lines
+        codebook: torch.Tensor | None,
+        num_candidates: int | None,
         target_states: torch.Tensor,
         target_logits: Callable[[torch.Tensor], torch.Tensor],
         is_draft: torch.Tensor,
@@ -159,11 +160,12 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         num_depths, num_drafts, _ = states.shape
         mix = {part: weight for part, weight in settings.mix.items() if part is not LossPart.confidence}
+        given = None if features is None or codebook is None else Correction(features, codebook, num_candidates)
         # Gradients of states stay zero for drafts that have no teacher; those of weights are summed in fp32.
         grad_states = torch.zeros_like(states)
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
         grad_features = None if features is None else torch.zeros_like(features)
-        grad_correction = None if correction is None else torch.zeros_like(correction, dtype=torch.float32)
+        grad_codebook = None if codebook is None else torch.zeros_like(codebook, dtype=torch.float32)
         sums = states.new_zeros(3 + len(mix), num_depths, dtype=torch.float32)
         overlaps = states.new_zeros(num_depths, num_drafts, dtype=torch.float32)
         for block in blocks(num_depths, num_drafts, settings.chunk_rows):
@@ -173,7 +175,7 @@ class _ChunkedLoss(torch.autograd.Function):
             states_block = block.at_targets(states)  # [T, C, H]
             is_counted = block.at_targets(is_draft)  # [T, C]
             rows = states_block.flatten(0, 1)  # [T * C, H]
-            feature_rows = None if features is None else block.at_targets(features).flatten(0, 1)  # [T * C, r]
+            correction = None if given is None else replace(given, features=block.rows(given.features))  # [T * C, r]
             # 2. Compare them. Each part that depends on logits gives its gradient the weight of the draft.
             weights = is_counted.flatten() * scale.repeat_interleave(block.size)  # [T * C]
             weight_of: dict[LossPart, torch.Tensor] = {
@@ -182,8 +184,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 if part is not LossPart.features
             }
             data_block = None if data_tokens is None else data_tokens[block.targets]
-            drafted = compare(
-                corrected_logits(rows, lm_head, feature_rows, correction),
+            drafted, selected = compare_drafts(
+                corrected_logits(rows, lm_head, correction),
+                correction,
                 teacher,
                 weight_of,
                 num_depths,
@@ -197,10 +200,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad = (drafted.gradient @ lm_head).view_as(states_block)
                 if grad_lm_head is not None:
                     grad_lm_head += drafted.gradient.T @ rows
-                if feature_rows is not None and correction is not None:
-                    assert grad_features is not None and grad_correction is not None
-                    block.write((drafted.gradient @ correction).unflatten(0, (num_depths, -1)), grad_features)
-                    grad_correction += drafted.gradient.T @ feature_rows
+                if correction is not None:
+                    assert grad_features is not None and grad_codebook is not None
+                    grad_rows = grad_of_correction(drafted.gradient, selected, correction, grad_codebook)
+                    block.write(grad_rows.unflatten(0, (num_depths, -1)), grad_features)
             values = []
             for part, weight in mix.items():
                 if part is LossPart.features:
@@ -208,20 +211,24 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad += feature_grad
                 elif part in coupled:
                     value = block.at_targets(coupled[part].values).flatten()
+                elif part is LossPart.selector:
+                    assert selected is not None
+                    value = selected.kl
                 else:
                     value = part_values(drafted, part, settings.lk_eta)
                 values.append(value)
-            figures = torch.stack([drafted.kl, drafted.is_right.float(), drafted.overlap, *values])
+            made = drafted if selected is None else selected  # the drafts as they are made
+            figures = torch.stack([drafted.kl, made.is_right.float(), made.overlap, *values])
             sums += (figures * is_counted.flatten()).unflatten(1, (num_depths, -1)).sum(-1)
             block.write(grad, grad_states)
-            block.write(drafted.overlap.unflatten(0, (num_depths, -1)), overlaps)
-            del teacher, drafted  # [rows, V] each: free them before the next block
+            block.write(made.overlap.unflatten(0, (num_depths, -1)), overlaps)
+            del teacher, drafted, made  # [rows, V] each: free them before the next block
         losses = sums.new_zeros(num_depths)
         for weight, values in zip(mix.values(), sums[3:], strict=True):
             losses = losses + weight * values
-        dtypes = [None if x is None else x.dtype for x in (states, lm_head, features, correction)]
+        dtypes = [None if x is None else x.dtype for x in (states, lm_head, features, codebook)]
         ctx.dtypes = dtypes  # type: ignore[attr-defined]
-        ctx.save_for_backward(grad_states, grad_lm_head, grad_features, grad_correction)  # type: ignore[arg-type]
+        ctx.save_for_backward(grad_states, grad_lm_head, grad_features, grad_codebook)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(losses, sums, overlaps)
         return (losses * scale).sum(), losses, sums, overlaps
 
@@ -235,7 +242,53 @@ class _ChunkedLoss(torch.autograd.Function):
             for grad, dtype in zip(others, ctx.dtypes[1:], strict=True)  # type: ignore[attr-defined]
         ]
         # Overwriting the saved gradient is safe, because torch refuses a second backward pass.
-        return grad_states.mul_(grad_loss.to(grad_states.dtype)), *grads, *[None] * 8
+        return grad_states.mul_(grad_loss.to(grad_states.dtype)), *grads, *[None] * 9
+
+
+def compare_drafts(
+    logits: torch.Tensor,
+    correction: Correction | None,
+    teacher: Teacher,
+    weights: dict[LossPart, torch.Tensor],
+    num_depths: int,
+    lk_eta: float,
+    data_tokens: torch.Tensor | None,
+) -> tuple[Drafted, Selected | None]:
+    """Compare the logits of a block with their teacher, and drafts that are chosen among candidates too.
+
+    The gradient of the former then includes that of the latter. The arguments are those of `compare` and `select`.
+    """
+    others: dict[LossPart, torch.Tensor] = {
+        part: weight for part, weight in weights.items() if part is not LossPart.selector
+    }
+    drafted = compare(logits, teacher, others, num_depths, lk_eta, data_tokens)
+    if correction is None or correction.num_candidates is None:
+        return drafted, None
+    weight = weights.get(LossPart.selector, logits.new_zeros(len(logits), dtype=torch.float32))
+    selected = select(logits, correction, teacher, num_depths, weight)
+    if LossPart.selector not in weights:
+        return drafted, selected
+    gradient = torch.zeros_like(logits) if drafted.gradient is None else drafted.gradient
+    gradient.scatter_add_(1, selected.candidates, selected.gradient.to(gradient.dtype))
+    return drafted._replace(gradient=gradient), selected
+
+
+def grad_of_correction(
+    gradient: torch.Tensor, selected: Selected | None, correction: Correction, grad_codebook: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of a correction's features [R, r], and adds that of its weight to `grad_codebook` f32[D, r].
+
+    Args:
+        gradient: of all logits [R, D].
+        selected: the drafts that were chosen among candidates, if only these are corrected.
+    """
+    features, codebook = correction.features, correction.weight
+    if selected is None:
+        grad_codebook += gradient.T @ features
+        return gradient @ codebook
+    of_scores = selected.gradient.to(features.dtype)[..., None]  # [R, C, 1]
+    grad_codebook.index_add_(0, selected.candidates.flatten(), (of_scores * features[:, None]).flatten(0, 1).float())
+    return (of_scores * codebook[selected.candidates]).sum(1)
 
 
 def compare_features(

@@ -14,6 +14,7 @@ from mtptrain.config import LossPart, TrainConfig
 from mtptrain.heads import HEADS
 from mtptrain.planning.costs import MicroBatch, step_costs
 from mtptrain.planning.plan import make_plan
+from mtptrain.settings.loss import OWN_PARTS
 from tests.cuda import guard
 from tests.cuda.rehearsal import DEVICE, Rehearsal, answers, rehearse_step
 from tests.published_targets import PUBLISHED_TARGETS
@@ -44,7 +45,10 @@ SETTINGS = {
     "dflash": {"num_layers": 2},
     "draft_model": LLAMA_1B,
 }
-DSPARK_LOSS = {LossPart.data_ce: 0.1, LossPart.tv: 1.8, LossPart.confidence: 1.0}
+OWN_LOSS: dict[str, Any] = {
+    "dspark": {LossPart.data_ce: 0.1, LossPart.tv: 1.8, LossPart.confidence: 1.0},
+    "dflash2": {LossPart.data_ce: 1.0, LossPart.selector: 1.0},
+}
 
 
 def check(rehearsal: Rehearsal) -> None:
@@ -64,7 +68,7 @@ def test_a_step_over_chats_gives_every_gradient_and_never_waits(head: str, activ
         activation_checkpointing=activation_checkpointing,
         compile=False,
         loss_chunk_rows=4096,
-        loss=DSPARK_LOSS if HEADS[head].has_confidence else "kl",
+        loss=OWN_LOSS.get(head, "kl"),
     )
     check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS, train))
 
@@ -82,7 +86,7 @@ def test_a_step_of_every_variant_of_dflash_gives_every_gradient_and_never_waits(
     check(rehearse_step(config, PUBLISHED_TARGETS[LLAMA_8B].config(), CHATS, TrainConfig(compile=False)))
 
 
-@pytest.mark.parametrize("kind", [part for part in LossPart if part not in (LossPart.features, LossPart.confidence)])
+@pytest.mark.parametrize("kind", [part for part in LossPart if part not in (LossPart.features, *OWN_PARTS)])
 @pytest.mark.parametrize("draft_vocab_size", [None, 32_000])
 def test_every_loss_gives_every_gradient_and_never_waits(kind: LossPart, draft_vocab_size: int | None) -> None:
     config = HEADS["eagle3"].Config(ttt_steps=3, draft_vocab_size=draft_vocab_size)

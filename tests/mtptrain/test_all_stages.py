@@ -44,7 +44,7 @@ def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str],
 
 def test_a_head_that_no_engine_has_a_class_for_is_not_exported() -> None:
     for name in HEADS.keys() - {"hydra"}:
-        loss = ("train.loss={kl:1,confidence:1}",) if HEADS[name].has_confidence else ()
+        loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[name].own_loss_part) else ()
         assert all_stages.has_format(make_config(f"head={name}", "head.start_from_target=false", *loss))
     assert not all_stages.has_format(make_config("head=hydra", "head.start_from_target=false"))
 

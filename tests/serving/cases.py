@@ -12,6 +12,7 @@ from typing import Any
 
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
@@ -98,6 +99,7 @@ TARGETS |= {
     name: replace(kind, settings={**kind.settings, "pad_token_id": None})
     for name, kind in (MORE_TARGETS | NATIVE_TARGETS).items()
 }
+DFLASH2: dict[str, Any] = {"capture_layers": [1, 2, 3], "selector_rank": 32, "selector_top_k": 7}
 HEAD_CONFIGS: dict[str, HeadConfig] = {
     "mtp": MtpHead.Config(),
     "mtp_mimo": MIMO_HEAD,
@@ -146,6 +148,10 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
         **{"capture_layers": [1, 2, 3], "ttt_steps": 3, "markov_rank": 32, "sample_from_anchor": False},
         **{"num_layers": 2, "sliding_window": 6, "draft_vocab_size": 200},
     ),
+    "dflash2": Dflash2Head.Config(**DFLASH2, ttt_steps=3),
+    "dflash2_K1": Dflash2Head.Config(**DFLASH2, ttt_steps=1),
+    "dflash2_K5": Dflash2Head.Config(**DFLASH2, ttt_steps=5, num_layers=2, conv_kernel_size=3),
+    "dflash2_window": Dflash2Head.Config(**DFLASH2, ttt_steps=3, num_layers=2, sliding_window=6, causal="all"),
     "draft_model": DraftModelHead.Config(num_hidden_layers=2),
 }
 
@@ -170,7 +176,7 @@ class Case:
 
 EVERYWHERE = ("mtp", "eagle", "eagle3")
 """Heads that are tried with most families."""
-IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash", "dspark", "draft_model")
+IN_TABLE = (*EVERYWHERE, "peagle", "medusa", "dflash", "dspark", "dflash2", "draft_model")
 """Heads in the table of docs/serving.md, which has a row for each engine that can load the head."""
 CASES = [
     *(
@@ -242,6 +248,10 @@ LLAMA_CPP_CASES = [
     Case("dspark_K1", "llama", 1),
     Case("dspark_K5", "qwen3", 5),
     Case("dspark_fill_in", "llama"),
+    *(Case("dflash2", target) for target in ("llama", "qwen3")),
+    Case("dflash2_K1", "qwen3", 1),
+    Case("dflash2_K5", "llama", 5),
+    Case("dflash2_window", "qwen3"),
     Case("dflash_mixed_windows", "llama_shared"),
     Case("dflash_causal_mixed", "qwen3_shared"),
     Case("dflash_anchor_first", "qwen3_shared"),

@@ -60,7 +60,7 @@ ENGINES = {
     "transformers": "transformers 5.23",
 }
 TRIED = {"llama_cpp": LLAMA_CPP_CASES, "openvino": OPENVINO_CASES}
-ONLY_ON_GPUS = ("dspark",)
+ONLY_ON_GPUS = ("dspark", "dflash2")
 """Heads that vLLM serves with its V2 runner, which these tests do not run."""
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
 LEGEND = f"""

@@ -31,6 +31,7 @@ ONE_OF_EACH = [
     Case("eagle3", "llama"),
     Case("dflash", "llama_shared"),
     Case("dspark", "llama"),
+    Case("dflash2", "llama"),
     Case("draft_model", "qwen3"),
 ]
 
@@ -54,7 +55,9 @@ def metadata_of(path: Path) -> dict[str, object]:
     return {field.name: field.contents() for field in fields if not field.name.startswith(("GGUF.", "general."))}
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3_small_vocabulary", "eagle3_norms_before_inside", "dflash"])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", "eagle3_small_vocabulary", "eagle3_norms_before_inside", "dflash", "dflash2"]
+)
 def test_our_file_is_that_of_llama_cpps_converter(
     kind: str,
     llama_server: Path,
@@ -64,7 +67,7 @@ def test_our_file_is_that_of_llama_cpps_converter(
     tmp_path: Path,
 ) -> None:
     """Tests also that the converter reads the layers of our export for vLLM."""
-    target = target_of("llama_8_layers" if kind == "dflash" else "llama")
+    target = target_of("llama_8_layers" if kind.startswith("dflash") else "llama")
     name = target.directory.name.rstrip("0123456789")
     state, config = head_of(kind, name).state_dict(), HEAD_CONFIGS[kind]
     write_head(tmp_path / "vllm", format_for("vllm", config, target.target.config), state)

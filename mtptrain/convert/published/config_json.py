@@ -282,6 +282,19 @@ RULES["dspark"] = RULES["dflash"] | {
     "target_layer_ids": layer_ids,
     "mask_token_id": token_id,
 }
+RULES["dflash2"] = RULES["dflash"] | {
+    **dict.fromkeys(
+        (
+            f"dflash_config.{name}"
+            for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        ),
+        size,
+    ),
+    "draft_vocab_size": of_target("vocab_size"),
+    "dflash_config.output_multiplier": only(1.0),
+    "dflash_config.final_logit_softcapping": only(0.0),
+    "dflash_config.input_embedding_scale": only(1.0),
+}
 """The rules of each kind of head. `eagle3` includes P-EAGLE; `native` are the MTP layers of whole models."""
 
 

@@ -11,6 +11,7 @@ A directory or hub repository must have safetensors files and one of these (clas
 - `MedusaModel`, or FasterDecoding's tensor names: Medusa;
 - `DFlashDraftModel`: head `dflash`;
 - `Qwen3DSparkModel`, `DSparkDraftModel`: head `dspark`;
+- `DFlash2DraftModel`: head `dflash2`;
 - a model with an MTP layer in DeepSeek's layout after its decoder layers (`model.layers.N.eh_proj`): head `mtp`.
 
 Like our heads, they all apply RoPE to halves rather than interleaved pairs, so projections need no conversion.
@@ -41,7 +42,16 @@ from mtptrain.convert.published.inferred_settings import (
 from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, medusa_tensors
 from mtptrain.convert.sglang import SglangEagle, SglangMtp
 from mtptrain.convert.target_files import INDEX
-from mtptrain.convert.vllm import VllmDflash, VllmDspark, VllmEagle, VllmEagle3, VllmMedusa, VllmMtp, VllmPeagle
+from mtptrain.convert.vllm import (
+    VllmDflash,
+    VllmDflash2,
+    VllmDspark,
+    VllmEagle,
+    VllmEagle3,
+    VllmMedusa,
+    VllmMtp,
+    VllmPeagle,
+)
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.dflash import DflashHead, layer_types
@@ -71,6 +81,7 @@ KNOWN = {
     VllmDflash.architecture: ("dflash", VllmDflash),
     VllmDspark.architecture: ("dspark", VllmDspark),
     "DSparkDraftModel": ("dspark", VllmDspark),
+    VllmDflash2.architecture: ("dflash2", VllmDflash2),
 }
 """The head and format of each model class that config.json may name."""
 MASK_EMBEDDING = "mask_embedding.pt"

@@ -13,6 +13,7 @@ from mtptrain.convert.base import Tensors
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, Config, captured_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import FULL, SLIDING, CausalLayers
+from mtptrain.heads.dflash2 import Dflash2Head, published_settings
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.layers import SERVED_HEAD_DIMS
@@ -21,6 +22,11 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
 Settings = dict[str, list[object]]
+OWN_KEYS = {
+    "dspark": {"markov_rank": "markov_rank"},
+    "dflash2": {name: f"dflash_config.{name}" for name in published_settings(Dflash2Head.Config())},
+}
+"""The key in `config.json` of each setting that a block drafter has beyond those of DFlash."""
 
 
 def layer_sizes(directory: Path, name: str, config: Config) -> Settings:
@@ -84,12 +90,10 @@ def mask_token_id(directory: Path, config: Config, has_mask: bool) -> int | None
 def dflash_settings(
     directory: Path, name: str, config: Config, tensors: Tensors, target_config: PreTrainedConfig
 ) -> Settings:
-    """Returns the settings of head `dflash` or `dspark`."""
-    is_dspark = name == DsparkHead.Config().name
+    """Returns the settings of head `dflash`, `dspark` or `dflash2`."""
+    is_dspark, key_of = name == DsparkHead.Config().name, OWN_KEYS.get(name, {})
     needed = ["num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id"]
-    if is_dspark:
-        needed.append("markov_rank")
-    missing = [name for name in needed if name not in config]
+    missing = [key for key in (*needed, *key_of.values()) if key not in config]
     if missing:
         raise UserError(f"{directory / 'config.json'}: must have {missing[0]}, but does not; download the head again")
     layers = [layer + 1 for layer in config["dflash_config.target_layer_ids"]]
@@ -100,7 +104,7 @@ def dflash_settings(
         "ttt_steps": [config["block_size"] - (not is_dspark)],
         "draft_vocab_size": [_draft_vocab_size(directory, config, tensors, target_config)],
         **{setting: [value] for setting, value in _dflash_attention(directory, config).items()},
-        **({"markov_rank": [config["markov_rank"]]} if is_dspark else {}),
+        **{setting: [config[key]] for setting, key in key_of.items()},
         "sample_from_anchor": [config.get("sample_from_anchor", is_dspark)],
     }
 

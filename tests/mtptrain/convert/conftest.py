@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from mtptrain.convert.limits import BLOCK_DRAFTERS
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
@@ -29,8 +30,10 @@ def target_config(**settings: object) -> LlamaConfig:
 
 
 def head_config(name: str, **settings: Any) -> HeadConfig:
-    if name in ("eagle3", "peagle", "dflash"):
+    if name in ("eagle3", "peagle", *BLOCK_DRAFTERS):
         settings.setdefault("capture_layers", [1, 2, 3])
+    if name == "dflash2":
+        settings.setdefault("selector_top_k", 7)  # llama.cpp serves no more with such small targets
     config: HeadConfig = HEADS[name].Config(**settings)
     return config
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.convert.formats import FORMATS, format_for, warn_of_limits
-from mtptrain.convert.limits import LIMITS
+from mtptrain.convert.limits import BLOCK_DRAFTERS, LIMITS
 from tests.conftest import FAMILIES, YARN_ROPE
 from tests.mtptrain.convert.conftest import head_config
 
@@ -47,9 +47,10 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"gemma3_text: "
         r"vLLM's class does not return its residual streams; set export\.engine=sglang .*, or train head=mtp",
     ),
-    ("vllm", "peagle", {}, "gemma3_text", {}, r"head peagle for vllm, but is gemma3_text: .*; train head=mtp"),
-    ("vllm", "dflash", {}, "gemma3_text", {}, r"head dflash for vllm, but is gemma3_text: .*; train head=mtp"),
-    ("vllm", "dspark", {}, "gemma3_text", {}, r"head dspark for vllm, but is gemma3_text: .*; train head=mtp"),
+    *(
+        ("vllm", name, {}, "gemma3_text", {}, rf"head {name} for vllm, but is gemma3_text: .*; train head=mtp")
+        for name in ("peagle", *BLOCK_DRAFTERS)
+    ),
     ("sglang", "eagle3", {}, "mimo", {}, r"but is mimo: SGLang's class does not return its .*; train head=mtp"),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
@@ -137,30 +138,30 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
                                                                         r"is \[1, 2, 4\]: llama\.cpp captures"),
     *(
         ("llama_cpp", name, {"capture_layers": [1, 4]}, "llama", {}, r"must be below .* but is \[1, 4\]: llama\.cpp")
-        for name in ("dflash", "dspark")
+        for name in BLOCK_DRAFTERS
     ),
     ("llama_cpp", "eagle3", {}, "qwen2", {}, r"target\.path: must be one of llama, .* but is a qwen2: of other"),
     *(
         ("llama_cpp", name, {}, "gemma3_text", {}, r"target\.path: must be one of llama, .* but is a gemma3_text")
-        for name in ("dflash", "dspark")
+        for name in BLOCK_DRAFTERS
     ),
     *(
         ("llama_cpp", name, {}, "mistral", {"sliding_window": 128}, r"must be a target without a sliding window .* but "
                                                                     r"is one of 128 tokens: its window in llama\.cpp")
-        for name in ("eagle3", "dflash", "dspark", "draft_model")
+        for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")
     ),
     *(
         ("llama_cpp", name, {}, "llama", {"hidden_act": "gelu"}, r"a target with hidden_act=silu .* but is gelu: ")
-        for name in ("eagle3", "dflash", "dspark", "draft_model")
+        for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")
     ),
     *(
         ("llama_cpp", name, {}, "qwen3", {"attention_bias": True}, r"with attention_bias=false, .* but is true: llama")
-        for name in ("eagle3", "dflash", "dspark", "draft_model")
+        for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")
     ),
     *(
         ("llama_cpp", name, {}, "qwen3_moe", {"norm_topk_prob": False}, r"must be a target with norm_topk_prob=true .* "
                                                                         r"but is false: llama\.cpp makes the weights")
-        for name in ("eagle3", "dflash", "dspark", "draft_model")
+        for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")
     ),
     (
         "llama_cpp", "draft_model", {}, "qwen2", {"rope_parameters": YARN_ROPE},
@@ -182,7 +183,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     *(
         (engine, "dflash", {"sample_from_anchor": True, "capture_layers": [1, 2]}, "llama", {},
          rf"must be false .* but is true: {name}'s class drafts nothing with the newest")
-        for engine, name in (("vllm", "vLLM"), ("openvino", "OpenVINO"))
+        for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("openvino", "OpenVINO"))
     ),
     ("openvino", "dflash", {"causal": "all", "capture_layers": [1, 2]}, "llama", {}, r"must be none .* but is all: in"),
     *(
@@ -191,12 +192,22 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
             {"causal": "sliding", "sliding_window": 9, "num_layers": 2, "capture_layers": [1, 2]}, "llama", {},
             r"head\.causal: must be all or none if some layers .* but is sliding: llama\.cpp has one setting",
         )
+        for name in BLOCK_DRAFTERS
+    ),
+    *(
+        ("sglang", name, {"draft_vocab_size": 64}, "llama", {}, r"must be null .* but is 64: SGLang gives the head")
         for name in ("dflash", "dspark")
     ),
-    ("sglang", "dspark", {"draft_vocab_size": 64}, "llama", {}, r"must be null .* but is 64: SGLang gives the head"),
-    ("sglang", "dspark", {"capture_layers": [1, 4]}, "llama", {}, r"must be below .* but is \[1, 4\]: SGLang captures"),
-    ("sglang", "dspark", {"capture_layers": [0, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 2\]: SGLang counts"),
-    ("sglang", "dspark", {}, "mimo", {}, r"must be of a family whose layers can be captured .* SGLang's class"),
+    *(
+        ("sglang", name, head, family, {}, message)
+        for name in BLOCK_DRAFTERS
+        for head, family, message in (
+            ({"capture_layers": [1, 4]}, "llama", r"must be below .* but is \[1, 4\]: SGLang captures"),
+            ({"capture_layers": [0, 2]}, "llama", r"must be above 0 .* but is \[0, 2\]: SGLang counts"),
+            ({}, "mimo", r"must be of a family whose layers can be captured .* SGLang's class"),
+        )
+    ),
+    ("llama_cpp", "dflash2", {"selector_top_k": 11}, "llama", {}, r"must be k with k \(k \+ 1\) .* but is 11"),
     *(
         ("openvino", name, {}, "gemma3_text", {}, r"target\.path: must be one of llama, .* but is a gemma3_text: in Op")
         for name in ("eagle3", "dflash", "draft_model")
@@ -235,8 +246,7 @@ def test_every_row_is_among_the_cases() -> None:
 CAPTURING = {
     "eagle3": ("vllm", "sglang"),
     "peagle": ("vllm",),
-    "dflash": ("vllm",),
-    "dspark": ("vllm", "sglang"),
+    **dict.fromkeys(BLOCK_DRAFTERS, ("vllm", "sglang")),
 }
 """Engines of heads that read captured streams."""
 
@@ -250,7 +260,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
         if not any(
             row.find_violation(
                 head_config(name, capture_layers=[1, 2, 3] if engine in ("llama_cpp", "openvino") else [2, 3])
-                if name in ("eagle3", "peagle", "dflash", "dspark")
+                if name in ("eagle3", "peagle", *BLOCK_DRAFTERS)
                 else head_config(name),
                 configured(family),
             )
@@ -275,7 +285,7 @@ def test_every_supported_family_is_served_by_vllm_and_sglang() -> None:
     expected |= {("vllm", "draft_model", family) for family in FAMILIES_IN_TESTS}
     expected |= {("tensorrt_llm", name, family) for name in ("eagle3", "draft_model") for family in FAMILIES_IN_TESTS}
     with_streams = ("llama", "mistral", "qwen3")
-    expected |= {("llama_cpp", name, family) for name in ("eagle3", "dflash", "dspark") for family in with_streams}
+    expected |= {("llama_cpp", name, family) for name in ("eagle3", *BLOCK_DRAFTERS) for family in with_streams}
     expected |= {
         ("openvino", name, family)
         for name in ("eagle3", "dflash", "draft_model")

@@ -30,6 +30,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"sample_from_anchor": True, "sliding_window": 9, "num_layers": 2, "draft_vocab_size": 96}, "llama"),
     ("dspark", {"markov_rank": 32}, "llama"),
     ("dspark", {"markov_rank": 32, "sample_from_anchor": False, "num_layers": 2, "draft_vocab_size": 96}, "qwen3"),
+    ("dflash2", {"selector_rank": 32, "selector_top_k": 7, "num_layers": 2, "conv_group_size": 2}, "qwen3"),
     *(("draft_model", {"num_hidden_layers": 2}, family) for family in ("llama", "mistral", "qwen2", "qwen3")),
     ("draft_model", {"tie_word_embeddings": True}, "llama"),
     ("draft_model", {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}, "llama"),
@@ -65,7 +66,7 @@ def test_a_heads_state_comes_back_exactly(
     # Vectors are written in fp32, and bf16 and fp16 are exact in it.
     assert all(torch.equal(restored[key], state[key].to(restored[key].dtype)) for key in state)
     tensors = GGUFReader(tmp_path / "out/model.gguf").tensors
-    matrices = {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1}
+    matrices = {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) == 2}
     assert matrices == {{torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]}
     assert not (tmp_path / "out/config.json").exists()
 
@@ -82,8 +83,8 @@ def test_a_head_in_8_bits_comes_back_as_it_was_rounded(
     restored, rounded = reload_head(tmp_path / "out", form).state_dict(), form.rounded(state)
     assert all(torch.equal(restored[key], rounded[key]) for key in state)
     tensors = GGUFReader(tmp_path / "out/model.gguf").tensors
-    # A row of one value, of the correction that is 0, is no block of 32.
-    assert {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1 < tensor.shape[0]} == {"Q8_0"}
+    # A row of one value, of the correction that is 0, is no block of 32. The kernels of convolutions have three axes.
+    assert {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) == 2 and tensor.shape[0] > 1} == {"Q8_0"}
     for key, tensor in state.items():
         error = (restored[key].float() - tensor.float()).abs().max() / tensor.float().abs().max().clamp(min=1)
         assert error < 5e-3 and (tensor.ndim > 1 or error == 0), key

@@ -204,6 +204,25 @@ def test_dspark_has_its_keys_at_the_top_level_and_every_tensor(
     assert config["max_position_embeddings"] == target.max_position_embeddings
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_dflash2_has_the_keys_and_tensors_of_published_heads(target: LlamaConfig, engine: str) -> None:
+    settings = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 5}
+    form = format_for(engine, head_config("dflash2", ttt_steps=7, mask_token_id=5, **settings), target)
+    found = shapes(form.tensors(random_head(form.head, target).state_dict()))
+    own = {
+        **{f"layers.0.{part}_conv.base_kernel": [2, 2, 64] for part in ("attention", "mlp")},
+        **{f"layers.0.{part}_conv.kernel_projection.weight": [2 * 2 * 4, 64] for part in ("attention", "mlp")},
+        **{f"candidate_selector.{part}_codebook": [260, 32] for part in ("predecessor", "successor")},
+        "candidate_selector.hidden_projection.weight": [32, 64],
+    }
+    assert own.items() <= found.items()
+    dflash = head_config("dflash", ttt_steps=7)
+    assert found.keys() - own.keys() == random_head(dflash, target).state_dict().keys()
+    config = form.config_json("bfloat16")
+    assert (config["architectures"], config["block_size"]) == (["DFlash2DraftModel"], 8)
+    assert settings | {"block_size": 8, "mask_token_id": 5, "target_layer_ids": [0, 1, 2]} == config["dflash_config"]
+
+
 def test_layer_ids_are_ours_and_left_out_where_they_are_the_engines_default() -> None:
     target = target_config(num_hidden_layers=12)
     config = format_for("vllm", head_config("eagle3", capture_layers=[0, 5, 12]), target).config_json("bfloat16")

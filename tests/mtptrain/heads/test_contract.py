@@ -73,6 +73,20 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "dspark",
         {"capture_layers": [1, 2], "markov_rank": 8, "draft_vocab_size": 20, "sample_from_anchor": False},
     ),
+    "dflash2": (
+        "dflash2",
+        {
+            **{"capture_layers": [0, 1], "num_layers": 2, "conv_kernel_size": 3, "conv_group_size": 8},
+            **{"selector_rank": 6, "selector_top_k": 5},
+        },
+    ),
+    "dflash2, a window, causal": (
+        "dflash2",
+        {
+            **{"capture_layers": [1], "sliding_window": DEPTHS + 2, "causal": "all", "conv_kernel_size": 2},
+            **{"conv_group_size": 64, "selector_rank": 8, "selector_top_k": 3},
+        },
+    ),
     "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
     "draft_model": ("draft_model", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "draft_model, smaller, untied": (
@@ -82,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-READ_BY_THE_LOSS = ("lm_head.", "markov_head.", "confidence_head.")
+READ_BY_THE_LOSS = ("lm_head.", "markov_head.", "confidence_head.", "candidate_selector.")
 """Beginnings of the names of weights that only the loss reads, not the forward pass."""
 LAYER_CASES = [case for case, (name, _) in CASES.items() if issubclass(HEADS[name], LayerHead)]
 """Cases whose head is a `LayerHead`: its attention reads other keys at later depths than at depth 0."""
@@ -106,7 +120,7 @@ def draw_norms(head: Head, generator: torch.Generator | None = None) -> None:
     for parameter in head.parameters():
         if parameter.ndim == 1:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-        elif not parameter.any():
+        elif parameter.ndim == 3 or not parameter.any():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
 
 

@@ -38,7 +38,8 @@ def plain_logits(head: DsparkHead, state: torch.Tensor, previous: int) -> torch.
 def test_training_corrects_logits_by_the_token_before_each_draft(case: str) -> None:
     head = dspark(case)
     tokens = packed_inputs(head)
-    states, correction = head(tokens, PARTS, DEPTHS), head.correction(tokens, DEPTHS)
+    states = head(tokens, PARTS, DEPTHS)
+    correction = head.correction(tokens, states)
     logits = head.logits(states, PARTS) + F.linear(correction.features, correction.weight)
     first = 0
     for length in LENGTHS:
@@ -108,11 +109,13 @@ def test_without_a_correction_drafts_are_those_of_dflash() -> None:
     head = dspark("dspark")
     head.markov_head.markov_w2.weight.zero_()
     logits = torch.randn(3, len(PARTS.lm_head))
-    assert torch.equal(head.corrected(logits, torch.tensor([1, 2, 3])), logits)
+    states = torch.zeros(3, PARTS.lm_head.shape[1])
+    assert torch.equal(head.corrected(logits, states, torch.tensor([1, 2, 3])), logits)
     tokens = packed_inputs(head)
-    assert not F.linear(*vars(head.correction(tokens, DEPTHS)).values()).any()
+    correction = head.correction(tokens, states)
+    assert not F.linear(correction.features, correction.weight).any()
     later = replace(tokens, next_ids=tokens.next_ids.roll(1))
-    assert not torch.equal(head.correction(later, DEPTHS).features, head.correction(tokens, DEPTHS).features)
+    assert not torch.equal(head.correction(later, states).features, correction.features)
 
 
 TRAINED = ("head=dspark", "train.loss={kl:1,confidence:1}")
@@ -121,7 +124,7 @@ TRAINED = ("head=dspark", "train.loss={kl:1,confidence:1}")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("head=dspark",), "must name the part confidence with head dspark, whose confidence otherwise stays at one"),
+        (("head=dspark",), "must name the part confidence with head dspark, whose confidence otherwise stays untr"),
         (("head=dflash", "acceptance.confidence_thresholds=[0.5]"), "must be left out with head dflash, which has"),
         ((*TRAINED, "acceptance.confidence_thresholds=[0.5,0.5]"), "must be different numbers above 0 and below"),
         ((*TRAINED, "acceptance.confidence_thresholds=[1.0]"), "must be different numbers above 0 and below"),

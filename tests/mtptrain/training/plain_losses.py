@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.config import LossPart
+from mtptrain.settings.loss import OWN_PARTS
 from mtptrain.training.losses import LossSettings
 
-PARTS_OF_LOGITS = [part for part in LossPart if part not in (LossPart.features, LossPart.confidence)]
+PARTS_OF_LOGITS = [part for part in LossPart if part not in (LossPart.features, *OWN_PARTS)]
 
 
 class Draft:
@@ -22,8 +23,10 @@ class Draft:
         ids: torch.Tensor | None,
         data_token: int,
         confidence: torch.Tensor | None = None,
+        selected: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.confidence = confidence  # its logit
+        self.selected = selected  # ids and scores of the candidates
         self.ids = torch.arange(len(probs)) if ids is None else ids
         self.data_token, self.logprobs, self.p = data_token, logits.log_softmax(-1), probs
         self.q = torch.zeros_like(probs).index_copy(0, self.ids, self.logprobs.exp())
@@ -71,6 +74,11 @@ class Draft:
                 assert self.confidence is not None
                 sure, overlap = self.confidence.sigmoid(), self.overlap.detach()
                 return -(overlap * sure.log() + (1 - overlap) * (1 - sure).log())
+            case LossPart.selector:
+                assert self.selected is not None
+                candidates, scores = self.selected
+                p = self.p[candidates]
+                return p.sum() * F.kl_div(scores.log_softmax(-1), p / p.sum(), reduction="sum")
         raise AssertionError(part)
 
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from mtptrain.config import LossPart
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import DflashHead, DflashLayer
+from mtptrain.heads.dflash2 import Convolutions, Dflash2Head, Dflash2Layer
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import StoredDocument
@@ -33,11 +34,25 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float = 10_000.0) -
     return torch.cat([pairs.real, pairs.imag], -1)
 
 
+def plain_convolution(conv: Convolutions, x: torch.Tensor, normed: torch.Tensor, side: int) -> torch.Tensor:
+    """The convolution of a block [R, H] by its definition, one token after another."""
+    base = conv.base_kernel[side]  # [taps, H]
+    changes = (normed @ conv.kernel_projection.weight.T).view(len(x), 2, len(base), -1)[:, side]  # [R, taps, groups]
+    group_of = torch.arange(x.shape[1]) // (x.shape[1] // changes.shape[2])
+    rows = []
+    for row in range(len(x)):
+        taps = range(min(len(base), row + 1))
+        rows.append(sum(((base[tap] + changes[row, tap, group_of]) * x[row - tap] for tap in taps), torch.zeros(())))
+    return torch.stack(rows)
+
+
 def plain_layer(layer: DflashLayer, x: torch.Tensor, context: torch.Tensor, first_position: int) -> torch.Tensor:
     """One layer over a block [R, H], whose first token is at `first_position`, and all tokens before it [S, H]."""
     attention, heads = layer.self_attn, (-1, layer.self_attn.head_dim)
     positions = torch.arange(first_position, first_position + len(x))
-    normed = layer.input_layernorm(x)
+    before = normed = layer.input_layernorm(x)
+    if isinstance(layer, Dflash2Layer):
+        normed = plain_convolution(layer.attention_conv, before, before, 0)
     read, everywhere = torch.cat([context, normed]), torch.arange(first_position + len(x))
     query = rotated(attention.q_norm(attention.q_proj(normed).unflatten(-1, heads)), positions)
     key = rotated(attention.k_norm(attention.k_proj(read).unflatten(-1, heads)), everywhere)
@@ -52,8 +67,14 @@ def plain_layer(layer: DflashLayer, x: torch.Tensor, context: torch.Tensor, firs
             if is_later or (window is not None and position - other >= window):
                 scores[:, row, other] = -torch.inf
     weights = scores.softmax(-1)
-    x = x + attention.o_proj(torch.einsum("hqk,khd->qhd", weights, value).flatten(-2))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    attended = attention.o_proj(torch.einsum("hqk,khd->qhd", weights, value).flatten(-2))
+    if not isinstance(layer, Dflash2Layer):
+        x = x + attended
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+    x = x + plain_convolution(layer.attention_conv, attended, before, 1)
+    normed = layer.post_attention_layernorm(x)
+    out = layer.mlp(plain_convolution(layer.mlp_conv, normed, normed, 0))
+    return x + plain_convolution(layer.mlp_conv, out, normed, 1)
 
 
 def plain_states(
@@ -74,6 +95,18 @@ def plain_logits(head: DflashHead, state: torch.Tensor, previous: int, frozen: F
         markov = head.markov_head
         logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[previous]
     return logits
+
+
+def plain_selected(
+    head: DflashHead, state: torch.Tensor, previous: int, frozen: FrozenParts
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The candidates and their scores."""
+    if not isinstance(head, Dflash2Head):
+        return None
+    logits, selector = state @ frozen.lm_head.T, head.candidate_selector
+    candidates = logits.argsort(descending=True)[: head.num_candidates]
+    projected = selector.predecessor_codebook[previous] * (selector.hidden_projection.weight @ state)
+    return candidates, logits[candidates] + selector.successor_codebook[candidates] @ projected
 
 
 def plain_confidence(head: DflashHead, state: torch.Tensor, previous: int) -> torch.Tensor | None:
@@ -110,6 +143,7 @@ def plain_step(
                     head.draft_token_ids,
                     ids[t + 2 + depth],
                     plain_confidence(head, out[depth], ids[t + 1 + depth]),
+                    plain_selected(head, out[depth], ids[t + 1 + depth], frozen),
                 )
                 for depth in counted
             ]
@@ -137,13 +171,13 @@ def fast_step(
     return sums.loss, sums.losses.tolist()
 
 
-@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name in ("dflash", "dspark")])
+@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if issubclass(HEADS[name], DflashHead)])
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     documents=texts(),
     depths=st.integers(1, 5),
     mix=mixes(),
-    confidence=st.sampled_from([0.0, 0.7]),
+    own_weight=st.sampled_from([0.0, 0.7]),
     chunk_rows=st.sampled_from([1, 5, 1000]),
     activation_checkpointing=st.booleans(),
     anchors=st.sampled_from([None, 1, 4, 100]),
@@ -154,7 +188,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
     documents: list[Document],
     depths: int,
     mix: dict[LossPart, float],
-    confidence: float,
+    own_weight: float,
     chunk_rows: int,
     activation_checkpointing: bool,
     anchors: int | None,
@@ -186,8 +220,8 @@ def test_losses_and_gradients_equal_the_plain_formula(
         )
         for index, (ids, mask) in enumerate(documents)
     ]
-    if confidence and head.has_confidence:
-        mix = mix | {LossPart.confidence: confidence}
+    if own_weight and head.own_loss_part is not None:
+        mix = mix | {head.own_loss_part: own_weight}
     loss, drawn = LossSettings(mix, 3.0, chunk_rows), None
     if anchors is not None:
         drawn = Anchors(anchors, (seed, 0))

@@ -16,6 +16,7 @@ from transformers import AutoModel, LlamaConfig
 from mtptrain.config import LossPart
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.hydra import HydraHead
@@ -228,7 +229,7 @@ def mixes(draw: st.DrawFn) -> dict[LossPart, float]:
     return dict(zip(parts, draw(st.sampled_from([(1.0, 0.5), (0.1, 2.0)])), strict=False))
 
 
-@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name not in ("dflash", "dspark")])
+@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if not issubclass(HEADS[name], DflashHead)])
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     documents=texts(),

@@ -95,11 +95,13 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         labels = torch.where(labels < 0, labels, draft_ids[labels])
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(num_steps * 3 if head.drafts_all_depths else num_steps):
-        logits = head.logits(head(packed, target.parts, depths), target.parts)
-        correction = head.correction(packed, depths)
-        if correction is not None:
-            logits = logits + F.linear(correction.features, correction.weight)
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        drafted = head(packed, target.parts, depths)
+        logits = [head.logits(drafted, target.parts)]
+        if (correction := head.correction(packed, drafted)) is not None:
+            logits.append(logits[0] + F.linear(correction.features, correction.weight))
+        # A head that chooses among the candidates of its own logits needs good ones of these too.
+        trained = logits if correction is not None and correction.num_candidates else logits[-1:]
+        torch.stack([F.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in trained]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     # Copy the norm, because a file cannot hold one tensor under several names.
@@ -110,7 +112,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
 
 def has_own_key_norms(kind: str) -> bool:
     """Returns whether a `dflash` head is one that vLLM's CPU kernels do not serve."""
-    return kind == "dflash_two_norms" or "mixed" in kind or "anchor" in kind or "dspark" in kind
+    return kind == "dflash_two_norms" or "mixed" in kind or "anchor" in kind or "dspark" in kind or "dflash2" in kind
 
 
 def share_key_norms(head: DflashHead, take: Callable[[torch.nn.Module], torch.nn.Module] = lambda norm: norm) -> None:

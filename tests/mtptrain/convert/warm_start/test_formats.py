@@ -11,6 +11,7 @@ from mtptrain.convert.formats import FORMATS
 from mtptrain.convert.warm_start import load_init, relative_difference
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
+from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
@@ -46,7 +47,7 @@ def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Pat
     medusa = MedusaHead.Config(num_layers=2, fc_bias=True)
     dflash = DflashHead.Config(
         capture_layers=[1, 3],
-        draft_vocab_size=None if is_openvino else 48,
+        draft_vocab_size=None if engine in ("openvino", "sglang") else 48,
         mask_token_id=7,
         num_layers=2,
         head_dim=64,
@@ -56,6 +57,10 @@ def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Pat
     configs["dspark"] = DsparkHead.Config(
         **{"capture_layers": [1, 3], "draft_vocab_size": None if engine == "sglang" else 48, "mask_token_id": 7},
         **{"num_layers": 2, "ttt_steps": 5, "markov_rank": 8, "sliding_window": 9},
+    )
+    configs["dflash2"] = Dflash2Head.Config(
+        **{"capture_layers": [1, 3], "mask_token_id": 7, "num_layers": 2, "ttt_steps": 5, "conv_group_size": 4},
+        **{"selector_rank": 32, "selector_top_k": 7, "causal": "all"},
     )
     configs |= {"medusa": medusa, "draft_model": DraftModelHead.Config(num_hidden_layers=2)}
     config = configs[name]

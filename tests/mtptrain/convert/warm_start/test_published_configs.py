@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from mtptrain.convert.limits import BLOCK_DRAFTERS
 from mtptrain.convert.published.config_json import MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
+from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
@@ -37,6 +39,9 @@ from tests.mtptrain.convert.warm_start.written_heads import (
 from tests.sealed import seal_again
 
 DSPARK = DsparkHead.Config(capture_layers=[1, 2], ttt_steps=3, num_layers=2, markov_rank=4, mask_token_id=7)
+DFLASH2 = Dflash2Head.Config(
+    capture_layers=[1, 2], ttt_steps=3, num_layers=2, selector_rank=4, selector_top_k=5, mask_token_id=7
+)
 PEAGLE = PeagleHead.Config(capture_layers=[1, 2], mask_token_id=7)
 EXPORTS: dict[str, tuple[str, HeadConfig]] = {
     "mtp": ("vllm", MTP),
@@ -46,6 +51,7 @@ EXPORTS: dict[str, tuple[str, HeadConfig]] = {
     "peagle": ("vllm", PEAGLE),
     "dflash": ("vllm", DFLASH),
     "dspark": ("vllm", DSPARK),
+    "dflash2": ("vllm", DFLASH2),
     "medusa": ("vllm", MedusaHead.Config(ttt_steps=2)),
 }
 KINDS = (*EXPORTS, "native", "mimo")
@@ -143,7 +149,7 @@ WINDOWS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WINDOWS)
-@pytest.mark.parametrize("published", [kind for kind in WITH_LAYERS if kind not in ("dflash", "dspark")], indirect=True)
+@pytest.mark.parametrize("published", [kind for kind in WITH_LAYERS if kind not in BLOCK_DRAFTERS], indirect=True)
 def test_a_window_is_refused_in_every_kind_of_head_without_windows(
     published: Published, change: dict[str, Any], message: str
 ) -> None:
@@ -294,6 +300,27 @@ def test_a_dspark_head_is_read_with_keys_at_either_place_or_refused_by_the_key(p
     published.refuses({"block_size": 4}, r"head\.ttt_steps \(4 there, 3 here\); set head\.ttt_steps=4")
     published.refuses({"markov_rank": 8}, r"head\.markov_rank \(8 there, 4 here\)")
     published.refuses({"markov_rank": None}, r"must have markov_rank, but does not")
+
+
+@pytest.mark.parametrize("published", ["dflash2"], indirect=True)
+def test_a_dflash2_head_is_read_or_refused_by_the_key(published: Published) -> None:
+    section = json.loads((published.directory / "config.json").read_text())["dflash_config"]
+    published.load({})
+    published.load({"dflash_config": section | {"output_multiplier": 1.0}}, removed=("block_size",))
+    for key, value, message in (
+        ("output_multiplier", 2.0, r"dflash_config\.output_multiplier must be 1\.0, as in our heads, but is 2\.0"),
+        (
+            "final_logit_softcapping",
+            30.0,
+            r"final_logit_softcapping must be 0\.0, as in our heads, but is 30\.0",
+        ),
+        ("selector_top_k", 6, r"head\.selector_top_k \(6 there, 5 here\); set head\.selector_top_k=6"),
+        ("conv_kernel_size", 3, r"head\.conv_kernel_size \(3 there, 2 here\)"),
+        ("selector_rank", None, r"must have dflash_config\.selector_rank, but does not"),
+        ("candidate_width", 3, r"has dflash_config\.candidate_width=3"),
+    ):
+        published.refuses({"dflash_config": section | {key: value}}, message)
+    published.refuses({"sample_from_anchor": True}, r"sample_from_anchor must be false")
 
 
 @pytest.mark.parametrize("published", ["dflash"], indirect=True)
