@@ -228,7 +228,7 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
 
 
 def _check_confidence(config: PipelineConfig) -> None:
-    if config.acceptance.confidence_thresholds and HEADS[config.head.name].own_loss_part is not LossPart.confidence:
+    if config.acceptance.confidence_thresholds and HEADS[config.head.name].own_loss_part != LossPart.confidence:
         raise UserError(
             f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has none, "
             f"but are {config.acceptance.confidence_thresholds}; leave them out, or set "
@@ -237,7 +237,7 @@ def _check_confidence(config: PipelineConfig) -> None:
 
 
 def _heads_with(part: LossPart) -> str:
-    return " or ".join(name for name, kind in HEADS.items() if kind.own_loss_part is part)
+    return " or ".join(name for name, kind in HEADS.items() if kind.own_loss_part == part)
 
 
 PUBLISHED_LOSS = {
@@ -248,21 +248,22 @@ PUBLISHED_LOSS = {
 
 
 def _check_loss(config: PipelineConfig) -> None:
-    mix, own = loss_mix(config.train.loss, config.train.feature_weight), HEADS[config.head.name].own_loss_part
+    mix = loss_mix(config.train.loss, config.train.feature_weight)
+    own = HEADS[config.head.name].own_loss_part
     if isinstance(config.head, DraftModelHead.Config) and LossPart.features in mix:
         raise UserError(
             f"train.{'feature_weight' if config.train.feature_weight else 'loss.features'}: must be 0 with head "
             "draft_model, whose states are not compared with the target's, but is "
             f"{mix[LossPart.features]:g}; remove it"
         )
-    if own is not None and own not in mix:
+    if own is not None and LossPart(own) not in mix:
         raise UserError(
             f"train.loss: must name the part {own} with head {config.head.name}, whose {own} otherwise stays untrained"
-            f', but is {config.train.loss}; set "train.loss={PUBLISHED_LOSS[own]}", as published, or add {own} to '
-            "your mix"
+            f', but is {config.train.loss}; set "train.loss={PUBLISHED_LOSS[LossPart(own)]}", as published, or add '
+            f"{own} to your mix"
         )
     for part in OWN_PARTS:
-        if part in mix and part is not own:
+        if part in mix and part != own:
             raise UserError(
                 f"train.loss: must not name the part {part} with head {config.head.name}, which has none, but is "
                 f"{config.train.loss}; leave it out, or set head={_heads_with(part)}"

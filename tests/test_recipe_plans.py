@@ -26,7 +26,7 @@ DRAFT_MODELS = {"draft_1b": "llama3_2_1b"}
 """Small language models that draft, by the last part of their recipe's name."""
 HEAD_CASES = [(target, head) for target in PUBLISHED_TARGETS for head in HEADS]
 CASES = [*HEAD_CASES, ("llama3_3_70b", "draft_1b")]
-ANY_TARGET = {"mtp", "eagle3", "peagle", "dflash", "dspark", "medusa"}
+ANY_TARGET = {"mtp", "eagle3", "peagle", "dflash", "dspark", "dflash2", "medusa"}
 """Recipes that name no target."""
 SERVER = "http://localhost:8000/v1"
 NODE_DISK_BYTES = 28 * 10**12

@@ -70,7 +70,7 @@ def test_every_recipe_composes(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("hardware", choices("hardware"))
-@pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "dspark", "medusa"])
+@pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "dspark", "dflash2", "medusa"])
 def test_a_recipe_for_any_target_composes_with_every_hardware(recipe: str, hardware: str) -> None:
     config = compose_recipe(recipe, f"hardware={hardware}")
     assert config.head.name == recipe

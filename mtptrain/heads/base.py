@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.packing import PackedTokens
-from mtptrain.settings.loss import LossPart
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
@@ -64,9 +63,9 @@ class Head(nn.Module, ABC):
     """Whether the head drafts at most T tokens, because it can draft only at depths that it was trained for."""
     drafts_all_depths: ClassVar[bool] = False
     """Whether the head drafts exactly T tokens, because the tokens of all depths see each other."""
-    own_loss_part: ClassVar[LossPart | None] = None
-    """The part of the loss that alone trains a part of the head: `confidence`, if the head says how likely each draft
-    is to be accepted, or `selector`, if it chooses each draft among few candidates."""
+    own_loss_part: ClassVar[str | None] = None
+    """The part of `train.loss` that alone trains a part of the head: `confidence`, if the head says how likely each
+    draft is to be accepted, or `selector`, if it chooses each draft among few candidates."""
     starts_from_target: ClassVar[bool] = False
     """Whether `head.start_from_target` can copy one or more of the target's layers into the head."""
     ttt_steps: int

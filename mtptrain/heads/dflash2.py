@@ -23,7 +23,6 @@ from mtptrain.heads.config import MAX_SIZE
 from mtptrain.heads.dflash import DflashHead, DflashLayer, LayerKind
 from mtptrain.heads.layers import HeadDims
 from mtptrain.heads.packing import PackedTokens
-from mtptrain.settings.loss import LossPart
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import between
 
@@ -106,7 +105,7 @@ class CandidateSelector(nn.Module):
 class Dflash2Head(DflashHead):
     """DFlash 2 head."""
 
-    own_loss_part = LossPart.selector
+    own_loss_part = "selector"
 
     @dataclass
     class Config(DflashHead.Config):

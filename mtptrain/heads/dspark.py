@@ -16,7 +16,6 @@ from mtptrain.heads.base import Correction
 from mtptrain.heads.config import MAX_SIZE
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.packing import PackedTokens
-from mtptrain.settings.loss import LossPart
 from mtptrain.utils.setting_bounds import between
 
 
@@ -44,7 +43,7 @@ class ConfidenceHead(nn.Module):
 class DsparkHead(DflashHead):
     """DSpark head."""
 
-    own_loss_part = LossPart.confidence
+    own_loss_part = "confidence"
 
     @dataclass
     class Config(DflashHead.Config):

@@ -127,7 +127,7 @@ def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
         (
             ["head=mtp,mtpp"],
             2,
-            "head: must be one of dflash, draft_model, dspark, eagle, eagle3, hydra, medusa, mtp, native_mtp, peagle, ",
+            "head: must be one of dflash, dflash2, draft_model, dspark, eagle, eagle3, hydra, medusa, mtp, ",
         ),
     ],
 )
@@ -206,7 +206,7 @@ def test_streaming_needs_two_programs_at_a_time_and_only_its_plan_is_a_whole_run
     all_stages.check(make_config(*settings, "plan=true"))
 
 
-@pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "dspark", "medusa"])
+@pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "dspark", "dflash2", "medusa"])
 def test_a_recipe_for_any_target_has_a_plan_without_other_settings(recipe: str, tmp_path: Path) -> None:
     shutil.copytree(DEMO_DIR, tmp_path / "mine")
     arguments = [f"recipe={recipe}", f"target.path={tmp_path}/mine", f"run_dir={tmp_path}/run", "plan=true"]

@@ -84,6 +84,13 @@ KNOWN = {
     VllmDflash2.architecture: ("dflash2", VllmDflash2),
 }
 """The head and format of each model class that config.json may name."""
+OTHER_DRAFTERS = {
+    "LiLiCorrDraftModel": ("LiLiCorr", "vLLM on a GPU and SGLang serve it"),
+    "Qwen3XPressModel": ("XPress", "vLLM 0.33 serves it on a GPU"),
+    "DFlash2BeamDraftModel": ("DFlash 2 that drafts beams", "vLLM 0.33 serves it on a GPU"),
+    "domino": ("Domino", "SGLang serves it with CUDA"),
+}
+"""Drafters that mtptrain does not train, with what serves them, by their class or `dflash_config.projector_type`."""
 MASK_EMBEDDING = "mask_embedding.pt"
 PLAIN_LLAMA = "LlamaForCausalLM"
 """The model class in the config.json of heads that EAGLE's authors published."""
@@ -142,6 +149,14 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         check_lm_heads(directory, medusa, target_config)
         return PublishedHead(directory, "medusa", medusa_settings(directory, config, medusa), medusa, None, None)
     architecture = _architecture(config)
+    for kind in (architecture, (config.get("dflash_config") or {}).get("projector_type")):
+        if kind in OTHER_DRAFTERS:
+            drafter, served = OTHER_DRAFTERS[kind]
+            raise UserError(
+                f"head.init_from: must hold a head that mtptrain trains, but {directory} holds {drafter} ({kind}), "
+                f"which it does not ({served}); choose another head, or train head=dspark or head=dflash2, whose "
+                "drafts know the one before them too"
+            )
     if any(UNKNOWN_MTP.match(name) for name in names):
         raise UserError(
             "head.init_from: an MTP layer must have DeepSeek's or MiMo's layout to become head mtp, but that of the "

@@ -43,8 +43,8 @@ ROOT = Path(__file__).parents[3]
         ),
         (
             ["head=mtpp"],
-            "head: must be one of dflash, draft_model, dspark, eagle, eagle3, hydra, medusa, mtp, native_mtp, peagle, "
-            "but is 'mtpp'; did you mean mtp?",
+            "head: must be one of dflash, dflash2, draft_model, dspark, eagle, eagle3, hydra, medusa, mtp, native_mtp, "
+            "peagle, but is 'mtpp'; did you mean mtp?",
         ),
         (["prompts=null"], "prompts: must be the name of a choice, but is null; `prompts=` alone lists the names"),
         (["train.tracker=wand"], "train.tracker: must be one of none, wandb, but is 'wand'; did you mean wandb?"),

@@ -11,7 +11,7 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_ranks
 
-NAMES = "kl, rkl, jsd, tv, nla, lk, ce, data_ce, features, e2e, dpace, confidence"
+NAMES = "kl, rkl, jsd, tv, nla, lk, ce, data_ce, features, e2e, dpace, selector, confidence"
 
 
 @pytest.mark.parametrize(

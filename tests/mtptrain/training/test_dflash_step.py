@@ -221,7 +221,7 @@ def test_losses_and_gradients_equal_the_plain_formula(
         for index, (ids, mask) in enumerate(documents)
     ]
     if own_weight and head.own_loss_part is not None:
-        mix = mix | {head.own_loss_part: own_weight}
+        mix = mix | {LossPart(head.own_loss_part): own_weight}
     loss, drawn = LossSettings(mix, 3.0, chunk_rows), None
     if anchors is not None:
         drawn = Anchors(anchors, (seed, 0))

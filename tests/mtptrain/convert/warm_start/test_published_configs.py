@@ -215,7 +215,7 @@ BLOCK: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": {"sample_from_anchor": True}}, r"dflash_config\.sample_from_anchor must be false, .* is true"),
     ({"sample_from_anchor": True}, r"sample_from_anchor must be false, because engines draft nothing with the first"),
     ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false"),
-    ({"dflash_config": {"projector_type": "domino"}}, r"but has dflash_config\.projector_type=domino"),
+    ({"dflash_config": {"projector_type": "mlp"}}, r"but has dflash_config\.projector_type=mlp"),
     ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is 9"),
     (
         {"dflash_config": {"target_layer_ids": [1, 1]}},
@@ -300,6 +300,20 @@ def test_a_dspark_head_is_read_with_keys_at_either_place_or_refused_by_the_key(p
     published.refuses({"block_size": 4}, r"head\.ttt_steps \(4 there, 3 here\); set head\.ttt_steps=4")
     published.refuses({"markov_rank": 8}, r"head\.markov_rank \(8 there, 4 here\)")
     published.refuses({"markov_rank": None}, r"must have markov_rank, but does not")
+
+
+@pytest.mark.parametrize("published", ["dflash"], indirect=True)
+def test_drafters_that_are_not_trained_here_are_refused_by_name(published: Published) -> None:
+    section = json.loads((published.directory / "config.json").read_text())["dflash_config"]
+    for change, message in (
+        (
+            {"dflash_config": section | {"projector_type": "domino", "emb_dim": 8}},
+            r"holds Domino \(domino\), which it does not \(SGLang",
+        ),
+        ({"architectures": ["Qwen3XPressModel"]}, r"holds XPress \(Qwen3XPressModel\), which it does not \(vLLM 0\.33"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, r"holds LiLiCorr \(LiLiCorrDraftModel\), .* train head=dspark"),
+    ):
+        published.refuses(change, message)
 
 
 @pytest.mark.parametrize("published", ["dflash2"], indirect=True)
