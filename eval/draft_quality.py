@@ -22,9 +22,9 @@ class QualityFigures:
     rounds_at: list[int]
     """Number of drafts that count at each position, at most one per round."""
     calibration: list[dict[str, float]]
-    """Drafts in ten bins by confidence, which is the probability that the head gives its draft. Each non-empty bin has
-    the number of drafts, their mean confidence and the share accepted. The list is empty for sampled drafts, which are
-    accepted by a different rule."""
+    """Drafts in ten bins by confidence, which is that of the head if it has one, or else the probability that it gives
+    its draft. Each non-empty bin has the number of drafts, their mean confidence and the share accepted. The list is
+    empty for sampled drafts, which are accepted by a different rule."""
     calibration_error: float | None
     """Expected calibration error: the distance between a bin's mean confidence and its share accepted, averaged over
     drafts. None for sampled drafts."""
@@ -57,7 +57,9 @@ class DraftQuality:
             self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size
         )
         overlap = torch.minimum(self.sampler.probs(seen.target_logits[:, :-1]), draft_probs).sum(-1)  # [B, K]
-        confidence = draft_probs.gather(2, draft.tokens[..., None])[..., 0]
+        confidence = draft.confidences
+        if confidence is None:
+            confidence = draft_probs.gather(2, draft.tokens[..., None])[..., 0]
         is_reached = (depths <= seen.accepted.count[:, None]) & seen.is_active[:, None]
         is_accepted = depths < seen.accepted.count[:, None]
         figures = torch.stack(

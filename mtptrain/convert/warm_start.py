@@ -24,7 +24,15 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.files import best_or_last, build_head, check_head_target, check_values, fill_head, load_head
+from mtptrain.heads.files import (
+    best_or_last,
+    build_head,
+    check_head_target,
+    check_values,
+    fill_head,
+    load_head,
+    stored_calibration,
+)
 from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
@@ -58,7 +66,7 @@ def trained_or_initial_head(
 ) -> RunHead:
     """Returns the best head that a run trained, its last one if none was measured, or that of `head.init_from`.
 
-    `RunHead.directory` says which one it is.
+    `RunHead.directory` says which one it is. A confidence is calibrated as validation found best.
 
     Args:
         train_dir: `run_dir/train`.
@@ -74,6 +82,8 @@ def trained_or_initial_head(
     if config.init_from is None or (trained / "head.json").is_file():
         check_head_target(trained, target)
         head = load_head(trained, config, target.config, dtype, device)
+        if (calibration := stored_calibration(trained)) is not None:
+            head.calibrate(*calibration)
         return RunHead(head, trained, file_sha256(trained / "head.safetensors"), is_trained=True)
     directory, state = _read(config.init_from, config, target)
     if (directory / "head.json").is_file():

@@ -23,6 +23,8 @@ class Draft:
     newest token of the sequence. Siblings are different tokens. None for a chain."""
     logits: tuple[torch.Tensor, ...] | None = None
     """For a chain drafted by a head, the logits of each depth over the head's own vocabulary: K tensors [B, D]."""
+    confidences: torch.Tensor | None = None
+    """For a chain drafted by a head that has a confidence, that of each draft f32[B, K]."""
 
     def ancestors(self) -> torch.Tensor:
         """Returns bool[B, P + 1, P + 1], whose entry [b, i, j] says whether token j is token i or an ancestor of it.

@@ -78,7 +78,7 @@ class HeadDrafter:
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         all_logits = []
-        is_sure: list[torch.Tensor] = []
+        confidences: list[torch.Tensor] = []
         fed_back, positions = first.fed_back[:, None], first.position[:, None]  # [B, 1, H], [B, 1]
         for depth in range(self.num_speculative_tokens):
             if depth < first.logits.shape[1]:
@@ -93,22 +93,24 @@ class HeadDrafter:
             previous = tokens[-1] if tokens else first.newest
             logits = self.head.corrected(logits, states, previous)
             all_logits.append(logits)
-            if self.confidence_threshold:
-                is_sure.append(self.head.confidence_of(states, previous) >= self.confidence_threshold)
+            if self.head.has_confidence:
+                confidences.append(self.head.confidence_of(states, previous))
             if is_sampled:
                 draft_probs = sampler.probs(logits)
                 probs.append(self.head.target_probs(draft_probs, len(self.parts.embed_tokens)))  # [B, V]
             draft_tokens = sampler.sample(draft_probs) if is_sampled else logits.argmax(-1)
             tokens.append(self.head.target_tokens(draft_tokens))
         drafted = torch.stack(tokens, 1)  # [B, K]
+        confidence = torch.stack(confidences, 1) if confidences else None
         is_proposed = torch.ones_like(drafted, dtype=torch.bool)
-        if is_sure:
-            is_proposed = torch.stack(is_sure, 1).cumprod(1).bool()
+        if self.confidence_threshold and confidence is not None:
+            is_proposed = (confidence >= self.confidence_threshold).cumprod(1).bool()
         return Draft(
             drafted,
             is_proposed,
             torch.stack(probs, 1) if probs else None,
             logits=tuple(all_logits),
+            confidences=confidence,
         )
 
 

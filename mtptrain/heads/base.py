@@ -230,6 +230,15 @@ class Head(nn.Module, ABC):
         return logits
 
     @property
+    def has_confidence(self) -> bool:
+        """Whether the head says how likely each draft is to be accepted."""
+        return self.own_loss_part == "confidence"
+
+    def calibrate(self, scale: float, shift: float) -> None:
+        """Let the logit z of each confidence be scale * z + shift from now on. Only heads with a confidence can."""
+        raise AssertionError(f"{type(self).__name__} has no confidence")
+
+    @property
     def draft_token_ids(self) -> torch.Tensor | None:
         """The target's id of each draft token i64[D]; None if the vocabularies are the same."""
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)

@@ -73,6 +73,12 @@ class DsparkHead(DflashHead):
         """Inference: returns the confidence [B]; see `Head.confidence_of`."""
         return self._confidence_logits(states, self.markov_head.markov_w1(previous)).float().sigmoid()
 
+    @torch.no_grad()
+    def calibrate(self, scale: float, shift: float) -> None:
+        """Change the confidence; see `Head.calibrate`."""
+        self.confidence_head.proj.weight.mul_(scale)
+        self.confidence_head.proj.bias.mul_(scale).add_(shift)
+
     def confidence(self, states: torch.Tensor, correction: Correction | None) -> torch.Tensor:
         """Training: returns the logits of the confidence [T, M]; see `Head.confidence`."""
         assert correction is not None

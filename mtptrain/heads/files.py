@@ -25,6 +25,8 @@ STEP_NAME = r"step_(\d{8}|[1-9]\d{8,})"
 """Names of the folders of kept heads and of checkpoints."""
 CHOICE = "choice.json"
 """File in `run_dir/train` with the measurements of `mtptrain choose-head`."""
+SCALE, SHIFT = "confidence_scale", "confidence_shift"
+"""Entries of `head.json` with the calibration of the head's confidence; see `mtptrain.decoding.confidence`."""
 
 
 def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
@@ -149,6 +151,12 @@ def check_head_target(directory: Path, target: TargetFiles) -> None:
             f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target.directory}, but is "
             f"{stored}: the head belongs to another target; set target.path to that target, or train again"
         )
+
+
+def stored_calibration(directory: Path) -> tuple[float, float] | None:
+    """Returns the scale and the shift of the confidence that validation found for a trained head; None without."""
+    facts = read_sealed(directory / "head.json", RESTORE)
+    return (facts[SCALE], facts[SHIFT]) if SCALE in facts else None
 
 
 def load_head(

@@ -10,6 +10,7 @@ import torch
 
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
+from mtptrain.decoding.confidence import Calibration, Confidences, fit
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.prompts import (
     HeldOut,
@@ -37,6 +38,8 @@ class Validated:
     acceptance: Acceptance
     held_out: HeldOutLosses | None
     """Losses over the target's answers to the same prompts; None for an fp32 target on a GPU."""
+    calibration: Calibration | None = None
+    """That of the head's confidence, fitted to the same drafts; None for a head without one."""
 
     def record(self) -> dict[str, object]:
         """Returns the figures for `metrics.jsonl`."""
@@ -45,6 +48,7 @@ class Validated:
             "acceptance_length": self.acceptance.acceptance_length,
             "acceptance_rate_at": self.acceptance.acceptance_rate_at,
             **losses,
+            **({} if self.calibration is None else vars(self.calibration)),
         }
 
 
@@ -103,6 +107,7 @@ class Validation:
         if self._loaded is None:
             self._loaded = load_target(self.target.directory, self.dtype, self.ranks.device)
         num_speculative_tokens = self.config.acceptance.num_speculative_tokens
+        confidences = Confidences() if head.has_confidence else None
         generations = generate_in_batches(
             self._loaded,
             HeadDrafter(head, self._loaded.parts, num_speculative_tokens),
@@ -114,8 +119,12 @@ class Validation:
             batch_size=self.config.acceptance.batch_size,
             batch_tokens=self.config.acceptance.batch_tokens,
             description=description,
+            observe=confidences,
         )
         acceptance = summarise([generation for share in self.ranks.gather(generations) for generation in share])
         answered, settings = zip(self.prompts, generations, strict=True), LossSettings.of(self.config.train)
         depths = self.config.head.ttt_steps
-        return Validated(acceptance, held_out_losses(head, self._loaded, answered, depths, settings, self.ranks))
+        losses = held_out_losses(head, self._loaded, answered, depths, settings, self.ranks)
+        if confidences is None:
+            return Validated(acceptance, losses)
+        return Validated(acceptance, losses, fit(torch.cat(self.ranks.gather(confidences.drafts()))))

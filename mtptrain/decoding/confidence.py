@@ -1,0 +1,78 @@
+"""Calibrates the confidence of a head: fits it to whether drafts are accepted.
+
+The loss teaches a head the probability that a *sampled* draft is accepted. Decoding may be greedy, and a head is often
+too sure. So the logit z of each confidence becomes scale * z + shift, with the two numbers that predict best which
+drafts of validation were accepted; `Head.calibrate` folds them into the head's weights. Engines need not know of it.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from mtptrain.decoding.speculate import Round
+
+NUM_BINS = 10
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Two numbers that turn the logit z of a confidence into scale * z + shift, and what they change."""
+
+    confidence_scale: float
+    confidence_shift: float
+    confidence_error: float
+    """Expected calibration error after the change, over the drafts that were fitted; see `calibration_error`."""
+    confidence_error_before: float
+
+
+@dataclass
+class Confidences:
+    """Observes rounds, and keeps the confidence of each draft that was reached, and whether it was accepted."""
+
+    _seen: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, seen: Round) -> None:
+        assert seen.draft.confidences is not None, "only drafts of a head with a confidence have one"
+        depths = torch.arange(seen.draft.tokens.shape[1], device=seen.draft.tokens.device)
+        count = seen.accepted.count[:, None]
+        is_reached = (depths <= count) & seen.is_active[:, None]  # all drafts before it were accepted
+        each = torch.stack([seen.draft.confidences.double(), (depths < count).double()], -1)  # [B, K, 2]
+        self._seen.append(each[is_reached])
+
+    def drafts(self) -> torch.Tensor:
+        """Returns the confidence of each draft, and 1 if it was accepted or else 0, f64[N, 2]."""
+        return torch.cat([torch.zeros(0, 2, dtype=torch.float64), *(each.cpu() for each in self._seen)])
+
+
+def fit(drafts: torch.Tensor) -> Calibration:
+    """Returns the calibration with the largest likelihood for drafts f64[N, 2]; see `Confidences.drafts`.
+
+    A weak prior, of the weight of one draft, keeps the numbers at 1 and 0 where there are hardly any drafts, and finite
+    where the confidence separates all accepted drafts from the others.
+    """
+    logits, accepted = drafts[:, 0].logit(eps=1e-12), drafts[:, 1]
+    change = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # of scale and shift, from 1 and 0
+    optimizer = torch.optim.LBFGS([change], max_iter=200, line_search_fn="strong_wolfe", tolerance_change=1e-12)
+
+    def calibrated() -> torch.Tensor:
+        return (1 + change[0]) * logits + change[1]
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = F.binary_cross_entropy_with_logits(calibrated(), accepted, reduction="sum") + change.square().sum()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    with torch.no_grad():
+        errors = [calibration_error(probs, accepted) for probs in (calibrated().sigmoid(), drafts[:, 0])]
+    scale, shift = change.tolist()
+    return Calibration(1 + scale, shift, *errors)
+
+
+def calibration_error(confidences: torch.Tensor, accepted: torch.Tensor) -> float:
+    """Returns the distance between mean confidence and share accepted in ten bins, averaged over drafts f64[N]."""
+    bins = (confidences * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    differences = torch.zeros(NUM_BINS, dtype=torch.float64).index_add_(0, bins, confidences - accepted)
+    return float(differences.abs().sum() / max(len(confidences), 1))

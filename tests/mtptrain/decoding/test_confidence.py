@@ -1,0 +1,85 @@
+"""Tests that a confidence is calibrated to what was accepted, and that a trained head is used with its calibration."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtptrain.config import TrainConfig
+from mtptrain.convert.warm_start import trained_or_initial_head
+from mtptrain.decoding.confidence import Confidences, calibration_error, fit
+from mtptrain.decoding.draft import Draft
+from mtptrain.decoding.speculate import Accepted, Round
+from mtptrain.heads.dspark import DsparkHead
+from mtptrain.heads.files import SCALE, SHIFT, TARGET_WEIGHTS, build_head, save_head
+from mtptrain.target.files import TargetFiles, weights_fingerprint
+from mtptrain.training.validation import Validation
+from mtptrain.utils.distributed import Ranks
+from tests.conftest import make_config
+from tests.mtptrain.heads.test_contract import draw_norms
+
+
+def drawn(scale: float, shift: float, num_drafts: int = 20_000) -> torch.Tensor:
+    """Drafts whose acceptance has the logit scale * z + shift, where their confidence has z."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_drafts, generator=generator, dtype=torch.float64) * 2
+    chance = (scale * logits + shift).sigmoid()
+    accepted = torch.rand(num_drafts, generator=generator, dtype=torch.float64) < chance
+    return torch.stack([logits.sigmoid(), accepted.double()], 1)
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (0.5, -1.0), (2.0, 0.7)])
+def test_the_numbers_by_which_drafts_were_accepted_are_found(scale: float, shift: float) -> None:
+    found = fit(drawn(scale, shift))
+    assert (found.confidence_scale, found.confidence_shift) == pytest.approx((scale, shift), abs=0.08)
+    assert found.confidence_error < 0.02
+    if scale != 1:
+        assert found.confidence_error < found.confidence_error_before / 4
+
+
+@pytest.mark.parametrize("accepted", [0.0, 1.0])
+def test_few_or_certain_drafts_give_finite_numbers(accepted: float) -> None:
+    assert vars(fit(torch.zeros(0, 2, dtype=torch.float64))) == {
+        **{"confidence_scale": 1.0, "confidence_shift": 0.0, "confidence_error": 0.0, "confidence_error_before": 0.0}
+    }
+    found = fit(torch.tensor([[1.0, accepted], [0.5, accepted], [0.0, 1 - accepted]], dtype=torch.float64))
+    assert all(abs(value) < 100 for value in vars(found).values())
+
+
+def test_the_calibration_error_is_that_of_ten_bins() -> None:
+    confidences, accepted = torch.tensor([0.05, 0.07, 0.95, 1.0]).double(), torch.tensor([0, 1, 1, 1]).double()
+    assert calibration_error(confidences, accepted) == pytest.approx((abs(0.12 - 1) + abs(1.95 - 2)) / 4)
+
+
+def test_only_drafts_after_accepted_ones_in_unfinished_sequences_count() -> None:
+    confidences = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]])
+    tokens, count = torch.zeros(3, 3, dtype=torch.long), torch.tensor([0, 2, 3])
+    draft = Draft(tokens, torch.ones(3, 3, dtype=torch.bool), confidences=confidences)
+    observed = Confidences()
+    observed(Round(draft, Accepted(count, count, tokens), torch.empty(0), torch.tensor([True, True, False])))
+    wanted = torch.tensor([[0.1, 0.0], [0.4, 1.0], [0.5, 1.0], [0.6, 0.0]])
+    torch.testing.assert_close(observed.drafts(), wanted.double(), atol=1e-6, rtol=0)
+
+
+def test_validation_finds_the_calibration_with_which_a_trained_head_is_used(tmp_path: Path, tiny_target: Path) -> None:
+    overrides = ("head=dspark", "train.loss={kl:1,confidence:1}", "head.ttt_steps=3", "head.capture_layers=[1,2]")
+    config, cpu = make_config(*overrides, "acceptance.num_speculative_tokens=3"), torch.device("cpu")
+    assert isinstance(config.head, DsparkHead.Config) and isinstance(config.train, TrainConfig)
+    target = TargetFiles(tiny_target)
+    torch.manual_seed(0)
+    head = build_head(config.head, target.config)
+    draw_norms(head)
+    validation = Validation.__new__(Validation)  # with prompts of the test's own
+    validation.config, validation.target, validation.ranks = config, target, Ranks(0, 1, 0)
+    validation.dtype, validation._loaded = torch.float32, None
+    validation.prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    record = validation.measure(head.state_dict()).record()
+    facts = {name: record[name] for name in (SCALE, SHIFT)} | {TARGET_WEIGHTS: weights_fingerprint(tiny_target)}
+    save_head(tmp_path / "best", head.state_dict(), config.head, facts)
+    found = trained_or_initial_head(tmp_path, config.head, target, None, cpu).head
+    states, previous = torch.randn(4, 64), torch.tensor([3, 4, 5, 6])
+    logits = head.confidence_of(states, previous).logit()
+    calibrated = found.confidence_of(states, previous).logit()
+    scale, shift = float(str(record[SCALE])), float(str(record[SHIFT]))
+    torch.testing.assert_close(calibrated, scale * logits + shift, atol=1e-4, rtol=1e-4)
+    assert (scale, shift) != (1.0, 0.0)
