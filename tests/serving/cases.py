@@ -24,7 +24,7 @@ from mtptrain.heads.peagle import PeagleHead
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE
 from tests.families import ERNIE_EXPERTS, EXPERTS, GRANITE, LOCAL_EXPERTS, ROUTED, SHARED_EXPERT
 from tests.mimo import MIMO_HEAD
-from tests.serving.served_directories.breaks import BREAKS
+from tests.serving.served_directories.breaks import BREAKS, SEQUENTIAL_BREAKS
 
 CONTEXT_TOKENS, MAX_NEW_TOKENS, EOS = 1024, 24, 256
 _RANDOM = random.Random(0)
@@ -144,6 +144,9 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "dspark": DsparkHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, markov_rank=32),
     "dspark_K1": DsparkHead.Config(capture_layers=[1, 2, 3], ttt_steps=1, markov_rank=32),
     "dspark_K5": DsparkHead.Config(capture_layers=[1, 2, 3], ttt_steps=5, markov_rank=32, num_layers=2),
+    "dspark_fill_in_one_layer": DsparkHead.Config(
+        **{"capture_layers": [1, 2, 3], "ttt_steps": 3, "markov_rank": 32, "sample_from_anchor": False}
+    ),
     "dspark_fill_in": DsparkHead.Config(
         **{"capture_layers": [1, 2, 3], "ttt_steps": 3, "markov_rank": 32, "sample_from_anchor": False},
         **{"num_layers": 2, "sliding_window": 6, "draft_vocab_size": 200},
@@ -267,6 +270,15 @@ LLAMA_CPP_CASES = [
     Case("eagle3_default_layers", "llama_8_layers"),
 ]
 """Cases that llama.cpp serves. It reads no stream after the last layer."""
+SEQUENTIAL_CASES = [
+    *(Case("dflash2", target) for target in ("llama", "qwen3")),
+    Case("dflash2_K1", "qwen3", 1),
+    Case("dspark_fill_in_one_layer", "llama"),
+]
+"""Cases that vLLM's classes draft with a plugin, with one layer, because of its bug with several k_norms."""
+SEQUENTIAL_BROKEN_CASES = [
+    Case(head, "llama", broken=broken) for head, breaks in SEQUENTIAL_BREAKS.items() for broken in breaks
+]
 OPENVINO_CASES = [
     *(Case(head, "llama", num_drafts) for head in ("eagle3", "draft_model") for num_drafts in (1, 3, 5)),
     *(

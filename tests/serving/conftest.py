@@ -1,5 +1,6 @@
 """Serves the cases of all selected tests in one vLLM process per session, and starts vLLM servers for single tests."""
 
+import json
 import os
 import subprocess
 import time
@@ -28,7 +29,18 @@ from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.distributed import free_port
 from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
-from tests.serving.cases import BF16_CASES, BROKEN_CASES, CASES, CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case
+from tests.serving.cases import (
+    BF16_CASES,
+    BROKEN_CASES,
+    CASES,
+    CONTEXT_TOKENS,
+    EOS,
+    MAX_NEW_TOKENS,
+    PROMPTS,
+    SEQUENTIAL_BROKEN_CASES,
+    SEQUENTIAL_CASES,
+    Case,
+)
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
 from tests.serving.openvino import openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
@@ -144,6 +156,29 @@ def served(
         runs = running.result()
     ours = {str(case): whole[replace(case, broken="")] for case in cases}
     return {job.name: Served(ours.get(job.name, []), run) for job, run in zip(jobs, runs, strict=True)}
+
+
+@pytest.fixture(scope="session")
+def served_with_plugin(
+    vllm_python: str,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Served]:
+    """Serves heads that draft from left to right by vLLM's classes, with a plugin instead of its V2 runner."""
+    cases, exports, jobs = SEQUENTIAL_CASES + SEQUENTIAL_BROKEN_CASES, tmp_path_factory.mktemp("sequential"), []
+    for number, case in enumerate(cases):
+        on_disk, export = target_of(case.target), exports / str(number)
+        write_served_head(export, on_disk.target, on_disk.directory, case, head_of(case.head, case.target))
+        config = json.loads((export / "config.json").read_text())
+        (export / "config.json").write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"]}))
+        draft = {"method": "dflash", "model": str(export), "num_speculative_tokens": case.num_speculative_tokens}
+        jobs.append(replace(plain_job(str(case), on_disk), speculative_config=draft))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(Path(__file__).parent / "vllm_plugin"))
+        runs = vllm.generate(jobs, vllm_python)
+    ours = {case: drafted_here(case, target_of, head_of) for case in SEQUENTIAL_CASES}
+    return {str(case): Served(ours[replace(case, broken="")], run) for case, run in zip(cases, runs, strict=True)}
 
 
 def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:

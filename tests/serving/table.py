@@ -24,7 +24,9 @@ from tests.serving.cases import (
     LLAMA_CPP_CASES,
     NOT_HERE,
     OPENVINO_CASES,
+    SEQUENTIAL_CASES,
     TARGETS,
+    Case,
     is_served_here,
     one_of_each_family,
 )
@@ -60,14 +62,17 @@ ENGINES = {
     "transformers": "transformers 5.23",
 }
 TRIED = {"llama_cpp": LLAMA_CPP_CASES, "openvino": OPENVINO_CASES}
-ONLY_ON_GPUS = ("dspark", "dflash2")
-"""Heads that vLLM serves with its V2 runner, which these tests do not run."""
+ONLY_ON_GPUS = {"dspark": "dspark_fill_in_one_layer", "dflash2": "dflash2"}
+"""Heads that vLLM serves with its V2 runner, which needs a GPU, and the variant that a plugin serves in its V1."""
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
+WITH_PLUGIN = "equal in V1"
 LEGEND = f"""
 *{EQUAL}*: served in fp32; all answers equal ours, and all counters by
 [the engine's rules](#checking-an-export). *{NEAR}*: served in bf16, the only dtype of
 vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the files are checked, but
-not served.
+not served. *{WITH_PLUGIN}*: vLLM serves this head with its V2 runner, which needs a GPU. Here its
+classes run in its V1 runner, with a plugin of the tests that chooses the drafts; all is equal in
+fp32, for `dspark` with `head.sample_from_anchor=false`.
 *{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves it. Llama and Qwen3 are
 tested with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and, in
 vLLM, with the flags of EAGLE-3.1; the others with K = 3. `peagle` and `medusa` are tested with
@@ -96,6 +101,11 @@ def cell(
         return REFUSED
     if engine == "vllm" and head_name not in ONLY_ON_GPUS:
         return served_by_vllm(served, head_name, family)
+    if engine == "vllm" and any(
+        (case.head, case.target) == (ONLY_ON_GPUS[head_name], family) for case in SEQUENTIAL_CASES
+    ):
+        assert served_by_vllm(served, ONLY_ON_GPUS[head_name], family, SEQUENTIAL_CASES) == EQUAL
+        return WITH_PLUGIN
     state = head.state_dict()
     write_head(directory, form, state)
     form.add_target(directory, target.directory)
@@ -118,8 +128,8 @@ def served_by(engine: str, serve: Serve, head: str, family: str, target: OnDisk)
     return UNTRIED
 
 
-def served_by_vllm(served: dict[str, Served], head: str, family: str) -> str:
-    exact = [case for case in CASES if (case.head, TARGETS[case.target].model_type) == (head, family)]
+def served_by_vllm(served: dict[str, Served], head: str, family: str, cases: list[Case] = CASES) -> str:
+    exact = [case for case in cases if (case.head, TARGETS[case.target].model_type) == (head, family)]
     for case in exact:
         ours, theirs = summarise(served[str(case)].ours), served[str(case)].theirs
         assert theirs.counts == EngineCounts(ours.rounds, ours.drafted, ours.accepted_at), theirs.error

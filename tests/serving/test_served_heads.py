@@ -162,6 +162,7 @@ def test_an_engine_that_fails_says_why_and_the_others_go_on(served: dict[str, Se
 
 def test_the_pages_table_is_what_was_served(
     served: dict[str, Served],
+    served_with_plugin: dict[str, Served],
     serve_by_llama: Serve,
     serve_by_openvino: Serve,
     target_of: Callable[[str], OnDisk],
@@ -170,7 +171,11 @@ def test_the_pages_table_is_what_was_served(
 ) -> None:
     """Tests that the table of docs/serving.md is up to date; `make served-table` rewrites it."""
     table = served_table(
-        served, {"llama_cpp": serve_by_llama, "openvino": serve_by_openvino}, target_of, head_of, tmp_path
+        served | served_with_plugin,
+        {"llama_cpp": serve_by_llama, "openvino": serve_by_openvino},
+        target_of,
+        head_of,
+        tmp_path,
     )
     found = BETWEEN.search(PAGE.read_text())
     assert found is not None

@@ -108,3 +108,12 @@ BREAKS: dict[str, dict[str, Break]] = {
     "medusa": {"blocks": changed("blocks.0.layers.0.weight", torch.neg), "lm_head": another_lm_head},
 }
 """The breaks of each kind of head, by name."""
+SEQUENTIAL_BREAKS: dict[str, dict[str, Break]] = {
+    "dflash2": {
+        "selector": changed("candidate_selector.successor_codebook", torch.neg),
+        "attention_conv": changed("layers.0.attention_conv.base_kernel", lambda kernel: kernel.flip(0, 1)),
+        "mlp_conv": changed("layers.0.mlp_conv.kernel_projection.weight", torch.neg),
+    },
+    "dspark_fill_in_one_layer": {"markov_head": changed("markov_head.markov_w2.weight", torch.neg)},
+}
+"""Those of heads that vLLM serves here with a plugin alone."""

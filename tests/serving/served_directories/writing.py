@@ -23,7 +23,7 @@ from mtptrain.target.model import Target
 from tests.conftest import make_target
 from tests.mimo import add_mimo_layer
 from tests.serving.cases import CONTEXT_TOKENS, HEAD_CONFIGS, TARGETS, Case
-from tests.serving.served_directories.breaks import BREAKS
+from tests.serving.served_directories.breaks import BREAKS, SEQUENTIAL_BREAKS
 
 
 def make_served_target(directory: Path, kind: str) -> Path:
@@ -148,7 +148,7 @@ def write_served_head(directory: Path, target: Target, target_dir: Path, case: C
     write_head(directory, form, head.state_dict())
     form.add_target(directory, target_dir)
     if case.broken:
-        BREAKS[case.head][case.broken](directory)
+        (BREAKS | SEQUENTIAL_BREAKS)[case.head][case.broken](directory)
     return {
         "method": form.method,
         "hf_overrides": form.hf_overrides,
