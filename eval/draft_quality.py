@@ -4,11 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mtptrain.decoding.confidence import NUM_BINS
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Round
 from mtptrain.heads.base import Head
-
-NUM_BINS = 10
 
 
 @dataclass

@@ -154,7 +154,8 @@ def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
 def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
     """Plots the share of accepted drafts against the head's probability of its drafts, in bins of that probability.
 
-    In greedy decoding, the share tends to exceed the probability, because the target always takes its likeliest token.
+    A head that has a confidence is shown with it instead. In greedy decoding, the share tends to exceed the
+    probability, because the target always takes its likeliest token.
     """
     qualities = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
     shown = {name: quality for name, quality in qualities.items() if quality["calibration"]}
@@ -163,7 +164,7 @@ def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
         confidence, accepted = ([tenth[key] for tenth in tenths] for key in ("confidence", "accepted"))
         axes.plot(confidence, accepted, "o-", label=label, color=colours_of(drafters)[name])
     axes.plot([0, 1], [0, 1], color="#999", linewidth=0.8)
-    axes.set(xlabel="the head's probability for its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+    axes.set(xlabel="the head's probability or confidence", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
     put_legend(axes)
     return any(len(quality["calibration"]) > 1 for quality in shown.values())
 

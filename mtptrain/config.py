@@ -262,6 +262,11 @@ def _check_loss(config: PipelineConfig) -> None:
             f', but is {config.train.loss}; set "train.loss={PUBLISHED_LOSS[LossPart(own)]}", as published, or add '
             f"{own} to your mix"
         )
+    if own is not None and not mix.keys() - set(OWN_PARTS):
+        raise UserError(
+            f"train.loss: must name another part than {own}, which does not teach the head to draft, but is "
+            f'{config.train.loss}; set "train.loss={PUBLISHED_LOSS[LossPart(own)]}", or add a part such as kl'
+        )
     for part in OWN_PARTS:
         if part in mix and part != own:
             raise UserError(

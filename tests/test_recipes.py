@@ -9,7 +9,10 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
+from mtptrain.convert.limits import check_servable
 from mtptrain.heads import HEADS
+from mtptrain.target.families import read_target_config
+from mtptrain.target.hub import resolve_target
 from mtptrain.utils.setting_bounds import Bound, bounded_settings
 from tests.conftest import make_config
 from tests.mtptrain.settings.test_hardware import gpus
@@ -67,6 +70,14 @@ def compose_recipe(recipe: str, *overrides: str) -> PipelineConfig:
 @pytest.mark.parametrize("recipe", choices("recipe"))
 def test_every_recipe_composes(recipe: str) -> None:
     assert compose_recipe(recipe).run_dir
+
+
+@pytest.mark.parametrize(
+    "recipe", ["quickstart_eagle3", "quickstart_dflash", "quickstart_dspark", "quickstart_dflash2"]
+)
+def test_llama_cpp_can_serve_the_heads_of_quickstarts(recipe: str) -> None:
+    config = compose_recipe(recipe, "export.engine=llama_cpp")
+    check_servable("llama_cpp", config.head, read_target_config(resolve_target("demo")))
 
 
 @pytest.mark.parametrize("hardware", choices("hardware"))

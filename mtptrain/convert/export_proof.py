@@ -6,6 +6,7 @@ not depend on its decoder layers.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,8 @@ from mtptrain.utils.errors import UserError
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
 """K is DRAFTS, or T for a head with `is_bound_to_depths`."""
+CONFIDENCE_ATOL = 0.02
+"""The confidence's few weights are rounded to the export's dtype."""
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
 """Number of tokens of each document whose states the heads read. The drafts also read the token after them."""
 
@@ -36,20 +39,31 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
     """Draft for the same documents with both heads in fp32, and return the number of compared tokens.
 
     Raises:
-        UserError: the exported head proposes different tokens from the trained one.
+        UserError: the exported head proposes different tokens from the trained one, or is more or less sure of them.
     """
     parts = load_frozen_parts(target_dir).to(torch.device("cpu"), torch.float32)
     documents = stored_documents(store_dir, head, parts) or [random_document(head, parts)]
     count = 0
     for tokens, states in documents:
         ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
-        if not torch.equal(ours, theirs):
+        are_equal = torch.equal(ours.tokens, theirs.tokens)
+        if ours.confidences is not None and theirs.confidences is not None:
+            are_equal &= torch.allclose(ours.confidences, theirs.confidences, atol=CONFIDENCE_ATOL)
+        if not are_equal:
             raise UserError(
-                "export: the exported head must propose the same tokens as the trained one, but proposes others for "
-                "the same hidden states; the export was not put in place; report this with the run's config.yaml"
+                "export: the exported head must propose the same tokens as the trained one, as surely, but proposes "
+                "others for the same hidden states; the export was not put in place; report this with the run's "
+                "config.yaml"
             )
-        count += ours.numel()
+        count += ours.tokens.numel()
     return count
+
+
+class Proposed(NamedTuple):
+    """The drafts of a head after several prefixes of a document."""
+
+    tokens: torch.Tensor  # i64[B, rounds, K]
+    confidences: torch.Tensor | None  # f32[B, rounds, K] of a head that has them
 
 
 Document = tuple[torch.Tensor, TargetStates]
@@ -96,16 +110,19 @@ def random_document(head: Head, parts: FrozenParts) -> Document:
 
 
 @torch.no_grad()
-def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> torch.Tensor:
-    """Returns the drafts [B, rounds, K] after the prompt, and after every further DRAFTS + 1 tokens."""
+def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> Proposed:
+    """Returns the drafts after the prompt, and after every further DRAFTS + 1 tokens."""
     batch_size, num_drafts = len(tokens), head.ttt_steps if head.is_bound_to_depths else DRAFTS
     drafter = HeadDrafter(head, parts, num_drafts)
     drafter.start(batch_size, TOKENS + num_drafts + 1)
-    proposals = []
+    drafts = []
     first = 0
     for end in range(PROMPT_TOKENS, TOKENS + 1, DRAFTS + 1):
         positions = torch.arange(first, end).repeat(batch_size, 1)  # [B, S]
         verified = Verified(tokens, torch.full((batch_size,), end + 1), positions, states.at_indices(positions))
-        proposals.append(drafter.draft(verified, Sampler()).tokens)
+        drafts.append(drafter.draft(verified, Sampler()))
         first = end
-    return torch.stack(proposals, 1)
+    confidences = [draft.confidences for draft in drafts if draft.confidences is not None]
+    return Proposed(
+        torch.stack([draft.tokens for draft in drafts], 1), torch.stack(confidences, 1) if confidences else None
+    )

@@ -5,6 +5,7 @@ Training starts from these weights. The weights of `head.init_from` must fit the
 export use the head of `head.init_from`.
 """
 
+import hashlib
 import re
 import warnings
 from dataclasses import dataclass, replace
@@ -82,14 +83,20 @@ def trained_or_initial_head(
     if config.init_from is None or (trained / "head.json").is_file():
         check_head_target(trained, target)
         head = load_head(trained, config, target.config, dtype, device)
-        if (calibration := stored_calibration(trained)) is not None:
-            head.calibrate(*calibration)
-        return RunHead(head, trained, file_sha256(trained / "head.safetensors"), is_trained=True)
+        return RunHead(head, trained, _calibrated(head, trained, file_sha256(trained / "head.safetensors")), True)
     directory, state = _read(config.init_from, config, target)
     if (directory / "head.json").is_file():
         check_head_target(directory, target)
     head = fill_head(build_head(config, target.config), state, dtype, device)
-    return RunHead(head, directory, weights_fingerprint(directory), is_trained=False)
+    return RunHead(head, directory, _calibrated(head, directory, weights_fingerprint(directory)), is_trained=False)
+
+
+def _calibrated(head: Head, directory: Path, sha256: str) -> str:
+    """Calibrate a head's confidence as its `head.json` says, and return a hash of the weights that it has then."""
+    if not (directory / "head.json").is_file() or (calibration := stored_calibration(directory)) is None:
+        return sha256
+    head.calibrate(*calibration)
+    return hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
 
 
 SOURCES = {

@@ -30,28 +30,29 @@ class Calibration:
 class Confidences:
     """Observes rounds, and keeps the confidence of each draft that was reached, and whether it was accepted."""
 
-    _seen: list[torch.Tensor] = field(default_factory=list)
+    _seen: list[torch.Tensor] = field(default_factory=list, repr=False)
+    """[B, K, 3] of each round: the confidences, what was accepted and what was reached."""
 
     def __call__(self, seen: Round) -> None:
         assert seen.draft.confidences is not None, "only drafts of a head with a confidence have one"
         depths = torch.arange(seen.draft.tokens.shape[1], device=seen.draft.tokens.device)
         count = seen.accepted.count[:, None]
         is_reached = (depths <= count) & seen.is_active[:, None]  # all drafts before it were accepted
-        each = torch.stack([seen.draft.confidences.double(), (depths < count).double()], -1)  # [B, K, 2]
-        self._seen.append(each[is_reached])
+        self._seen.append(torch.stack([seen.draft.confidences.double(), depths < count, is_reached], -1))
 
     def drafts(self) -> torch.Tensor:
         """Returns the confidence of each draft, and 1 if it was accepted or else 0, f64[N, 2]."""
-        return torch.cat([torch.zeros(0, 2, dtype=torch.float64), *(each.cpu() for each in self._seen)])
+        each = torch.cat([torch.zeros(0, 3, dtype=torch.float64), *(seen.flatten(0, 1).cpu() for seen in self._seen)])
+        return each[each[:, 2] > 0, :2]
 
 
 def fit(drafts: torch.Tensor) -> Calibration:
     """Returns the calibration with the largest likelihood for drafts f64[N, 2]; see `Confidences.drafts`.
 
-    A weak prior, of the weight of one draft, keeps the numbers at 1 and 0 where there are hardly any drafts, and finite
-    where the confidence separates all accepted drafts from the others.
+    A weak prior, in which the squares of both changes count like losses of drafts, keeps the numbers at 1 and 0 where
+    there are hardly any drafts, and finite where the confidence separates all accepted drafts from the others.
     """
-    logits, accepted = drafts[:, 0].logit(eps=1e-12), drafts[:, 1]
+    logits, accepted = drafts[:, 0].logit(eps=2.0**-25), drafts[:, 1]  # they come from fp32
     change = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # of scale and shift, from 1 and 0
     optimizer = torch.optim.LBFGS([change], max_iter=200, line_search_fn="strong_wolfe", tolerance_change=1e-12)
 

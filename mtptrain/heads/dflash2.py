@@ -26,6 +26,7 @@ from mtptrain.heads.packing import PackedTokens
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import between
 
+MAX_KERNEL_SIZE, MAX_CANDIDATES = 16, 1024
 BEFORE, AFTER = 0, 1
 """The two convolutions around attention or around an MLP."""
 
@@ -110,13 +111,13 @@ class Dflash2Head(DflashHead):
     @dataclass
     class Config(DflashHead.Config):
         name: str = "dflash2"
-        conv_kernel_size: int = between(1, 16, default=2)
+        conv_kernel_size: int = between(1, MAX_KERNEL_SIZE, default=2)
         """Tokens that a convolution adds: a token of a block and those before it."""
         conv_group_size: int = between(1, MAX_SIZE, default=16)
         """Channels that share the kernel's changes. It must divide the target's hidden size."""
         selector_rank: int = between(1, MAX_SIZE, default=256)
         """Rank r of the selector's scores. Published heads have 256."""
-        selector_top_k: int = between(1, 1024, default=16)
+        selector_top_k: int = between(1, MAX_CANDIDATES, default=16)
         """Tokens that a draft chooses among. Published heads have 16."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
@@ -143,8 +144,9 @@ class Dflash2Head(DflashHead):
         """Inference: returns the scores of the candidates, and -inf for all other tokens; see `Head.corrected`."""
         largest, candidates = logits.topk(self.num_candidates, -1)  # [B, C]
         features = self.candidate_selector(states, previous)  # [B, r]
-        scores = largest + (self.candidate_selector.successor_codebook[candidates] @ features[..., None])[..., 0]
-        return torch.full_like(logits, -torch.inf).scatter_(-1, candidates, scores)
+        changes = (self.candidate_selector.successor_codebook[candidates] @ features[..., None])[..., 0]
+        scores = largest.float() + changes.float()  # as in engines: in bf16, scores would often be equal
+        return torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, candidates, scores)
 
 
 def check_settings(config: Dflash2Head.Config, target_config: PreTrainedConfig) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, random_document
+from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_document
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.warm_start import load_init
 from mtptrain.export import check_directory_name, check_tensors, reload_head, write_head
+from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
@@ -46,13 +48,13 @@ def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported
     target_config, parts = read_target_config(tiny_target), load_frozen_parts(tiny_target)
     head = build_head(CONFIG, target_config).eval()
     document = random_document(head, parts)
-    ours = propose(head, parts, *document)
-    theirs = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
+    ours = propose(head, parts, *document).tokens
+    theirs = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document).tokens
     assert ours.shape == (8, ROUNDS + 1, DRAFTS) and torch.equal(ours, theirs)
     tensors = load_file(exported / "model.safetensors")
     tensors["fc.weight"] = tensors["fc.weight"].roll(64, 1)  # puts the columns of the hidden state first
     save_file(tensors, exported / "model.safetensors")
-    broken = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document)
+    broken = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document).tokens
     assert not torch.equal(ours, broken)
 
 
@@ -61,12 +63,22 @@ def test_the_proof_compares_every_depth_that_a_head_is_bound_to(tiny_target: Pat
     target_config, parts = read_target_config(tiny_target), load_frozen_parts(tiny_target)
     head = random_head(MedusaHead.Config(ttt_steps=depths), target_config).eval()
     document = random_document(head, parts)
-    before = propose(head, parts, *document)
+    before = propose(head, parts, *document).tokens
     with torch.no_grad():
         head.blocks[depths - 1].layers[0].weight.neg_()
-    after = propose(head, parts, *document)
+    after = propose(head, parts, *document).tokens
     assert before.shape == (8, ROUNDS + 1, depths) and torch.equal(before[..., :-1], after[..., :-1])
     assert not torch.equal(before[..., -1], after[..., -1])
+
+
+def test_the_proof_compares_confidences(tmp_path: Path, tiny_target: Path) -> None:
+    target_config, config = read_target_config(tiny_target), DsparkHead.Config(capture_layers=[1, 2], ttt_steps=3)
+    head = random_head(config, target_config).eval()
+    assert prove_equal_proposals(tmp_path, tiny_target, head, deepcopy(head)) > 100
+    other = deepcopy(head)
+    other.calibrate(1.5, -1)
+    with pytest.raises(UserError, match="must propose the same tokens as the trained one, as surely, but"):
+        prove_equal_proposals(tmp_path, tiny_target, head, other)
 
 
 @pytest.mark.parametrize(

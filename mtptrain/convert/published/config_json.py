@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
 from mtptrain.heads.dflash import FULL, SLIDING
+from mtptrain.heads.dflash2 import MAX_CANDIDATES, MAX_KERNEL_SIZE
 from mtptrain.target.checkpoint_check import MODEL_OPT_QUANTISATION
 from mtptrain.target.families import head_rope_parameters, norm_eps
 from mtptrain.utils.errors import UserError, error_summary
@@ -272,6 +273,7 @@ RULES: dict[str, dict[str, Rule]] = {
         ),
     },
 }
+"""The rules of each kind of head. `eagle3` includes P-EAGLE; `native` are the MTP layers of whole models."""
 RULES["dspark"] = RULES["dflash"] | {
     "markov_rank": size,
     "markov_head_type": only("vanilla", because="because engines serve no other correction"),
@@ -283,19 +285,15 @@ RULES["dspark"] = RULES["dflash"] | {
     "mask_token_id": token_id,
 }
 RULES["dflash2"] = RULES["dflash"] | {
-    **dict.fromkeys(
-        (
-            f"dflash_config.{name}"
-            for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        ),
-        size,
-    ),
+    "dflash_config.conv_kernel_size": between(1, MAX_KERNEL_SIZE),
+    "dflash_config.conv_group_size": size,
+    "dflash_config.selector_rank": size,
+    "dflash_config.selector_top_k": between(1, MAX_CANDIDATES),
     "draft_vocab_size": of_target("vocab_size"),
     "dflash_config.output_multiplier": only(1.0),
     "dflash_config.final_logit_softcapping": only(0.0),
     "dflash_config.input_embedding_scale": only(1.0),
 }
-"""The rules of each kind of head. `eagle3` includes P-EAGLE; `native` are the MTP layers of whole models."""
 
 
 def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> Config:

@@ -149,7 +149,8 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         check_lm_heads(directory, medusa, target_config)
         return PublishedHead(directory, "medusa", medusa_settings(directory, config, medusa), medusa, None, None)
     architecture = _architecture(config)
-    for kind in (architecture, (config.get("dflash_config") or {}).get("projector_type")):
+    section = config.get("dflash_config")
+    for kind in (architecture, str(section.get("projector_type")) if isinstance(section, dict) else ""):
         if kind in OTHER_DRAFTERS:
             drafter, served = OTHER_DRAFTERS[kind]
             raise UserError(

@@ -91,7 +91,8 @@ def dflash_settings(
     directory: Path, name: str, config: Config, tensors: Tensors, target_config: PreTrainedConfig
 ) -> Settings:
     """Returns the settings of head `dflash`, `dspark` or `dflash2`."""
-    is_dspark, key_of = name == DsparkHead.Config().name, OWN_KEYS.get(name, {})
+    is_dspark, is_dflash2 = (name == kind.Config().name for kind in (DsparkHead, Dflash2Head))
+    key_of = OWN_KEYS.get(name, {})
     needed = ["num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id"]
     missing = [key for key in (*needed, *key_of.values()) if key not in config]
     if missing:
@@ -102,7 +103,7 @@ def dflash_settings(
         "capture_layers": list(_capturable(directory, "dflash_config.target_layer_ids", [layers], target_config)),
         "mask_token_id": [config["dflash_config.mask_token_id"]],
         "ttt_steps": [config["block_size"] - (not is_dspark)],
-        "draft_vocab_size": [_draft_vocab_size(directory, config, tensors, target_config)],
+        "draft_vocab_size": [None if is_dflash2 else _draft_vocab_size(directory, config, tensors, target_config)],
         **{setting: [value] for setting, value in _dflash_attention(directory, config).items()},
         **{setting: [config[key]] for setting, key in key_of.items()},
         "sample_from_anchor": [config.get("sample_from_anchor", is_dspark)],

@@ -2,6 +2,7 @@
 
 import torch
 
+from mtptrain.convert.limits import BLOCK_DRAFTERS
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, speculate
@@ -14,14 +15,17 @@ from tests.mtptrain.heads.test_contract import draw_norms
 
 def random_head(target: Target, name: str = "mtp", seed: int = 0) -> Head:
     torch.manual_seed(seed)
-    settings = {"capture_layers": [1, 2]} if name in ("peagle", "dflash") else {}
+    settings: dict[str, object] = {"capture_layers": [1, 2]} if name in ("peagle", *BLOCK_DRAFTERS) else {}
+    if name == "dflash2":
+        settings["selector_top_k"] = 4
     head = build_head(HEADS[name].Config(**settings), target.config).eval()
-    if name in ("medusa", "hydra"):  # without this, a new head would return the target's state unchanged
+    # Without this, a new head would return the target's state unchanged, or draft as a `dflash`.
+    if name in ("medusa", "hydra", "dspark", "dflash2"):
         draw_norms(head)
     return head
 
 
-PARALLEL_OR_MLP = ("peagle", "dflash", "medusa", "hydra")
+PARALLEL_OR_MLP = ("peagle", "dflash", "dspark", "dflash2", "medusa", "hydra")
 
 
 def decode(target: Target, drafter: Drafter, prompts: list[list[int]], **settings: object) -> list[Generation]:

@@ -1,5 +1,6 @@
 """Tests that a confidence is calibrated to what was accepted, and that a trained head is used with its calibration."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,21 @@ def test_validation_finds_the_calibration_with_which_a_trained_head_is_used(tmp_
     scale, shift = float(str(record[SCALE])), float(str(record[SHIFT]))
     torch.testing.assert_close(calibrated, scale * logits + shift, atol=1e-4, rtol=1e-4)
     assert (scale, shift) != (1.0, 0.0)
+    # A head of `head.init_from` is used so too, and its hash is another one than without calibration.
+    init = replace(config.head, init_from=str(tmp_path / "best"))
+    again = trained_or_initial_head(tmp_path / "other", init, target, None, cpu)
+    assert torch.equal(again.head.confidence_of(states, previous), found.confidence_of(states, previous))
+    del facts[SCALE]
+    save_head(tmp_path / "best", head.state_dict(), config.head, facts)
+    raw = trained_or_initial_head(tmp_path / "other", init, target, None, cpu)
+    assert raw.sha256 != again.sha256
+    assert torch.equal(raw.head.confidence_of(states, previous), head.confidence_of(states, previous))
+
+
+def test_drafts_of_which_fp32_is_certain_do_not_bend_the_fit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.cat([torch.randn(5000, generator=generator).double() * 2, torch.full((5000,), 18.0).double()])
+    accepted = torch.rand(10_000, generator=generator).double() < (0.2 * logits).sigmoid()
+    found = fit(torch.stack([logits.float().sigmoid().double(), accepted.double()], 1))
+    assert found.confidence_scale == pytest.approx(0.2, abs=0.03)
+    assert found.confidence_shift == pytest.approx(0.0, abs=0.08)

@@ -61,6 +61,19 @@ def test_each_draft_is_chosen_among_candidates_after_the_one_before(
 
 
 @torch.no_grad()
+def test_scores_are_added_in_fp32_as_in_engines() -> None:
+    head = dflash2().bfloat16()
+    logits, states = torch.randn(64, 50).bfloat16() * 20, torch.randn(64, 128).bfloat16()
+    previous = torch.arange(64) % 50
+    largest, candidates = logits.topk(head.num_candidates, -1)
+    features = head.candidate_selector(states, previous)
+    changes = (head.candidate_selector.successor_codebook[candidates] @ features[..., None])[..., 0]
+    scores = head.corrected(logits, states, previous)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores.gather(1, candidates), largest.float() + changes.float())
+
+
+@torch.no_grad()
 def test_at_the_start_it_drafts_as_dflash_does() -> None:
     torch.manual_seed(0)
     sizes: dict[str, object] = {"ttt_steps": DEPTHS, "capture_layers": [0, 1], "num_layers": 2}
@@ -81,6 +94,7 @@ def test_at_the_start_it_drafts_as_dflash_does() -> None:
         ((), "must name the part selector with head dflash2, whose selector otherwise stays untrained"),
         (("train.loss={kl:1,selector:1,confidence:1}",), "must not name the part confidence with head dflash2, which"),
         (("head=dflash", "train.loss={kl:1,selector:1}"), "must not name the part selector with head dflash, which"),
+        (("train.loss={selector:1,kl:0}",), "must name another part than selector, which does not teach the head"),
         (("head.conv_kernel_size=0",), "head.conv_kernel_size: must be a number from 1 to 16, but is 0"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mtptrain.convert.limits import BLOCK_DRAFTERS
 from mtptrain.convert.published.config_json import MODEL_OPT_EAGLE3
@@ -23,6 +24,7 @@ from mtptrain.heads.files import save_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
 from tests.mtptrain.convert.warm_start.test_native_mtp import native_checkpoint
@@ -311,9 +313,12 @@ def test_drafters_that_are_not_trained_here_are_refused_by_name(published: Publi
             r"holds Domino \(domino\), which it does not \(SGLang",
         ),
         ({"architectures": ["Qwen3XPressModel"]}, r"holds XPress \(Qwen3XPressModel\), which it does not \(vLLM 0\.33"),
+        ({"architectures": ["DFlash2BeamDraftModel"]}, r"holds DFlash 2 that drafts beams \(DFlash2BeamDraftModel\)"),
         ({"architectures": ["LiLiCorrDraftModel"]}, r"holds LiLiCorr \(LiLiCorrDraftModel\), .* train head=dspark"),
     ):
         published.refuses(change, message)
+    published.refuses({"dflash_config": "x"}, r"dflash_config must hold settings, but is .?x")
+    published.refuses({"dflash_config": section | {"projector_type": ["domino"]}}, r"projector_type=\[.*domino")
 
 
 @pytest.mark.parametrize("published", ["dflash2"], indirect=True)
@@ -334,7 +339,16 @@ def test_a_dflash2_head_is_read_or_refused_by_the_key(published: Published) -> N
         ("candidate_width", 3, r"has dflash_config\.candidate_width=3"),
     ):
         published.refuses({"dflash_config": section | {key: value}}, message)
+    for key, value, bound in (("conv_kernel_size", 17, 16), ("selector_top_k", 2000, "1,024")):
+        message = rf"dflash_config\.{key} must be .* {bound}, but is {value}"
+        published.refuses({"dflash_config": section | {key: value}}, message)
     published.refuses({"sample_from_anchor": True}, r"sample_from_anchor must be false")
+    tensors, path = load_file(published.directory / "model.safetensors"), published.directory / "model.safetensors"
+    try:  # a copy of the target's lm_head is no vocabulary of the head's own
+        save_file(tensors | {"lm_head.weight": load_frozen_parts(published.target).lm_head.contiguous()}, path)
+        published.load({})
+    finally:
+        save_file(tensors, path)
 
 
 @pytest.mark.parametrize("published", ["dflash"], indirect=True)
