@@ -55,34 +55,31 @@ class SglangEagle(Format):
         return self.llama_config(dtype)
 
 
-class SglangDflash(VllmDflash):
-    """Exports `dflash` in vLLM's format."""
+class InFormatOfVllm(Format):
+    """A head in vLLM's format, without the notes about vLLM."""
 
-    method = "DFLASH"
     launch = launch
 
     def notes(self) -> list[str]:
         return []
 
 
-class SglangDflash2(VllmDflash2):
-    """Exports `dflash2` in vLLM's format."""
+class SglangDflash(InFormatOfVllm, VllmDflash):
+    """Exports `dflash`."""
 
     method = "DFLASH"
-    launch = launch
-
-    def notes(self) -> list[str]:
-        return []
 
 
-class SglangDspark(VllmDspark):
-    """Exports `dspark` in vLLM's format."""
+class SglangDflash2(InFormatOfVllm, VllmDflash2):
+    """Exports `dflash2`."""
+
+    method = "DFLASH"
+
+
+class SglangDspark(InFormatOfVllm, VllmDspark):
+    """Exports `dspark`."""
 
     method = "DSPARK"
-    launch = launch
-
-    def notes(self) -> list[str]:
-        return []
 
 
 class SglangEagle3(VllmEagle3):
