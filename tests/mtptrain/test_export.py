@@ -257,7 +257,7 @@ def test_a_head_that_comes_back_different_is_not_exported(
     config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
     monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
     with pytest.raises(
-        UserError, match="the exported head must propose the same tokens as the trained one, but proposes"
+        UserError, match="the exported head must propose the same tokens as the trained one, as surely, but proposes"
     ):
         export(Run(config))
     assert not (tmp_path / "run/export/sglang").exists()
