@@ -252,7 +252,6 @@ LLAMA_CPP_CASES = [
     Case("dspark_K5", "qwen3", 5),
     Case("dspark_fill_in", "llama"),
     *(Case("dflash2", target) for target in ("llama", "qwen3")),
-    Case("dflash2_K1", "qwen3", 1),
     Case("dflash2_K5", "llama", 5),
     Case("dflash2_window", "qwen3"),
     Case("dflash_mixed_windows", "llama_shared"),
