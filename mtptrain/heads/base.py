@@ -46,6 +46,16 @@ class Correction:
     """Number of tokens that a draft chooses among, those with the largest logits. Only these are corrected, and the
     loss has a part of its own for them, `LossPart.selector`. None corrects all logits."""
 
+    def candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the ids i64[R, C] and the corrected logits f32[R, C] of the candidates, for features [R, r].
+
+        The sum is in fp32, as in engines: in bf16, scores would often be equal.
+        """
+        assert self.num_candidates is not None
+        largest, ids = logits.topk(self.num_candidates, -1)
+        changes = (self.weight[ids] @ self.features[..., None])[..., 0]
+        return ids, largest.float() + changes.float()
+
 
 class Head(nn.Module, ABC):
     """A draft head. `HEADS` lists all classes.

@@ -137,15 +137,16 @@ class Dflash2Head(DflashHead):
 
     def correction(self, tokens: PackedTokens, states: torch.Tensor) -> Correction:
         """Training: returns the selector's scores by the data's tokens; see `Head.correction`."""
-        features = self.candidate_selector(states, tokens.before_drafts(len(states)))
+        return self._selection(states, tokens.before_drafts(len(states)))
+
+    def _selection(self, states: torch.Tensor, previous: torch.Tensor) -> Correction:
+        """Returns the selector's scores of drafts with states [..., H] after the tokens `previous` i64[...]."""
+        features = self.candidate_selector(states, previous)
         return Correction(features, self.candidate_selector.successor_codebook, self.num_candidates)
 
     def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns the scores of the candidates, and -inf for all other tokens; see `Head.corrected`."""
-        largest, candidates = logits.topk(self.num_candidates, -1)  # [B, C]
-        features = self.candidate_selector(states, previous)  # [B, r]
-        changes = (self.candidate_selector.successor_codebook[candidates] @ features[..., None])[..., 0]
-        scores = largest.float() + changes.float()  # as in engines: in bf16, scores would often be equal
+        candidates, scores = self._selection(states, previous).candidates(logits)  # [B, C]
         return torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, candidates, scores)
 
 

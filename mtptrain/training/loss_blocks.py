@@ -85,9 +85,7 @@ def select(
         num_depths: T.
         weights: weight of each row in the loss [R].
     """
-    assert correction.num_candidates is not None
-    largest, candidates = logits.topk(correction.num_candidates, -1)
-    scores = largest.float() + torch.bmm(correction.weight[candidates], correction.features[..., None])[..., 0].float()
+    candidates, scores = correction.candidates(logits)
     targets = torch.arange(len(teacher.tokens), device=logits.device).repeat(num_depths)[:, None]  # [R, 1]
     probs = teacher.values[targets, candidates].float()
     if teacher.log_total is not None:
