@@ -6,7 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -193,6 +194,18 @@ def make_config(*overrides: str) -> PipelineConfig:
     with initialize_config_dir(RECIPES, version_base="1.3"):
         overrides = ("recipe=quickstart", "run_dir=not_there", "cpu_ranks=1", *PLAIN, *overrides)
         return load_config(compose("pipeline", [*overrides]))
+
+
+@pytest.fixture
+def user_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Yields the list to which warnings of users are added.
+
+    Others are left out: a collection of garbage may warn at any time of a file that an earlier test left open.
+    """
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        yield found
 
 
 @pytest.fixture(scope="session")

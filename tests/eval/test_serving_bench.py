@@ -170,7 +170,7 @@ def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> Non
         warn_of_unequal_work([row(0, 100), row(3, 103)])
     rows = [row(0, 100), row(3, 101)]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         warn_of_unequal_work(rows)  # a difference of 1 % gives no warning
     assert [each.speed_up(speeds_of(rows)) for each in rows] == [1.0, 1.01]
 

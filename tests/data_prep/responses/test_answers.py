@@ -4,6 +4,7 @@ import json
 import random
 import re
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,11 @@ def test_no_more_conversations_are_in_flight_than_allowed(by_server: ConfigFor, 
 
 
 def test_vllm_on_a_cpu_that_makes_it_slow_is_warned_of(
-    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, user_warnings: list[warnings.WarningMessage]
 ) -> None:
     monkeypatch.setenv(PRETENDED_BF16, "1")
     respond(by_server())
-    assert not [each for each in recwarn if "responses.url" in str(each.message)]
+    assert not [each for each in user_warnings if "responses.url" in str(each.message)]
     monkeypatch.setenv(PRETENDED_BF16, "0")
     with pytest.warns(UserWarning, match=r"responses.url: should not be vLLM on a CPU without bf16 .* is vLLM 0.0.1;"):
         respond(by_server(run="slow"))

@@ -69,7 +69,7 @@ def test_a_round_that_is_faster_than_a_plain_step_is_pointed_out() -> None:
     ):
         warn_of_impossible_costs([RoundCost("vllm", 4, 3, 10.0, 5.0, None, None)])
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         warn_of_impossible_costs([RoundCost("vllm", 4, 3, 10.0, 10.0, None, None)])
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,7 +168,7 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
 
 
 def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, user_warnings: list[warnings.WarningMessage]
 ) -> None:
     """Benchmark prompts may be in the training data."""
     path = tmp_path / "prompts.jsonl"
@@ -192,7 +193,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
     ]
     DocumentEntry.write_all(tmp_path, entries)
     seal_prompts(tmp_path)
-    assert not recwarn
+    assert not user_warnings
     with pytest.warns(
         UserWarning, match=r"first turns should not be .*, but 2 of 4 are \(ids turns, messages\); their accept"
     ):

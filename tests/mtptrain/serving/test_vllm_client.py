@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +29,11 @@ def test_a_python_that_does_not_exist_or_has_no_vllm_is_refused(tmp_path: Path) 
 
 @pytest.mark.parametrize(("version", "is_tested"), [("0.32.0", True), ("0.32.1", True), ("0.33.0", False)])
 def test_another_vllm_than_the_tested_one_is_warned_of(
-    tmp_path: Path, version: str, is_tested: bool, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, version: str, is_tested: bool, user_warnings: list[warnings.WarningMessage]
 ) -> None:
     python = fake_python(tmp_path, f"#!/bin/sh\necho {version}\n")
     vllm.find_python(str(python))
-    assert [str(warning.message) for warning in recwarn] == [
+    assert [str(warning.message) for warning in user_warnings] == [
         f"serving.python={python}: vLLM should be 0.32, the only version that mtptrain was tested with, but is "
         f"{version}; another version may read exports differently (0.33 has no medusa): install vllm==0.32.0"
     ] * (not is_tested)
