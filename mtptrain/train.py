@@ -165,7 +165,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     if ranks.is_first:
         remove_stale_heads(run.stage_dir("train"), progress.step)
-    flops = step_flops(config.head, run.target.config)
+    flops = step_flops(config.head, run.target.config, trainer.loss_settings)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {
         TARGET_WEIGHTS: identity.target.weights_sha256,

@@ -94,7 +94,7 @@ class Ours:
         self.trainer = Trainer(self.head, self.parts, config.train, config.deepspeed, 10_000, ranks)
         self.device = ranks.device
         self.batch = random_batch(target, shape, len(self.head.capture_layers), case.depths)
-        self.flops = step_flops(head_config, target).of(self.batch.packing)
+        self.flops = step_flops(head_config, target, self.trainer.loss_settings).of(self.batch.packing)
 
     def step(self) -> None:
         self.trainer.step([self.batch])

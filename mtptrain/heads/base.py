@@ -93,6 +93,8 @@ class Head(nn.Module, ABC):
     """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
     shared_window: int | None = None
     """Number of tokens up to a draft position that all tokens of a block see in layers with a window; None without."""
+    sliding_share: float = 0.0
+    """Share of the queries of all layers that see this window alone."""
     drafts_per_document: int | None = None
     """Maximum number of draft positions of a document that a training step uses, chosen at random; None for all."""
 

@@ -187,6 +187,8 @@ class DflashHead(Head):
         self.layers = nn.ModuleList(self._layer(config, dims, target_config, kind) for kind in layer_kinds(config))
         if config.sliding_window is not None:
             self.shared_window = config.sliding_window - self.num_masks - 1
+            rows = [(block_size(config) - unread, layer.kind.window) for layer, unread in self._layers()]
+            self.sliding_share = sum(count for count, window in rows if window) / sum(count for count, _ in rows)
         self.norm = RmsNorm(hidden_size, eps)
         self._add_own_vocabulary(config.draft_vocab_size, target_config)
         initialise(self, hidden_size, target_config.num_hidden_layers)

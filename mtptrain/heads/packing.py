@@ -1,10 +1,9 @@
 """Packed documents: which tokens are draft positions, and which keys they see."""
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -85,10 +84,17 @@ class Packing:
         This holds within a span. The target token is the one whose target state gives the distribution to learn."""
         return self.segments[0].is_causal
 
-    @property
-    def num_pairs(self) -> float:
-        """Number of pairs of a draft position and a token that it sees."""
-        return sum((q * (k + 1) / 2 if part.is_causal else q * k) for part in self.segments for q, k in part.lengths)
+    def num_pairs(self, sliding_share: float = 0.0) -> float:
+        """Returns the number of pairs of a draft position and a token that it sees, on average over all queries.
+
+        Args:
+            sliding_share: `Head.sliding_share`.
+        """
+        full, inside = (
+            sum((q * (k + 1) / 2 if part.is_causal else q * k) for part in segments for q, k in part.lengths)
+            for segments in (self.segments, self.window_segments)
+        )
+        return full + sliding_share * (inside - full)
 
     @property
     def num_document_pairs(self) -> float:
@@ -101,8 +107,8 @@ class Packing:
     ) -> "Packing":
         """Pack documents whose draft positions are spans of consecutive tokens.
 
-        The first kernel pairs every span with its own tokens, causally. Each of the others pairs spans, at most one per
-        document, with the tokens before them in their document, so no kernel reads more than N keys.
+        The first kernel pairs every span with its own tokens, causally. The others pair spans with the tokens before
+        them in their document; see `_Stairs`.
 
         Args:
             lengths: number of tokens in each document.
@@ -113,21 +119,20 @@ class Packing:
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
         first_drafts = [0, *accumulate(count for *_, count in spans)]  # indices into all M
-        # Pair each span's draft positions with the tokens of the span, and with the earlier tokens of its document.
-        inside, before = [], defaultdict[int, list[tuple[range, range]]](list)
-        num_before = Counter[int]()  # spans of each document that have tokens before them
+        inside, before = [], _Stairs()
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
-        for first_draft, (document, first, count) in zip(first_drafts, spans, strict=False):
-            drafts, token = range(first_draft, first_draft + count), starts[document] + first
-            inside.append((drafts, range(token, token + count)))
-            is_draft[token : token + count] = True
-            if first:
-                before[num_before[document]].append((drafts, range(starts[document], token)))
-                num_before[document] += 1
-                is_seen[starts[document] : token] = True
-        return Packing._ordered(
-            lengths, is_draft, is_seen, [(inside, True), *((part, False) for part in before.values())], window
-        )
+        for document, of_document in groupby(zip(pairwise(first_drafts), spans, strict=True), lambda span: span[1][0]):
+            steps, counts = [], []
+            for (first_draft, end_draft), (_, first, count) in of_document:
+                steps.append(range(first_draft, end_draft))
+                counts.append(first)
+                token = starts[document] + first
+                inside.append((steps[-1], range(token, token + count)))
+                is_draft[token : token + count] = True
+            is_seen[starts[document] : starts[document] + counts[-1]] = True
+            before.add(steps, counts, range(starts[document], starts[document + 1]))
+        kernels = [(inside, True), *((part, False) for part in before.kernels)]
+        return Packing._ordered(lengths, is_draft, is_seen, kernels, window)
 
     @staticmethod
     def of_points(lengths: Sequence[int], points: Sequence[NDArray[np.int64]], window: int | None = None) -> "Packing":
@@ -142,8 +147,7 @@ class Packing:
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
         for start, length, positions in zip(starts, lengths, points, strict=False):
             is_draft[start + positions], is_seen[start : start + positions[-1]] = True, True
-            drafts = range(num_drafts, num_drafts + len(positions))
-            stairs.add(drafts, (positions + 1).tolist(), range(start, start + length))
+            stairs.add(_single(num_drafts, len(positions)), (positions + 1).tolist(), range(start, start + length))
             num_drafts += len(positions)
         return Packing._ordered(lengths, is_draft, is_seen, [(part, False) for part in stairs.kernels], window)
 
@@ -198,36 +202,41 @@ class Packing:
 
 
 class _Stairs:
-    """Kernels for draft positions of which each sees more tokens of a list than the one before it.
+    """Kernels for steps, which are draft positions of which each step sees more tokens of a list than the one before.
 
-    One kernel per draft position would be too many kernels, and a single kernel would need a mask. The A draft
-    positions of a list therefore form about sqrt(A) groups. For each group after the first, one kernel pairs the group
-    with all tokens that the previous groups see. Inside a group, the tokens that draft position i sees but i - 1 does
-    not are paired with the group's draft positions from i on. All groups share one kernel for each i, and all lists
-    share the kernels.
+    One kernel for each of A steps would be too many, and a single one would need a mask. In the first kernel each step
+    is paired with the tokens that it sees and the step before does not. Then neighbours are joined, and in each of
+    log2(A) more kernels the second of two groups of 1, 2, 4, ... steps is paired with what is new to the first group.
+    Every step and token is paired once, and no kernel has one of them twice. All lists share the kernels.
     """
 
     def __init__(self) -> None:
-        self._gaps = defaultdict[int, list[tuple[range, range]]](list)
-        self._before = defaultdict[int, list[tuple[range, range]]](list)
+        self._kernels = defaultdict[int, list[tuple[range, range]]](list)
 
     @property
     def kernels(self) -> list[list[tuple[range, range]]]:
         """The draft positions and the tokens of the segments of each kernel."""
-        return [*self._gaps.values(), *self._before.values()]
+        return [segments for segments in self._kernels.values() if segments]
 
-    def add(self, drafts: range, counts: Sequence[int], tokens: range) -> None:
-        """Let each draft position see the first tokens of a list: `counts` of them, in rising order."""
-        blind = sum(count == 0 for count in counts)
-        drafts, counts = drafts[blind:], counts[blind:]
-        size, num_seen = math.isqrt(max(len(drafts) - 1, 0)) + 1, 0
-        for group, first in enumerate(range(0, len(drafts), size)):
-            of_group = drafts[first : first + size]
-            if group:
-                self._before[group].append((of_group, tokens[:num_seen]))
-            for index, count in enumerate(counts[first : first + size]):
-                self._gaps[index].append((of_group[index:], tokens[num_seen:count]))
-                num_seen = count
+    def add(self, steps: Sequence[range], counts: Sequence[int], tokens: range) -> None:
+        """Let each step see the first tokens of a list.
+
+        Args:
+            steps: consecutive draft positions, in rising or falling order.
+            counts: number of tokens that each step sees, in rising order. Steps that see none are left out.
+            tokens: the list.
+        """
+        steps = steps[sum(count == 0 for count in counts) :]
+        bounds = [0, *(count for count in counts if count)]
+        new = (tokens[first:end] for first, end in pairwise(bounds))
+        self._kernels[0] += zip(steps, new, strict=True)
+        size = 1
+        while size < len(steps):
+            for middle in range(size, len(steps), 2 * size):
+                second = steps[middle : middle + size]
+                drafts = range(min(step.start for step in second), max(step.stop for step in second))
+                self._kernels[size].append((drafts, tokens[bounds[middle - size] : bounds[middle]]))
+            size *= 2
 
 
 def _window_segments(
@@ -243,11 +252,11 @@ def _window_segments(
         for first in range(0, length, window):
             tile = range(first_token + first, first_token + min(first + window, length))
             inside = np.flatnonzero(is_draft[tile.start : tile.stop])
-            drafts = range(first_draft, first_draft + len(inside))
-            rising.add(drafts, (inside + 1).tolist(), tile)
+            steps = _single(first_draft, len(inside))
+            rising.add(steps, (inside + 1).tolist(), tile)
             if first:
                 tile_before = range(tile.start - 1, tile.start - 1 - window, -1)
-                falling.add(drafts[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
+                falling.add(steps[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
             first_draft += len(inside)
         first_token += length
     return tuple(Segments.of(part, key_indices, False) for part in (*rising.kernels, *falling.kernels))
@@ -271,6 +280,11 @@ class PackedTokens:
         """
         depths = torch.arange(num_depths, device=self.next_ids.device)
         return self.next_ids[(self.packing.draft_positions + depths[:, None]).clamp(max=len(self.next_ids) - 1)]
+
+
+def _single(first: int, count: int) -> list[range]:
+    """Returns steps of one draft position each."""
+    return [range(index, index + 1) for index in range(first, first + count)]
 
 
 def _concatenated(ranges: Sequence[range]) -> NDArray[np.int64]:

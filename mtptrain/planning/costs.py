@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from mtptrain.target.families import head_dim, routed_experts
 from mtptrain.target.form import build_on_meta, find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
-from mtptrain.training.flops import StepFlops
+from mtptrain.training.flops import StepFlops, packed_sizes
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.utils.clock import PhaseClock
@@ -92,7 +92,7 @@ class MicroBatch:
     """Number of tokens in each document."""
     supervised_share: float
     """Share of the tokens that are supervised."""
-    loss_chunk_rows: int
+    loss: LossSettings
     activation_checkpointing: bool = False
 
 
@@ -105,7 +105,7 @@ def step_costs(micro_batch: MicroBatch) -> StepCosts:
     return StepCosts(meter.matmul_flops + meter.attention_flops, meter.peak_bytes["cpu"] - weight_bytes)
 
 
-def step_flops(config: HeadConfig, target_config: PreTrainedConfig) -> StepFlops:
+def step_flops(config: HeadConfig, target_config: PreTrainedConfig, loss: LossSettings) -> StepFlops:
     """Returns the FLOPs of a training step over any packing, derived from two steps on fake tensors.
 
     The FLOPs of matmuls are linear in the numbers of tokens and draft positions. Those of attention are linear in the
@@ -113,14 +113,19 @@ def step_flops(config: HeadConfig, target_config: PreTrainedConfig) -> StepFlops
     recomputes, does not count.
     """
     sizes, matmuls, attention = [], [], []
-    for length, share in COUNTED_STEPS:  # each computes its loss in one block, which takes the fewest operators
-        micro_batch = MicroBatch(config, target_config, torch.bfloat16, [length], share, loss_chunk_rows=2**20)
+    with torch.device("meta"):
+        sliding_share = build_head(config, target_config).sliding_share
+    one_block = replace(loss, chunk_rows=2**20)  # takes the fewest operators
+    for length, share in COUNTED_STEPS:
+        micro_batch = MicroBatch(config, target_config, torch.bfloat16, [length], share, one_block)
         meter, packing, _ = _metered_step(micro_batch)
-        sizes.append(StepFlops.sizes(packing))
+        sizes.append(packed_sizes(packing, sliding_share))
         matmuls.append(meter.matmul_flops)
         attention.append(meter.attention_flops)
     tokens_and_drafts, pairs = np.split(np.array(sizes), 2, axis=1)
-    return StepFlops(*np.linalg.solve(tokens_and_drafts, matmuls), *np.linalg.solve(pairs, attention))
+    per_token, per_draft_position = np.linalg.solve(tokens_and_drafts, matmuls)
+    per_pair, per_document_pair = np.linalg.solve(pairs, attention)
+    return StepFlops(per_token, per_draft_position, per_pair, per_document_pair, sliding_share)
 
 
 def _metered_step(micro_batch: MicroBatch) -> tuple[Meter, Packing, int]:
@@ -149,8 +154,7 @@ def _step(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> Packing:
         packing = _packing(lengths, counts, head)
     batch = _batch(head, depths, micro_batch.target_config.hidden_size, packing)
     scale, clock = torch.empty(depths, dtype=torch.float32), PhaseClock(torch.device("cpu"))
-    settings = LossSettings(chunk_rows=micro_batch.loss_chunk_rows)
-    losses = training_losses(head, parts, batch, scale, settings, clock)
+    losses = training_losses(head, parts, batch, scale, micro_batch.loss, clock)
     del batch  # its memory is free during the backward pass
     losses.loss.backward()
     return packing

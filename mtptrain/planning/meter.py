@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -39,7 +40,9 @@ class Meter(TorchDispatchMode):
         self.observe(name, args, kwargs, inputs)
         if name == "_flash_attention_backward":
             self._count_peak(args[1].device, flash_scratch_bytes(args))
-        out = func(*args, **kwargs)
+        are_real = bool(inputs) and not any(isinstance(x, FakeTensor) for x in inputs)
+        with unset_fake_temporarily() if are_real else nullcontext():  # offsets of segments must stay known
+            out = func(*args, **kwargs)
         if name in ATTENTION:
             self.attention_flops += attention_flops(name, args)
         elif func._overloadpacket in flop_registry:

@@ -34,6 +34,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir, weight_files
 from mtptrain.training.flops import matmul_peak
+from mtptrain.training.losses import LossSettings
 
 FITTING_SHARE = 0.8
 """Largest share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
@@ -300,7 +301,7 @@ def micro_batch_costs(
         dtype=compute_dtype(config.deepspeed),
         lengths=lengths,
         supervised_share=workload.supervised_tokens / max(1, workload.tokens),
-        loss_chunk_rows=config.train.loss_chunk_rows,
+        loss=LossSettings.of(config.train),
         activation_checkpointing=config.train.activation_checkpointing,
     )
     return step_costs(micro_batch)

@@ -4,6 +4,7 @@ import time
 from dataclasses import astuple, dataclass
 from functools import cache
 
+import numpy as np
 import torch
 
 from mtptrain.heads.packing import Packing
@@ -21,15 +22,23 @@ class StepFlops:
     """FLOPs per pair of a draft position and a token that it attends to, at all depths."""
     per_document_pair: float
     """FLOPs per pair of a token and itself or an earlier token of its document, in heads where all tokens attend."""
-
-    @staticmethod
-    def sizes(packing: Packing) -> tuple[float, float, float, float]:
-        """Returns how many tokens, draft positions, pairs and document pairs a packed batch has."""
-        return len(packing.positions), len(packing.draft_positions), packing.num_pairs, packing.num_document_pairs
+    sliding_share: float = 0.0
+    """`Head.sliding_share`."""
 
     def of(self, packing: Packing) -> float:
         """Returns the FLOPs of a step over a packed batch."""
-        return float(sum(flops * size for flops, size in zip(astuple(self), self.sizes(packing), strict=True)))
+        *flops, sliding_share = astuple(self)
+        return float(np.dot(flops, packed_sizes(packing, sliding_share)))
+
+
+def packed_sizes(packing: Packing, sliding_share: float) -> tuple[float, float, float, float]:
+    """Returns how many tokens, draft positions, pairs and document pairs a packed batch has; see `StepFlops`."""
+    return (
+        len(packing.positions),
+        len(packing.draft_positions),
+        packing.num_pairs(sliding_share),
+        packing.num_document_pairs,
+    )
 
 
 @cache

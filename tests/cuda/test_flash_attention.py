@@ -3,10 +3,12 @@ their layouts."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -25,15 +27,15 @@ def segments(cum_q: torch.Tensor, cum_k: torch.Tensor) -> Iterator[tuple[slice, 
 
 def scores_of(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> torch.Tensor:
     """Returns scores [heads, Q, S]. If causal, the last query sees every key, and each query before it one key less."""
-    scores = torch.einsum("qhd,khd->hqk", query, of_each_head(key)) * HEAD_DIM**-0.5
+    scores = torch.einsum("qhd,khd->hqk", query, of_each_head(key, query.shape[1])) * HEAD_DIM**-0.5
     if is_causal:
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(key) - len(query))
         scores = scores.masked_fill(~seen, -math.inf)
     return scores
 
 
-def of_each_head(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(HEADS // KV_HEADS, 1)
+def of_each_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def check_layout(query: Any, key: Any, value: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> None:
@@ -59,11 +61,12 @@ def reference_forward(
     f32[heads, Q]."""
     check_layout(query, key, value, cum_q, cum_k, max_q, max_k)
     assert dropout == 0.0 and debug is False
-    out, lse = torch.empty_like(query), torch.empty(HEADS, len(query))
+    heads = query.shape[1]
+    out, lse = torch.empty_like(query), torch.empty(heads, len(query))
     for queries, tokens in segments(cum_q, cum_k):
         scores = scores_of(query[queries], key[tokens], causal)
         lse[:, queries] = scores.logsumexp(-1)
-        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), of_each_head(value[tokens]))
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), of_each_head(value[tokens], heads))
     state = torch.empty(2, dtype=torch.uint64)
     return out, lse, state, state[:0], torch.empty(0)
 
@@ -76,16 +79,17 @@ def reference_backward(
     computes them."""
     check_layout(query, key, value, cum_q, cum_k, max_q, max_k)
     assert dropout == 0.0 and grad.is_contiguous() and lse.is_contiguous() and state.dtype == torch.uint64
-    assert lse.shape == (HEADS, len(query)) and lse.dtype == torch.float32
+    heads, kv_heads = query.shape[1], key.shape[1]
+    assert lse.shape == (heads, len(query)) and lse.dtype == torch.float32
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for queries, tokens in segments(cum_q, cum_k):
         probs = (scores_of(query[queries], key[tokens], causal) - lse[:, queries, None]).exp()
         delta = (grad[queries] * out[queries]).sum(-1).T[..., None]
-        of_probs = torch.einsum("qhd,khd->hqk", grad[queries], of_each_head(value[tokens]))
+        of_probs = torch.einsum("qhd,khd->hqk", grad[queries], of_each_head(value[tokens], heads))
         of_scores = probs * (of_probs - delta) * HEAD_DIM**-0.5
-        grads[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, of_each_head(key[tokens]))
-        grads[1][tokens] += torch.einsum("hqk,qhd->khd", of_scores, query[queries]).unflatten(1, (KV_HEADS, -1)).sum(2)
-        grads[2][tokens] += torch.einsum("hqk,qhd->khd", probs, grad[queries]).unflatten(1, (KV_HEADS, -1)).sum(2)
+        grads[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, of_each_head(key[tokens], heads))
+        grads[1][tokens] += torch.einsum("hqk,qhd->khd", of_scores, query[queries]).unflatten(1, (kv_heads, -1)).sum(2)
+        grads[2][tokens] += torch.einsum("hqk,qhd->khd", probs, grad[queries]).unflatten(1, (kv_heads, -1)).sum(2)
     return grads
 
 
@@ -96,18 +100,20 @@ class ReferenceOps:
     _flash_attention_backward = staticmethod(reference_backward)
 
 
-CASES: dict[str, tuple[list[int], list[tuple[int, int, int]] | None]] = {
-    "whole documents": ([7, 5, 4], None),
-    "answers": ([40, 33, 20], [(0, 10, 9), (0, 25, 15), (1, 3, 30), (2, 0, 20)]),
-    "three turns": ([60], [(0, 5, 10), (0, 20, 10), (0, 40, 20)]),
-    "single draft positions": ([12, 9], [(0, 4, 1), (0, 7, 1), (1, 8, 1)]),
+POINTS = Packing.of_points([40, 12], [np.array([2, 3, 9, 20, 21, 38]), np.array([0, 11])])
+CASES = {
+    "whole documents": Packing.of_spans([7, 5, 4]),
+    "answers": Packing.of_spans([40, 33, 20], [(0, 10, 9), (0, 25, 15), (1, 3, 30), (2, 0, 20)]),
+    "three turns": Packing.of_spans([60], [(0, 5, 10), (0, 20, 10), (0, 40, 20)]),
+    "single draft positions": POINTS,
+    "a window": replace(POINTS, segments=POINTS.with_window(7).window_segments),
 }
 
 
 @pytest.mark.parametrize("num_own", [0, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int) -> None:
-    packing = Packing.of_spans(*CASES[case])
+    packing = CASES[case]
     expected = results(packing, num_own)
     with patch.object(attention, "aten", ReferenceOps), patch.object(attention, "uses_gpu_kernels", lambda _: True):
         found = results(packing, num_own)

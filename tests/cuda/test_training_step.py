@@ -15,6 +15,7 @@ from mtptrain.heads import HEADS
 from mtptrain.planning.costs import MicroBatch, step_costs
 from mtptrain.planning.plan import make_plan
 from mtptrain.settings.loss import OWN_PARTS
+from mtptrain.training.losses import LossSettings
 from tests.cuda import guard
 from tests.cuda.rehearsal import DEVICE, Rehearsal, answers, rehearse_step
 from tests.published_targets import PUBLISHED_TARGETS
@@ -120,7 +121,7 @@ def test_the_planned_step_is_the_step_that_runs(
     rehearsal = rehearse_step(config, target_config, ONE_DOCUMENT, train)
     tokens = rehearsal.batch.num_tokens
     micro_batch = MicroBatch(
-        config, target_config, torch.bfloat16, [tokens], 1.0, train.loss_chunk_rows, activation_checkpointing
+        config, target_config, torch.bfloat16, [tokens], 1.0, LossSettings.of(train), activation_checkpointing
     )
     planned = step_costs(micro_batch)
     meter, weights = rehearsal.meter, sum(2 * x.numel() for x in rehearsal.head.parameters())

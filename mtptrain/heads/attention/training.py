@@ -149,10 +149,10 @@ def _attend(
     """
     if not uses_gpu_kernels(query):
         return attend_on_cpu(query, key, value, segments)
-    longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
-    offsets = segments.query_offsets, segments.key_offsets
-    out, lse, *_ = aten._flash_attention_forward(query, key, value, *offsets, *longest, 0.0, segments.is_causal, False)
-    return out, lse.transpose(0, 1).contiguous(), None
+    groups = _rows_per_query(query, key, segments)
+    tensors, sizes = (_heads_to_rows(query, groups), key, value), _flash_sizes(segments, groups)
+    out, lse, *_ = aten._flash_attention_forward(*tensors, *sizes, 0.0, segments.is_causal, False)
+    return _rows_to_heads(out, groups), _rows_to_heads(lse.T, groups).contiguous(), None
 
 
 def _attend_backward(
@@ -168,12 +168,39 @@ def _attend_backward(
     """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
     if row_max is not None:
         return attend_on_cpu_backward(grad_out, query, key, value, out, lse, row_max, segments)
-    longest = [max(lengths) for lengths in zip(*segments.lengths, strict=True)]
-    offsets = segments.query_offsets, segments.key_offsets
+    groups = _rows_per_query(query, key, segments)
+    grad_rows, query_rows, out_rows, lse_rows = (_heads_to_rows(x, groups) for x in (grad_out, query, out, lse))
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
-    tensors = grad_out.contiguous(), query, key, value, out, lse.transpose(0, 1).contiguous()
-    grads = aten._flash_attention_backward(*tensors, *offsets, *longest, 0.0, segments.is_causal, unused, unused[:0])
-    return grads[0], grads[1], grads[2]
+    tensors = grad_rows.contiguous(), query_rows, key, value, out_rows, lse_rows.T.contiguous()
+    sizes = _flash_sizes(segments, groups)
+    grads = aten._flash_attention_backward(*tensors, *sizes, 0.0, segments.is_causal, unused, unused[:0])
+    return _rows_to_heads(grads[0], groups), grads[1], grads[2]
+
+
+def _rows_per_query(query: torch.Tensor, key: torch.Tensor, segments: Segments) -> int:
+    """Returns the number of query heads of each key head that become rows of a GPU's kernel.
+
+    All rows of a segment that is not causal see the same keys. Otherwise, segments of few draft positions with the
+    heads of a whole block would leave most rows of the kernel's tiles empty, and its backward pass would allocate sums
+    of at least 128 rows for each segment and each of those heads.
+    """
+    return 1 if segments.is_causal else query.shape[1] // key.shape[1]
+
+
+def _flash_sizes(segments: Segments, groups: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Returns the offsets of the rows and keys of segments, and the largest number of each."""
+    longest_query, longest_key = (max(lengths) for lengths in zip(*segments.lengths, strict=True))
+    return segments.query_offsets * groups, segments.key_offsets, longest_query * groups, longest_key
+
+
+def _heads_to_rows(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[Q, heads, ...] -> [Q * groups, heads / groups, ...]."""
+    return x if groups == 1 else x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(0, 1)
+
+
+def _rows_to_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[Q * groups, heads / groups, ...] -> [Q, heads, ...]."""
+    return x if groups == 1 else x.unflatten(0, (-1, groups)).transpose(1, 2).flatten(1, 2)
 
 
 def _add_at(total: torch.Tensor, indices: Indices, x: torch.Tensor) -> None:

@@ -2,9 +2,22 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from mtptrain.heads.packing import Packing
+
+PACKINGS = {
+    "single": Packing.of_points([30, 9, 12], [np.array([0, 1, 5, 7, 8, 20]), np.array([3]), np.array([2, 3, 4, 9])]),
+    "spans": Packing.of_spans([30, 9, 12], [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)]),
+    "one draft position": Packing.of_points([40], [np.array([39])]),
+}
+
+
+def seen_tokens(packing: Packing) -> torch.Tensor:
+    """Returns which tokens each draft position sees by definition, bool[M, N]."""
+    document, tokens = (packing.positions == 0).cumsum(0), torch.arange(len(packing.positions))
+    return (document[packing.draft_positions, None] == document) & (tokens <= packing.draft_positions[:, None])
 
 
 def dense_depth_attention(
@@ -20,12 +33,7 @@ def dense_depth_attention(
     groups = query.shape[1] // key.shape[1]
     key, value, *own = (x.repeat_interleave(groups, dim=1) for x in (key, value, *own_keys, *own_values))
     keys, values = own[: len(own_keys)], own[len(own_keys) :]
-    document = (packing.positions == 0).cumsum(0)  # [N]
-    tokens = torch.arange(len(key))
-    is_seen = (document[packing.draft_positions, None] == document) & (
-        tokens <= packing.draft_positions[:, None]
-    )  # [M, N]
-    scores = torch.einsum("mhd,nhd->hmn", query, key).masked_fill(~is_seen, float("-inf"))
+    scores = torch.einsum("mhd,nhd->hmn", query, key).masked_fill(~seen_tokens(packing), float("-inf"))
     own_scores = [(query * own_key).sum(-1).T[..., None] for own_key in keys]  # [heads, M, 1]
     weights = (torch.cat([scores, *own_scores], -1) * query.shape[-1] ** -0.5).softmax(-1)
     out = torch.einsum("hmn,nhd->mhd", weights[..., : len(key)], value)

@@ -11,7 +11,8 @@ from mtptrain.heads.attention.draft_blocks import block_attention, block_view
 from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import Packing, Segments
+from mtptrain.heads.packing import Packing
+from tests.mtptrain.heads.dense import PACKINGS, seen_tokens
 from tests.mtptrain.heads.test_contract import (
     DEPTHS,
     HIDDEN_SIZE,
@@ -22,33 +23,6 @@ from tests.mtptrain.heads.test_contract import (
     run,
     tiny_config,
 )
-
-POINTS = [np.array([0, 1, 5, 7, 8, 20]), np.array([3]), np.array([2, 3, 4, 9])]
-SINGLE = Packing.of_points([30, 9, 12], POINTS)
-SPANS = Packing.of_spans([30, 9, 12], [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)])
-PROMPTS_ONLY_BEFORE = Packing.of_points([40], [np.array([39])])
-
-
-def seen_tokens(packing: Packing) -> torch.Tensor:
-    """Returns which tokens each draft position sees by definition, bool[M, N]."""
-    document, tokens = (packing.positions == 0).cumsum(0), torch.arange(len(packing.positions))
-    return (document[packing.draft_positions, None] == document) & (tokens <= packing.draft_positions[:, None])
-
-
-def times_seen_in(packing: Packing, segments: tuple[Segments, ...]) -> torch.Tensor:
-    """Returns how often kernels pair each draft position with each token, i64[M, N]."""
-    num_drafts, num_tokens = len(packing.draft_positions), len(packing.positions)
-    times_seen = torch.zeros(num_drafts, num_tokens, dtype=torch.long)
-    in_key_order = packing.key_indices.argsort()
-    for part in segments:
-        queries, tokens = torch.arange(num_drafts)[part.queries], in_key_order[part.keys]
-        assert len(queries.unique()) == len(queries) and len(tokens.unique()) == len(tokens)
-        for index, (num_queries, num_keys) in enumerate(part.lengths):
-            first_query, first_key = part.query_offsets[index], part.key_offsets[index]
-            times_seen[
-                queries[first_query : first_query + num_queries, None], tokens[first_key : first_key + num_keys]
-            ] += 1
-    return times_seen
 
 
 def dense_block_attention(
@@ -77,7 +51,7 @@ def dense_block_attention(
     return out + torch.einsum("hrmb,bmhd->rmhd", weights[..., len(key) :], block_value)
 
 
-@pytest.mark.parametrize("packing", [SINGLE, SPANS, PROMPTS_ONLY_BEFORE], ids=["single", "spans", "one draft position"])
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
 @pytest.mark.parametrize("unread", [0, 1])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, 5, 6, 9, 100])
@@ -102,33 +76,6 @@ def test_attention_of_blocks_equals_one_softmax_over_a_mask(
     grads = [torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, dense)]
     for found, wanted in zip(*grads, strict=True):
         torch.testing.assert_close(found, wanted, atol=5e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_kernels_of_single_draft_positions_pair_each_with_every_token_that_it_sees_once(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    lengths = generator.integers(1, 60, 4).tolist()
-    points = [np.sort(generator.choice(length, generator.integers(1, length + 1), replace=False)) for length in lengths]
-    packing = Packing.of_points(lengths, points)
-    assert torch.equal(times_seen_in(packing, packing.segments), seen_tokens(packing).long())
-    assert torch.equal(
-        torch.arange(len(packing.draft_positions))[packing.segments[0].queries],
-        torch.arange(len(packing.draft_positions)),
-    )
-    assert len(packing.segments) <= 2 * math.sqrt(max(map(len, points))) + 1
-    assert packing.num_pairs == seen_tokens(packing).sum()
-
-
-@pytest.mark.parametrize("window", [1, 2, 7, 30, 100])
-@pytest.mark.parametrize("packing", [SINGLE, SPANS, PROMPTS_ONLY_BEFORE], ids=["single", "spans", "one draft position"])
-def test_the_kernels_of_a_window_pair_each_draft_position_with_the_tokens_in_it_once(
-    packing: Packing, window: int
-) -> None:
-    packing = packing.with_window(window)
-    distance = packing.draft_positions[:, None] - torch.arange(len(packing.positions))
-    assert torch.equal(
-        times_seen_in(packing, packing.window_segments), (seen_tokens(packing) & (distance < window)).long()
-    )
 
 
 @pytest.mark.parametrize("case", ["dflash", "dflash, three layers"])

@@ -1,7 +1,5 @@
 """Tests layers and attention against independent references."""
 
-from itertools import chain
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from mtptrain.heads.attention import cpu_blocks
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.layers import RmsNorm, Rope, rotate
-from mtptrain.heads.packing import Indices, Packing
+from mtptrain.heads.packing import Packing
 from mtptrain.utils import compile as fusing
 from tests.mtptrain.heads.dense import dense_depth_attention
 
@@ -214,40 +212,6 @@ def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(
                     depth_attention(query, key, value, [], [], packing).sum().backward()
 
 
-def test_a_packing_says_where_documents_and_rows_lie() -> None:
-    packing = Packing.of_spans([4, 4], [(0, 1, 2), (1, 0, 1), (1, 2, 2)])
-    assert packing.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert packing.draft_positions.tolist() == [1, 2, 4, 6, 7] and packing.other_tokens.tolist() == [0, 5, 3], (
-        "no draft position sees token 3, so it must come last"
-    )
-    inside, before = packing.segments
-    assert inside.lengths == ((2, 2), (1, 1), (2, 2)) and inside.queries == inside.keys == slice(0, 5)
-    assert before.lengths == ((2, 1), (2, 2))
-    assert _listed(before.queries) == [0, 1, 3, 4] and _listed(before.keys) == [5, 2, 6]
-    assert packing.num_pairs == (2 + 3) + 1 + (3 + 4)
-
-
-def _listed(indices: Indices) -> list[int]:
-    return torch.arange(1000)[indices].tolist()
-
-
-def test_keys_of_others_that_are_each_read_by_one_answer_are_read_without_a_copy() -> None:
-    inside, before = Packing.of_spans([9, 7, 5], [(0, 4, 3), (1, 3, 3), (2, 1, 2)]).segments
-    assert inside.queries == inside.keys == before.queries == slice(0, 8) and before.keys == slice(8, 8 + 4 + 3 + 1)
-
-
-@pytest.mark.parametrize("spans", [[(0, 1, 2), (1, 0, 1), (1, 2, 2)], None], ids=["some tokens", "all tokens"])
-def test_what_belongs_to_tokens_is_split_into_rows_and_prompts(spans: list[tuple[int, int, int]] | None) -> None:
-    packing, x = Packing.of_spans([3, 4], spans), torch.randn(7, 2, requires_grad=True)
-    of_drafts, of_others = packing.split(x)
-    assert torch.equal(of_drafts, x[packing.draft_positions]) and torch.equal(of_others, x[packing.other_tokens])
-    joined = torch.cat([2 * of_drafts, 3 * of_others])
-    scale = torch.full((7, 1), 2.0).index_fill_(0, packing.other_tokens, 3.0)
-    assert torch.equal(joined[packing.key_indices], scale * x)
-    weights = torch.randn(7, 2)
-    assert torch.equal(torch.autograd.grad(joined[packing.key_indices], x, weights)[0], scale * weights)
-
-
 def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
     """One document has sixty answers, so sums in bf16 would be off by more than a hundredth."""
     generator, packing = (
@@ -263,22 +227,6 @@ def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
     for ours, exact in list(zip(*found, strict=True))[2:]:
         first = slice(0, 100)  # keys that at least fifty answers read
         assert (ours[first] - exact[first]).norm() / exact[first].norm() < 6e-3
-
-
-def test_of_many_answers_each_kernel_takes_one_of_a_document_and_no_more_keys_than_tokens() -> None:
-    """Packs twenty answers in one document and two in another. For the tokens before answers, each kernel takes at most
-    one answer of a document."""
-    lengths, spans = [200, 30], [(0, 10 * i + 5, 5) for i in range(20)] + [(1, 10, 5), (1, 20, 5)]
-    inside, *before = Packing.of_spans(lengths, spans).segments
-    assert len(_listed(inside.keys)) == 110 and len(before) == 20
-    keys, drafts = (
-        [_listed(places) for places in of] for of in zip(*((part.keys, part.queries) for part in before), strict=True)
-    )
-    assert max(map(len, keys)) <= sum(lengths)
-    assert all(len(set(places)) == len(places) for places in keys), (
-        "a kernel must not repeat a key, because its gradients are not summed"
-    )
-    assert sorted(chain(*drafts)) == list(range(110)), "each draft position must see the tokens before its span once"
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())

@@ -1,6 +1,7 @@
 """Tests the costs of a training step against hand-computed FLOPs and against the memory of a real step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from mtptrain.planning.planner import plan_rows
 from mtptrain.planning.workload import Workload
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
+from mtptrain.training.losses import LossSettings
+
+LOSS = LossSettings(chunk_rows=64)
 
 HEADS_AND_SETTINGS = [
     ("mtp", {}),
@@ -39,10 +43,21 @@ def test_the_flops_of_a_step_are_those_of_its_operators(
     target_config = read_target_config(tiny_target)
     config = HEADS[name].Config(ttt_steps=1 if name == "draft_model" else 3, **settings)
     lengths, share = [500, 500], 0.6
-    counted = step_costs(MicroBatch(config, target_config, torch.bfloat16, lengths, share, loss_chunk_rows=64)).flops
+    counted = step_costs(MicroBatch(config, target_config, torch.bfloat16, lengths, share, LOSS)).flops
     counts = [round((length - 1) * share) for length in lengths]
     packing = _packing(lengths, counts, build_head(config, target_config))
-    assert step_flops(config, target_config).of(packing) == pytest.approx(counted, rel=0.01)
+    assert step_flops(config, target_config, LOSS).of(packing) == pytest.approx(counted, rel=0.01)
+
+
+def test_layers_that_slide_count_the_tokens_of_their_window_alone(tiny_target: Path) -> None:
+    """Attention is most of this step, and would be twice as much if every layer saw everything."""
+    target_config = read_target_config(tiny_target)
+    config = HEADS["dflash"].Config(ttt_steps=3, capture_layers=[1], num_layers=2, sliding_window=200)
+    counted = step_costs(MicroBatch(config, target_config, torch.bfloat16, [3000], 0.6, LOSS)).flops
+    packing = _packing([3000], [1799], build_head(config, target_config))
+    flops = step_flops(config, target_config, LOSS)
+    assert flops.of(packing) == pytest.approx(counted, rel=0.02)
+    assert replace(flops, sliding_share=0.0).of(packing) > 1.3 * counted
 
 
 def test_the_flops_of_an_mtp_head_are_those_of_its_weights(tiny_target: Path) -> None:
@@ -52,7 +67,7 @@ def test_the_flops_of_an_mtp_head_are_those_of_its_weights(tiny_target: Path) ->
     products in the forward and five in the backward pass.
     """
     target_config = read_target_config(tiny_target)
-    flops = step_flops(HEADS["mtp"].Config(ttt_steps=3), target_config)
+    flops = step_flops(HEADS["mtp"].Config(ttt_steps=3), target_config, LOSS)
     combine, queries, keys, rest = 2 * 64 * 64, 64 * 64, 2 * 64 * 64, 64 * 64 + 3 * 64 * 96
     assert flops.per_token == pytest.approx(6 * (combine + keys))
     per_draft_position = 6 * (3 * rest + queries + 2 * (combine + keys + queries)) + 260 * 64 * (3 * 4 + 2)
@@ -95,7 +110,7 @@ def test_the_planned_activations_are_the_memory_that_a_step_takes(lengths: list[
     """Compares the plan with the allocations that torch's profiler records for the same step on real tensors."""
     target_config = read_target_config(tiny_target)
     config = HEADS["mtp"].Config(ttt_steps=3)
-    micro_batch = MicroBatch(config, target_config, torch.float32, lengths, 1.0, loss_chunk_rows=256)
+    micro_batch = MicroBatch(config, target_config, torch.float32, lengths, 1.0, LossSettings(chunk_rows=256))
     planned = step_costs(micro_batch).peak_bytes
     head, parts = build_head(config, target_config), load_frozen_parts(tiny_target)
     with torch.profiler.profile(profile_memory=True) as profile:
