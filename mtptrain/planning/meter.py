@@ -40,8 +40,8 @@ class Meter(TorchDispatchMode):
         self.observe(name, args, kwargs, inputs)
         if name == "_flash_attention_backward":
             self._count_peak(args[1].device, flash_scratch_bytes(args))
-        are_real = bool(inputs) and not any(isinstance(x, FakeTensor) for x in inputs)
-        with unset_fake_temporarily() if are_real else nullcontext():  # offsets of segments must stay known
+        scales_offsets = name == "mul" and not any(isinstance(x, FakeTensor) for x in inputs)
+        with unset_fake_temporarily() if scales_offsets else nullcontext():  # so that their values stay known
             out = func(*args, **kwargs)
         if name in ATTENTION:
             self.attention_flops += attention_flops(name, args)
