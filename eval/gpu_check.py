@@ -123,8 +123,10 @@ def checks_of(stages: Stages, size: CheckSize, device: torch.device) -> dict[str
     return {
         "attention = dense softmax": partial(check_attention, device, dtype),
         "loss = plain formula": partial(check_loss, device, dtype),
-        "decoding = training forward, mtp": partial(check_decode, "mtp", device, dtype),
-        "decoding = training forward, eagle3": partial(check_decode, "eagle3", device, dtype),
+        **{
+            f"decoding = training forward, {head}": partial(check_decode, head, device, dtype)
+            for head in ("mtp", "eagle3", "dflash")
+        },
         "prompts": stages.prompts,
         "extraction = plain forward": stages.extraction,
         "extraction by vLLM": partial(stages.extraction_by_vllm, 1),

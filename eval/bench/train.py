@@ -32,6 +32,8 @@ from rich.table import Table
 
 from mtptrain.command_line.program import program
 from mtptrain.config import PipelineConfig, load_config
+from mtptrain.heads import HEADS
+from mtptrain.heads.config import HeadConfig
 from mtptrain.settings.precision import compute_dtype
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.compile import set_compilation
@@ -69,7 +71,7 @@ def main(cfg: DictConfig) -> None:
     peak = matmul_peak(ranks.device, dtype)
     figures: TrainFigures = {"device": device_name(ranks.device), "dtype": str(dtype), "matmul_tflops": peak / 1e12}
     if config.bench.target is not None:
-        figures["gpu"] = [bench_gpu(config, ranks, peak, *case) for case in GPU_CASES]
+        figures["gpu"] = [bench_gpu(config, ranks, peak, head) for head in GPU_HEADS]
     else:
         figures["steps"] = bench_steps(config, ranks, peak)
         figures |= bench_prompts(config, ranks)
@@ -106,7 +108,8 @@ def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Train
     rows = []
     for hidden_size in config.bench.hidden_sizes:
         for num_tokens in config.bench.train_tokens:
-            case, shape = case_of(hidden_size, config.bench.vocab_size, config.bench.depths), full_documents(num_tokens)
+            head, shape = EAGLE3.Config(ttt_steps=config.bench.depths), full_documents(num_tokens)
+            case = case_of(hidden_size, config.bench.vocab_size, head)
             peer = (
                 PeerProcess(config.bench.peer_python, case, shape, ranks.device, compute_dtype(config.deepspeed))
                 if has_peer
@@ -186,7 +189,8 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
 
     Also compares ours with the peer for prompts nine times as long as the answers."""
     hidden_size, vocab_size = config.bench.prompt_sizes
-    case, answer, documents = case_of(hidden_size, vocab_size, config.bench.depths), 256, 2
+    head, answer, documents = EAGLE3.Config(ttt_steps=config.bench.depths), 256, 2
+    case = case_of(hidden_size, vocab_size, head)
     steps = {
         str(factor): Ours(
             config, case, ([answer * (1 + factor)] * documents, [answer * factor] * documents), ranks
@@ -200,7 +204,7 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
         "prompt_token_cost": (curve["9"] - curve["0"]) / (9 * rows) / (curve["0"] / rows),
     }
     if Path(config.bench.peer_python).exists():
-        case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths)
+        case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, head)
         shape = [1000] * 2, [900] * 2
         ours = Ours(config, case, shape, ranks)
         peer = PeerProcess(config.bench.peer_python, case, shape, ranks.device, compute_dtype(config.deepspeed))
@@ -213,42 +217,48 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
 def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[TrainFigures]:
     """Measures a step on one document of each length, with the last 1,024 tokens supervised.
 
-    Documents of up to a quarter of `bench.longest_tokens` are also measured with all tokens supervised."""
-    measured = []
-    case, longest = (
-        case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, config.bench.depths),
-        config.bench.longest_tokens,
-    )
+    Documents of up to a quarter of `bench.longest_tokens` are also measured with all tokens supervised, and with DFlash
+    blocks at 512 of them."""
+    measured, longest, depths = [], config.bench.longest_tokens, config.bench.depths
     lengths = [1024 << i for i in range(longest.bit_length()) if 1024 << i <= longest]
-    fully_supervised = [(length, length) for length in lengths[1:] if length <= longest // 4]
-    for length, rows in [*((length, 1024) for length in lengths), *fully_supervised]:
+    short = [length for length in lengths[1:] if length <= longest // 4]
+    steps = [
+        (EAGLE3.Config(ttt_steps=depths), length, rows)
+        for length, rows in (*((length, 1024) for length in lengths), *((length, length) for length in short))
+    ]
+    steps += [(DFLASH.Config(ttt_steps=depths, anchors_per_document=512), length, length) for length in short]
+    for head, length, rows in steps:
+        case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, head)
         ours = Ours(config, case, ([length], [length - rows]), ranks)
         seconds, num_bytes = with_peak(ours.timed, ranks.device)
-        figures: TrainFigures = {"tokens": length, "rows": rows, "seconds": seconds, "peak_bytes": num_bytes}
-        measured.append(figures | {"mfu": ours.flops / seconds / peak})
+        figures: TrainFigures = {"head": head.name, "tokens": length, "rows": rows, "seconds": seconds}
+        measured.append(figures | {"peak_bytes": num_bytes, "mfu": ours.flops / seconds / peak})
         print(json.dumps(measured[-1]))
     return measured
 
 
-GPU_CASES: tuple[tuple[str, int, int | None], ...] = (("mtp", 3, None), ("eagle3", 7, None), ("eagle3", 7, 32_000))
-"""Head, number of depths, and draft vocabulary size (None for the target's whole vocabulary)."""
+EAGLE3, DFLASH = HEADS["eagle3"], HEADS["dflash"]
+GPU_HEADS = (
+    HEADS["mtp"].Config(ttt_steps=3),
+    EAGLE3.Config(ttt_steps=7),
+    EAGLE3.Config(ttt_steps=7, draft_vocab_size=32_000),
+    DFLASH.Config(ttt_steps=15, num_layers=5, sliding_window=2048, anchors_per_document=512),  # as published
+)
 
 
-def bench_gpu(
-    config: PipelineConfig, ranks: Ranks, peak: float, head: str, depths: int, draft_vocab_size: int | None
-) -> TrainFigures:
+def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: HeadConfig) -> TrainFigures:
     """Measures a step on packed documents of 8,192 tokens, all supervised."""
     assert config.bench.target is not None
-    case = Case(head, target_of(GPU_TARGETS[config.bench.target], GPU_VOCAB), depths, draft_vocab_size)
+    case = Case(head, target_of(GPU_TARGETS[config.bench.target], GPU_VOCAB))
     ours = Ours(config, case, GPU_DOCUMENTS, ranks)
     seconds, num_bytes = with_peak(ours.timed, ranks.device, config.bench.repeats)
     ours.trainer.clock.read()
     ours.timed()
     phases = ours.trainer.clock.read()
     return {
-        "head": head,
-        "depths": depths,
-        "draft_vocab_size": draft_vocab_size,
+        "head": head.name,
+        "depths": head.ttt_steps,
+        "draft_vocab_size": getattr(head, "draft_vocab_size", None),
         "tokens_per_s": sum(GPU_DOCUMENTS[0]) / seconds,
         "peak_bytes": num_bytes,
         "mfu": ours.flops / seconds / peak,
@@ -269,7 +279,14 @@ STEP_COLUMNS = {
     "plain's": "plain_peak_bytes",
     "peer's": "peer_peak_bytes",
 }
-LENGTH_COLUMNS = {"tokens": "tokens", "rows": "rows", "s": "seconds", "MFU": "mfu", "memory": "peak_bytes"}
+LENGTH_COLUMNS = {
+    "head": "head",
+    "tokens": "tokens",
+    "rows": "rows",
+    "s": "seconds",
+    "MFU": "mfu",
+    "memory": "peak_bytes",
+}
 GPU_COLUMNS = {
     "head": "head",
     "depths": "depths",

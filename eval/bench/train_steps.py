@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from mtptrain.config import PipelineConfig
-from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.hidden_states.store import StoredDocument
@@ -23,6 +24,7 @@ from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, make_batch
+from mtptrain.training.step_packing import Anchors
 from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
@@ -41,16 +43,14 @@ Shape = tuple[Sequence[int], Sequence[int]]
 class Case:
     """A head for a target with random weights."""
 
-    head: str
+    head: HeadConfig
     target: LlamaConfig
-    depths: int
-    draft_vocab_size: int | None = None
 
 
-def case_of(hidden_size: int, vocab_size: int, depths: int, head: str = "eagle3") -> Case:
+def case_of(hidden_size: int, vocab_size: int, head: HeadConfig) -> Case:
     heads = hidden_size // 64
     sizes = {"hidden_size": hidden_size, "intermediate_size": hidden_size * 11 // 4, "num_attention_heads": heads}
-    return Case(head, target_of(sizes | {"num_key_value_heads": max(1, heads // 4)}, vocab_size), depths)
+    return Case(head, target_of(sizes | {"num_key_value_heads": max(1, heads // 4)}, vocab_size))
 
 
 def target_of(sizes: dict[str, Any], vocab_size: int, num_layers: int = 8) -> LlamaConfig:
@@ -83,18 +83,14 @@ class Ours:
     def __init__(self, config: PipelineConfig, case: Case, shape: Shape, ranks: Ranks) -> None:
         torch.manual_seed(0)
         target = case.target
-        settings = (
-            {"capture_layers": [2, 4, 6], "draft_vocab_size": case.draft_vocab_size} if case.head == "eagle3" else {}
-        )
-        head_config = HEADS[case.head].Config(ttt_steps=case.depths, **settings)
-        self.head = build_head(head_config, target)
+        self.head = build_head(case.head, target)
         if self.head.d2t is not None:
             self.head.d2t.zero_()
         self.parts = random_parts(target, ranks.device, compute_dtype(config.deepspeed))
         self.trainer = Trainer(self.head, self.parts, config.train, config.deepspeed, 10_000, ranks)
         self.device = ranks.device
-        self.batch = random_batch(target, shape, len(self.head.capture_layers), case.depths)
-        self.flops = step_flops(head_config, target, self.trainer.loss_settings).of(self.batch.packing)
+        self.batch = random_batch(target, shape, self.head)
+        self.flops = step_flops(case.head, target, self.trainer.loss_settings).of(self.batch.packing)
 
     def step(self) -> None:
         self.trainer.step([self.batch])
@@ -179,8 +175,8 @@ def random_parts(target: LlamaConfig, device: torch.device, dtype: torch.dtype) 
     )
 
 
-def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: int) -> Batch:
-    documents = []
+def random_batch(target: LlamaConfig, shape: Shape, head: Head) -> Batch:
+    documents, num_captured = [], len(head.capture_layers)
     for index, (length, prompt) in enumerate(zip(*shape, strict=True)):
         states = torch.randn(length, 1 + num_captured, target.hidden_size, dtype=torch.bfloat16)
         ids = torch.randint(0, target.vocab_size, (length,), dtype=torch.int32)
@@ -190,7 +186,8 @@ def random_batch(target: LlamaConfig, shape: Shape, num_captured: int, depths: i
                 index, ids, mask, states[:, -1].contiguous(), states[:, :-1].contiguous() if num_captured else None
             )
         )
-    return make_batch(documents, depths)
+    anchors = Anchors(head.drafts_per_document, (0,)) if head.drafts_per_document else None
+    return make_batch(documents, head.ttt_steps, anchors=anchors, window=head.shared_window)
 
 
 class PeerProcess:
@@ -210,7 +207,7 @@ class PeerProcess:
                 **sizes,
                 "lengths": list(lengths),
                 "prompts": list(prompts),
-                "depths": case.depths,
+                "depths": case.head.ttt_steps,
                 "trains_lm_head": False,
             }
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from mtptrain.heads import HEADS
@@ -16,7 +17,7 @@ from mtptrain.training.batches import Batch, map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils.compile import eager
 
-from ..bench.train_steps import Case, case_of, dense_attention, random_batch, random_parts
+from ..bench.train_steps import case_of, dense_attention, random_batch, random_parts
 from .findings import Finding, at_most
 
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
@@ -31,11 +32,20 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
-    """Compares attention at one depth and its gradients with a single softmax over a dense mask in fp32."""
-    generator = torch.Generator(device).manual_seed(0)
+    """Compares attention at one depth and its gradients with a single softmax over a dense mask in fp32.
+
+    Draft positions are the answers of chats, or single tokens.
+    """
     spans = [(i, prompt, length - prompt) for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True))]
-    packing = map_tensors(Packing.of_spans(LENGTHS, spans), lambda x: x.to(device))
-    num_tokens, num_drafts = sum(LENGTHS), sum(LENGTHS) - sum(PROMPTS)
+    turns, points = [(0, 5, 12), (0, 20, 30), (0, 60, 69)], [np.arange(3, length, 7) for length in LENGTHS]
+    packings = Packing.of_spans(LENGTHS, [*turns, *spans[1:]]), Packing.of_points(LENGTHS, points)
+    errors = [error_of_attention(map_tensors(packing, lambda x: x.to(device)), device, dtype) for packing in packings]
+    return at_most(max(errors), BOUNDS[dtype], "largest error of output and gradients")
+
+
+def error_of_attention(packing: Packing, device: torch.device, dtype: torch.dtype) -> float:
+    generator = torch.Generator(device).manual_seed(0)
+    num_tokens, num_drafts = len(packing.positions), len(packing.draft_positions)
     shapes = [
         (num_drafts, 4, 64),
         (num_tokens, 2, 64),
@@ -50,11 +60,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
         query, key, value, *own = leaves
         out = attention(query, key, value, own[: DEPTHS - 1], own[DEPTHS - 1 :], packing)
         results.append([out, *torch.autograd.grad((out.float() * weights).sum(), leaves)])
-    return at_most(
-        max(relative_error(*pair) for pair in zip(*results, strict=True)),
-        BOUNDS[dtype],
-        "largest error of output and gradients",
-    )
+    return max(relative_error(*pair) for pair in zip(*results, strict=True))
 
 
 def dense_depth_attention(
@@ -76,22 +82,20 @@ def dense_depth_attention(
     )
 
 
-def random_case(head: str, device: torch.device, dtype: torch.dtype) -> tuple[Case, Head, FrozenParts, Batch]:
-    """Returns a case with a small target, and its head, frozen parts and a packed batch, all with random values."""
+def random_case(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Head, FrozenParts, Batch]:
+    """Returns a head for a small target, its frozen parts and a packed batch, all with random values."""
     torch.manual_seed(0)
-    case = case_of(hidden_size=256, vocab_size=512, depths=DEPTHS, head=head)
-    settings = {"capture_layers": [2, 4, 6]} if head == "eagle3" else {}
-    built = build_head(HEADS[head].Config(ttt_steps=DEPTHS, **settings), case.target).to(device, dtype)
-    batch = random_batch(case.target, (LENGTHS, [0] * len(LENGTHS)), len(built.capture_layers), DEPTHS).to(
-        device, dtype
-    )
-    return case, built, random_parts(case.target, device, dtype), batch
+    settings = {"num_layers": 2, "sliding_window": 16} if name == "dflash" else {}
+    case = case_of(hidden_size=256, vocab_size=512, head=HEADS[name].Config(ttt_steps=DEPTHS, **settings))
+    head = build_head(case.head, case.target).to(device, dtype)
+    batch = random_batch(case.target, (LENGTHS, [0] * len(LENGTHS)), head).to(device, dtype)
+    return head, random_parts(case.target, device, dtype), batch
 
 
 @torch.no_grad()
 def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
     """Compares a head's states during decoding with a cache to those of its packed training forward."""
-    _, built, parts, batch = random_case(head, device, dtype)
+    built, parts, batch = random_case(head, device, dtype)
     reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states
     tokens = PackedTokens(reads, batch.input_ids, batch.next_ids, batch.packing)
     trained = built(tokens, parts, DEPTHS)  # [T, M, H]
@@ -134,7 +138,7 @@ def drafted_states(
 
 def check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
     """Compares the blockwise KL loss and its gradient with a single fp32 computation over all logits."""
-    _, _, parts, batch = random_case("mtp", device, dtype)
+    _, parts, batch = random_case("mtp", device, dtype)
     is_draft = batch.is_draft
     states = torch.randn(*is_draft.shape, parts.embed_tokens.shape[1], device=device).to(dtype)
     scale = torch.ones(DEPTHS, device=device) / batch.num_drafts

@@ -43,11 +43,10 @@ def test_every_candidate_is_measured_and_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
     torch.manual_seed(0)
-    case, depths = case_of(64, 50, 3, name), 3
-    settings = {"capture_layers": [2, 4, 6]} if name == "eagle3" else {}
-    head = build_head(HEADS[name].Config(ttt_steps=depths, **settings), case.target).bfloat16()
+    case, depths = case_of(64, 50, HEADS[name].Config(ttt_steps=3)), 3
+    head = build_head(case.head, case.target).bfloat16()
     parts = random_parts(case.target, torch.device("cpu"), torch.bfloat16)
-    batch = random_batch(case.target, ([20, 9, 9], [5, 0, 8]), len(head.capture_layers), depths)
+    batch = random_batch(case.target, ([20, 9, 9], [5, 0, 8]), head)
     target_states = parts.final_norm(batch.hidden_states)
     read = target_states if batch.aux_hidden_states is None else batch.aux_hidden_states
     states = head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), parts, depths)
@@ -58,6 +57,8 @@ def test_the_plain_formula_that_is_timed_gives_the_same_loss(name: str) -> None:
 
 
 AS_ON_A_GPU = """
+from dataclasses import replace
+
 from eval.bench import train as bench_train
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
@@ -65,8 +66,10 @@ from tests.conftest import make_config
 sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}
 bench_train.GPU_TARGETS, bench_train.GPU_VOCAB, bench_train.GPU_DOCUMENTS = {"8b": sizes}, 300, ([96] * 2, [0] * 2)
 config = make_config("bench.target=8b", "bench.repeats=1", "train.micro_batches_per_step=1")
-for head, depths, draft_vocab_size in bench_train.GPU_CASES:
-    figures = bench_train.bench_gpu(config, Ranks(0, 1, 0), 1e12, head, depths, draft_vocab_size and 200)
+for head in bench_train.GPU_HEADS:
+    tiny = {"draft_vocab_size": 200} if getattr(head, "draft_vocab_size", None) else {}
+    tiny |= {"sliding_window": 40, "anchors_per_document": 30} if head.name == "dflash" else {}
+    figures = bench_train.bench_gpu(config, Ranks(0, 1, 0), 1e12, replace(head, **tiny))
     assert figures["tokens_per_s"] > 0 and 0 < figures["optimizer_share"] < 1
     bench_train.print_tables({"device": "a GPU", "dtype": "bfloat16", "matmul_tflops": 1.0, "gpu": [figures]})
 """
