@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtptrain.decoding.confidence import NUM_BINS
+from mtptrain.decoding.confidence import NUM_BINS, sums_by_bin
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Round
 from mtptrain.heads.base import Head
@@ -66,8 +66,7 @@ class DraftQuality:
         ).double()  # [B, K, 4]
         figures = figures * is_reached[..., None]
         self.is_sampled = draft.probs is not None
-        bins = (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-        by_bin = figures.new_zeros(NUM_BINS, 4).index_add_(0, bins.flatten(), figures.flatten(0, 1))
+        by_bin = sums_by_bin(confidence.flatten(), figures.flatten(0, 1))
         sums = torch.cat([figures.sum(0), by_bin])  # [K + bins, 4]
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -81,7 +80,7 @@ class DraftQuality:
         """Returns the figures, computed from `sums` added up over all ranks."""
         by_depth, by_bin = sums[: self.num_depths], sums[self.num_depths :]
         means, bin_means = by_depth / by_depth[:, :1].clamp(min=1), by_bin / by_bin[:, :1].clamp(min=1)
-        distances = (bin_means[:, 2] - bin_means[:, 3]).abs() * by_bin[:, 0]
+        distances = (by_bin[:, 2] - by_bin[:, 3]).abs()
         names = ("drafts", "accepted", "confidence")
         rows = torch.stack([by_bin[:, 0], bin_means[:, 2], bin_means[:, 3]], 1).tolist()
         return QualityFigures(

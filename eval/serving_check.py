@@ -38,6 +38,7 @@ from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.engine import Engine, EngineCounts, EngineRun
 from mtptrain.serving.vllm_server import VllmServer
+from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.families import eos_token_ids
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
@@ -292,6 +293,7 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
 def report(config: PipelineConfig, comparison: Comparison, divergence: Divergence | None) -> dict[str, Any]:
     settings, acceptance, counts = config.acceptance, comparison.counted, comparison.counts
     our_plain, their_plain = comparison.num_plain
+    is_openvino = config.serving.engine is ServingEngine.openvino
     names = ("rounds", "drafted", "accepted_at", "acceptance_length")
     return {
         "is_equal": comparison.is_equal,
@@ -306,6 +308,7 @@ def report(config: PipelineConfig, comparison: Comparison, divergence: Divergenc
         "num_speculative_tokens": settings.num_speculative_tokens,
         "max_new_tokens": settings.max_new_tokens,
         "dtype": str(settings.dtype),
+        "openvino_weights": str(config.serving.openvino_weights) if is_openvino else None,
     }
 
 

@@ -74,6 +74,11 @@ def fit(drafts: torch.Tensor) -> Calibration:
 
 def calibration_error(confidences: torch.Tensor, accepted: torch.Tensor) -> float:
     """Returns the distance between mean confidence and share accepted in ten bins, averaged over drafts f64[N]."""
-    bins = (confidences * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-    differences = torch.zeros(NUM_BINS, dtype=torch.float64).index_add_(0, bins, confidences - accepted)
+    differences = sums_by_bin(confidences, (confidences - accepted)[:, None])
     return float(differences.abs().sum() / max(len(confidences), 1))
+
+
+def sums_by_bin(confidences: torch.Tensor, figures: torch.Tensor) -> torch.Tensor:
+    """Returns the sums [bins, F] of the figures [N, F] of drafts whose confidence is in each tenth."""
+    bins = (confidences * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    return figures.new_zeros(NUM_BINS, figures.shape[1]).index_add_(0, bins, figures)

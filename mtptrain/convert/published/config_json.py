@@ -51,7 +51,8 @@ def anything(value: Any, config: Config, target: PreTrainedConfig) -> None:
 
 def only(*allowed: object, because: str = "as in our heads") -> Rule:
     words = " or ".join(shown(value) for value in allowed)
-    return lambda value, config, target: None if value in allowed else f"{words}, {because}"
+    kinds = [(isinstance(value, bool), value) for value in allowed]  # true is not 1.0
+    return lambda value, config, target: None if (isinstance(value, bool), value) in kinds else f"{words}, {because}"
 
 
 def of_target(name: str) -> Rule:

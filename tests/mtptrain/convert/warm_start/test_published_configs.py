@@ -328,6 +328,7 @@ def test_a_dflash2_head_is_read_or_refused_by_the_key(published: Published) -> N
     published.load({"dflash_config": section | {"output_multiplier": 1.0}}, removed=("block_size",))
     for key, value, message in (
         ("output_multiplier", 2.0, r"dflash_config\.output_multiplier must be 1\.0, as in our heads, but is 2\.0"),
+        ("output_multiplier", True, r"dflash_config\.output_multiplier must be 1\.0, as in our heads, but is true"),
         (
             "final_logit_softcapping",
             30.0,
