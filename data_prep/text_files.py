@@ -16,10 +16,12 @@ STANDARD_LIBRARY = "standard_library"
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text of each file that was read, and why each refused file or directory was not read, both by name."""
+    """What was found below the directories of `prompts.paths`."""
 
     texts: dict[str, str]
+    """The text of each file that was read, by name, in the order of names."""
     refused: dict[str, str]
+    """Why a file or directory was not read, by name."""
 
 
 def standard_library_dir() -> Path:
@@ -27,7 +29,7 @@ def standard_library_dir() -> Path:
 
 
 def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()) -> TextFiles:
-    """Read every file below `directories` whose name matches `pattern`, sorted by name.
+    """Returns the texts of all files below `directories` whose names match `pattern`.
 
     Args:
         directories: paths, or `standard_library` for the running Python's standard library.
@@ -63,7 +65,7 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
                 texts[name] = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 refused[name] = "not UTF-8"
-    return TextFiles({name: text for name, text in sorted(texts.items())}, refused)
+    return TextFiles(dict(sorted(texts.items())), refused)
 
 
 def _matching(root: Path, pattern: str) -> list[Path]:

@@ -17,7 +17,7 @@ INCOMPLETE = "\ufffd"
 """The character to which tokenizers decode a byte of an incomplete character."""
 
 
-def is_accepted(generation: Generation) -> list[bool]:
+def accepted_flags(generation: Generation) -> list[bool]:
     """Returns, for each token of an answer, whether it was an accepted draft.
 
     The target chooses the first token, and one bonus token after the accepted drafts of each round.
@@ -46,6 +46,7 @@ def examples(
         key=lambda prompt_id: acceptance_length(drafted[prompt_id]),
     )
     count = min(NUM_EXAMPLES, len(ranked))
+    # Take the middle of each of `count` equal parts.
     chosen = [ranked[(2 * i + 1) * len(ranked) // (2 * count)] for i in range(count)]
     return [
         {
@@ -70,7 +71,7 @@ def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[t
     """
     found: list[tuple[str, bool]] = []
     end = num_shown = 0
-    for accepted, run in groupby(is_accepted(generation)):
+    for accepted, run in groupby(accepted_flags(generation)):
         end += len(list(run))
         text = decoded(tokenizer, generation.tokens[:end])
         if end < len(generation.tokens):

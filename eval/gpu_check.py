@@ -36,7 +36,7 @@ from mtptrain.utils.files import write_json
 
 from .checks.findings import Check, Outcome, Row, print_rows, run_check
 from .checks.numerics import check_attention, check_decode, check_loss
-from .checks.pipeline import RunProgram, Stages, run_in_process
+from .checks.pipeline import RunProgram, Stages, run_in_subprocess
 
 COMMON = ("train.log_every=1", "train.tracker=none", "train.validate_every=0", "train.warmup_steps=5")
 SIZES = {
@@ -86,7 +86,7 @@ def check_all(config: PipelineConfig, directory: Path, device: torch.device) -> 
     write_provenance(directory, config)
     work_dir = Path(tempfile.mkdtemp(prefix="check_", dir=directory))  # an older one may hold files of somebody
     inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(work_dir / 'run')}"]))
-    rows = run_all(inner, overrides, config.check.size, device, run_in_process)
+    rows = run_all(inner, overrides, config.check.size, device, run_in_subprocess)
     code = report(rows, directory, device)
     if code:
         print(f"the programs' output and logs are in {work_dir}")

@@ -153,7 +153,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         drafts_per_document=head.drafts_per_document,
         window=head.shared_window,
     )
-    states.follow(schedule.first_epoch)
+    states.set_steps(schedule.first_epoch)
     if ranks.is_first:
         is_bf16 = compute_dtype(config.deepspeed) is torch.bfloat16
         announce_precision("deepspeed", Dtype.bfloat16 if is_bf16 else Dtype.float32)

@@ -28,7 +28,7 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
     states = target.forward(
         padded.to(device), torch.arange(padded.shape[1], device=device).expand(len(prompts), -1), cache
     )
-    last = states.post_norm_states[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]  # [B, H]
+    last = states.postnorm_states[torch.arange(len(prompts), device=device), (lengths - 1).to(device)]  # [B, H]
     newest = sampler.choose(target.logits(last)).cpu()  # [B]
     responses: list[list[int]] = [[] for _ in prompts]
     rows = torch.arange(len(prompts))  # the prompts that are still in the batch
@@ -46,7 +46,7 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
         # 3. The target reads the newest tokens and chooses the next ones.
         positions = torch.tensor([int(lengths[row]) + len(responses[row]) - 1 for row in rows.tolist()], device=device)
         states = target.forward(newest[:, None].to(device), positions[:, None], cache)
-        newest = sampler.choose(target.logits(states.post_norm_states[:, 0])).cpu()
+        newest = sampler.choose(target.logits(states.postnorm_states[:, 0])).cpu()
 
 
 def _has_ended(tokens: Sequence[int], sampling: Sampling) -> bool:

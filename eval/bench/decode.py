@@ -31,7 +31,7 @@ from mtptrain.command_line.program import command, program
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
-from mtptrain.decoding.round_costs import Batch, Spent, decode, drafters_of, fastest_in_turns, num_rounds
+from mtptrain.decoding.round_costs import PromptIds, Spent, decode, drafters_of, fastest_in_turns, num_rounds
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import PHASES
 from mtptrain.heads.base import Head
@@ -103,7 +103,7 @@ def check(config: PipelineConfig) -> None:
         check_depths(config.head, "bench.draft_depths", depths)
 
 
-def prompts_to_measure(bench: BenchConfig, prompts: Prompts) -> Batch:
+def prompts_to_measure(bench: BenchConfig, prompts: Prompts) -> PromptIds:
     """Returns the first `bench.decode_prompts` prompts.
 
     Raises:
@@ -118,16 +118,16 @@ def prompts_to_measure(bench: BenchConfig, prompts: Prompts) -> Batch:
     return found
 
 
-def measure(config: PipelineConfig, target: Target, head: Head, prompts: Batch) -> list[DecodingRow]:
+def measure(config: PipelineConfig, target: Target, head: Head, prompts: PromptIds) -> list[DecodingRow]:
     """Returns a row for each batch size and K; K = 0 is plain decoding."""
     settings, bench = config.acceptance, config.bench
     drafters = drafters_of(head, target.parts, bench.draft_depths, settings.sample_drafts)
 
-    def decode_with(depths: int, batch: Batch) -> Spent:
+    def decode_with(depths: int, batch: PromptIds) -> Spent:
         sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
         return decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler)
 
-    def fastest(batch: Batch) -> dict[int, Spent]:
+    def fastest(batch: PromptIds) -> dict[int, Spent]:
         return fastest_in_turns(lambda depths: decode_with(depths, batch), list(drafters), bench.repeats)
 
     rows: list[DecodingRow] = []
@@ -139,7 +139,7 @@ def measure(config: PipelineConfig, target: Target, head: Head, prompts: Batch) 
     return rows
 
 
-def full_batches(prompts: Batch, batch_size: int) -> list[Batch]:
+def full_batches(prompts: PromptIds, batch_size: int) -> list[PromptIds]:
     return [prompts[first : first + batch_size] for first in range(0, len(prompts) - batch_size + 1, batch_size)]
 
 

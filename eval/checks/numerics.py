@@ -23,8 +23,8 @@ from .findings import Finding, at_most
 BOUNDS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 """Maximum relative error by dtype. bf16 rounds with a relative error of up to 2^-8, and several roundings add up."""
 DEPTHS = 3
-LENGTHS, PROMPTS = [129, 40, 300], [30, 0, 100]
-"""Number of tokens in each document, and in the prompt at its start."""
+LENGTHS = [129, 40, 300]
+"""Number of tokens in each document."""
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -36,9 +36,9 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
 
     Draft positions are the answers of chats, or single tokens.
     """
-    spans = [(i, prompt, length - prompt) for i, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True))]
-    turns, points = [(0, 5, 12), (0, 20, 30), (0, 60, 69)], [np.arange(3, length, 7) for length in LENGTHS]
-    packings = Packing.of_spans(LENGTHS, [*turns, *spans[1:]]), Packing.of_points(LENGTHS, points)
+    answers = [(0, 5, 12), (0, 20, 30), (0, 60, 69), (1, 0, 40), (2, 100, 200)]
+    points = [np.arange(3, length, 7) for length in LENGTHS]
+    packings = Packing.of_spans(LENGTHS, answers), Packing.of_points(LENGTHS, points)
     errors = [error_of_attention(map_tensors(packing, lambda x: x.to(device)), device, dtype) for packing in packings]
     return at_most(max(errors), BOUNDS[dtype], "largest error of output and gradients")
 
@@ -93,17 +93,17 @@ def random_case(name: str, device: torch.device, dtype: torch.dtype) -> tuple[He
 
 
 @torch.no_grad()
-def check_decode(head: str, device: torch.device, dtype: torch.dtype) -> Finding:
+def check_decode(name: str, device: torch.device, dtype: torch.dtype) -> Finding:
     """Compares a head's states during decoding with a cache to those of its packed training forward."""
-    built, parts, batch = random_case(head, device, dtype)
+    head, parts, batch = random_case(name, device, dtype)
     reads = parts.final_norm(batch.hidden_states) if batch.aux_hidden_states is None else batch.aux_hidden_states
     tokens = PackedTokens(reads, batch.input_ids, batch.next_ids, batch.packing)
-    trained = built(tokens, parts, DEPTHS)  # [T, M, H]
+    trained = head(tokens, parts, DEPTHS)  # [T, M, H]
     found, wanted = [], []
     ids = torch.cat([batch.input_ids[:1], batch.next_ids])
     for start in (0, 20, 100):  # positions in the first document
         with eager():  # as in validation and acceptance
-            found += drafted_states(built, parts, reads, ids, start, DEPTHS)
+            found += drafted_states(head, parts, reads, ids, start, DEPTHS)
         wanted += trained[:, batch.packing.draft_positions == start][:, 0].unbind()
     return at_most(relative_error(torch.stack(found), torch.stack(wanted)), BOUNDS[dtype], "error of states")
 
@@ -125,12 +125,12 @@ def drafted_states(
     """
     cache, positions = PositionCache(start + 2 + num_drafts), torch.arange(start + 1, device=ids.device)[None]
     read = target_states[None, : start + 1]
-    states = TargetStates(*(read[..., 0, :], read) if head.read_layers else (read, None))
+    states = TargetStates(read[..., 0, :], read) if head.read_layers else TargetStates(read, None)
     verified = Verified(ids[None], torch.full((1,), start + 2, device=ids.device), positions, states)
     first = head.draft_first(verified, parts, cache, num_drafts)
     found, fed_back = list(first.states[0]), first.fed_back[:, None]
     for depth in range(len(found), num_drafts):
-        next_token, position = ids[None, start + 1 + depth :][:, :1], positions[:, -1:] + depth
+        next_token, position = ids[start + 1 + depth].view(1, 1), positions[:, -1:] + depth
         state, fed_back = head.draft_next(fed_back, next_token, position, parts, cache)
         found.append(state[0, 0])
     return found

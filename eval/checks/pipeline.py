@@ -55,7 +55,7 @@ def command_of(program: str, arguments: Sequence[str], num_ranks: int) -> list[s
     return [sys.executable, *launcher, "-m", python_module(module), *stage, *arguments]
 
 
-def run_in_process(program: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+def run_in_subprocess(program: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
     """Runs a program as a user does. If it exceeds the time limit, it is killed with all its ranks."""
     command = command_of(program, arguments, num_ranks)
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -115,7 +115,7 @@ class Stages:
             document = store.document(index)
             tokens = document.input_ids[None].long().to(self.device)
             positions = torch.arange(tokens.shape[1], device=self.device)[None]
-            plain = target.forward(tokens, positions, target.cache(tokens.shape[1])).post_norm_states[0]
+            plain = target.forward(tokens, positions, target.cache(tokens.shape[1])).postnorm_states[0]
             wanted.append(plain.cpu())
             found.append(target.parts.final_norm(stored_states(store, index).to(self.device)).cpu())
         return at_most(
@@ -150,14 +150,14 @@ class Stages:
         arguments = [*self.overrides, f"run_dir={quoted(run_dir)}"]
         killed_at = kill_after_a_checkpoint(command_of("mtptrain train", arguments, self.num_ranks), run_dir)
         self.program("mtptrain train", run_dir=run_dir, num_ranks=self.num_ranks)
-        ours, theirs = losses(run_dir), losses(self.directory)
-        if len(ours) != len(theirs) or killed_at >= len(theirs):
+        resumed, uninterrupted = losses(run_dir), losses(self.directory)
+        if len(resumed) != len(uninterrupted) or killed_at >= len(uninterrupted):
             return Finding(
                 Outcome.failed,
-                reason=f"training must be killed before step {len(theirs)} and then resume up to it, but was killed "
-                f"at step {killed_at} and ended at step {len(ours)}",
+                reason=f"training must be killed before step {len(uninterrupted)} and then resume up to it, but "
+                f"was killed at step {killed_at} and ended at step {len(resumed)}",
             )
-        error = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+        error = max(abs(a / b - 1) for a, b in zip(resumed, uninterrupted, strict=True))
         return at_most(
             error,
             LOSS_ERROR if self.device.type == "cuda" else 0.0,
@@ -192,17 +192,14 @@ class Stages:
 
         plain, drafted = answers(NoDrafter()), answers(HeadDrafter(head, target.parts, settings.num_speculative_tokens))
         divergences = [
-            first_answer_divergence(target, [each[0]], [each[1]], [each[2]])
-            for each in zip(prompts, plain, drafted, strict=True)
+            first_answer_divergence(target, [prompt], [one], [other])
+            for prompt, one, other in zip(prompts, plain, drafted, strict=True)
         ]
         gaps = [abs(each.logit_gap) / max(1.0, abs(each.logit)) for each in divergences if each is not None]
-        figure = (
-            f"{len(plain) - len(gaps)} of {len(plain)} answers are equal, largest relative logit gap "
-            f"{max(gaps, default=0.0):.2g}"
-        )
+        largest = max(gaps, default=0.0)
         return judged(
-            max(gaps, default=0.0) <= NEAR_TIE[dtype],
-            figure,
+            largest <= NEAR_TIE[dtype],
+            f"{len(plain) - len(gaps)} of {len(plain)} answers are equal, largest relative logit gap {largest:.2g}",
             f"gap at most {NEAR_TIE[dtype]:.2g}",
             "a token differs from plain decoding without a near tie",
         )

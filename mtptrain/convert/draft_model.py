@@ -47,7 +47,7 @@ def load_draft_model(
         UserError: `path` is neither a model directory nor a hub name, or the model has no weights, or `path` does not
             hold a language model with the target's tokenizer, or its weights do not match its config.
     """
-    published_config(path, target.config, setting)
+    published_config(path, target.config, setting)  # its errors name `setting`; those below would name head.init_from
     config = DraftModelHead.Config(init_from=path)
     head = build_head(config, target.config)
     filled = fill_head(head, initial_weights(config, target, setting)[1], dtype, device)
@@ -72,10 +72,8 @@ def initial_weights(
         directory = own.parent
         tensors = _read([checked_weights(directory)], expected)
     else:
-        directory = resolve_target(config.init_from, setting=setting)
-        check_tokenizer(directory, target, setting)
-        check_weights(directory)
-        tensors = _load(directory, expected)
+        directory = _checked_directory(config.init_from, target, setting)
+        tensors = _load(directory, expected, setting)
     tensors = {name: _padded(x, expected[name]) if name in VOCABULARY else x for name, x in tensors.items()}
     wrong = next(
         (name for name in expected if name not in tensors or tuple(tensors[name].shape) != expected[name]), None
@@ -102,12 +100,18 @@ def check_start(config: HeadConfig, target: TargetFiles) -> None:
     if not isinstance(config, DraftModelHead.Config) or config.init_from is None:
         return
     if not (Path(config.init_from) / "head.json").is_file():
-        directory = resolve_target(config.init_from, setting="head.init_from")
-        check_tokenizer(directory, target, "head.init_from")
-        check_weights(directory)
+        _checked_directory(config.init_from, target, "head.init_from")
 
 
-def _load(directory: Path, names: Collection[str]) -> Tensors:
+def _checked_directory(path: str, target: TargetFiles, setting: str) -> Path:
+    """Returns the directory of a published model, which has the target's tokenizer and all its files of weights."""
+    directory = resolve_target(path, setting=setting)
+    check_tokenizer(directory, target, setting)
+    check_weights(directory)
+    return directory
+
+
+def _load(directory: Path, names: Collection[str], setting: str) -> Tensors:
     """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families.
 
     Raises:
@@ -122,8 +126,11 @@ def _load(directory: Path, names: Collection[str]) -> Tensors:
     try:
         check_target(Target(model))
     except UserError as error:
-        reason = str(error).removeprefix("target.path: ")
-        raise UserError(f"{directory}: a draft model must be one that mtptrain can run, but {reason}") from error
+        reason = str(error).removeprefix("target.path: ").removesuffix("; choose another target")
+        raise UserError(
+            f"{setting}: must be a language model that mtptrain can run, but {directory} is not: {reason}; choose "
+            "another draft model"
+        ) from error
     return tensors
 
 
@@ -180,7 +187,7 @@ def check_tokenizer(directory: Path, target: TargetFiles, setting: str) -> None:
 
 
 def start_from_target_model(head: DraftModelHead, target: TargetFiles) -> None:
-    """Copy the target's first layers into a draft model, or call `project_embeddings` if the model is narrower."""
+    """Copy the target's first layers into a draft model, or projections of its embeddings if the model is narrower."""
     if head.config.hidden_size < target.config.hidden_size:
         project_embeddings(head, target.directory)
     else:
@@ -202,8 +209,8 @@ def project_embeddings(head: DraftModelHead, target_dir: Path) -> None:
     scale = head.config.initializer_range
     if head.lm_head is not None:
         head.lm_head.weight.copy_(principal_components(output, size, scale))
-        output = parts.embed_tokens.float()
-    head.model.embed_tokens.weight.copy_(principal_components(output, size, scale))
+    table = output if head.lm_head is None else parts.embed_tokens.float()
+    head.model.embed_tokens.weight.copy_(principal_components(table, size, scale))
 
 
 def principal_components(table: torch.Tensor, size: int, scale: float) -> torch.Tensor:
@@ -231,7 +238,8 @@ def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
     wrong = [(name, str(theirs[name]), ours[name]) for name in ours if ours[name] != theirs[name]]
     if head.config.num_hidden_layers > target.config.num_hidden_layers:
         wrong.append(("num_hidden_layers", f"at most {target.config.num_hidden_layers}", head.config.num_hidden_layers))
-    for name, wanted, found in wrong:
+    if wrong:
+        name, wanted, found = wrong[0]
         if name not in DraftModelHead.Config.__dataclass_fields__:
             raise UserError(
                 f"head.start_from_target: the draft model's {name} must be {wanted}, as in the target, but is {found}; "

@@ -22,15 +22,16 @@ class Calibration:
     confidence_scale: float
     confidence_shift: float
     confidence_error: float
-    """Expected calibration error after the change, over the drafts that were fitted; see `calibration_error`."""
+    """`calibration_error` after the change, over the drafts that were fitted."""
     confidence_error_before: float
+    """The same before it."""
 
 
 @dataclass
 class Confidences:
     """Observes rounds, and keeps the confidence of each draft that was reached, and whether it was accepted."""
 
-    _seen: list[torch.Tensor] = field(default_factory=list, repr=False)
+    _rounds: list[torch.Tensor] = field(default_factory=list, repr=False)
     """[B, K, 3] of each round: the confidences, what was accepted and what was reached."""
 
     def __call__(self, seen: Round) -> None:
@@ -38,21 +39,21 @@ class Confidences:
         depths = torch.arange(seen.draft.tokens.shape[1], device=seen.draft.tokens.device)
         count = seen.accepted.count[:, None]
         is_reached = (depths <= count) & seen.is_active[:, None]  # all drafts before it were accepted
-        self._seen.append(torch.stack([seen.draft.confidences.double(), depths < count, is_reached], -1))
+        self._rounds.append(torch.stack([seen.draft.confidences.double(), depths < count, is_reached], -1))
 
     def drafts(self) -> torch.Tensor:
         """Returns the confidence of each draft, and 1 if it was accepted or else 0, f64[N, 2]."""
-        each = torch.cat([torch.zeros(0, 3, dtype=torch.float64), *(seen.flatten(0, 1).cpu() for seen in self._seen)])
+        each = torch.cat([torch.zeros(0, 3, dtype=torch.float64), *(part.flatten(0, 1).cpu() for part in self._rounds)])
         return each[each[:, 2] > 0, :2]
 
 
 def fit(drafts: torch.Tensor) -> Calibration:
-    """Returns the calibration with the largest likelihood for drafts f64[N, 2]; see `Confidences.drafts`.
+    """Returns the most probable calibration for drafts f64[N, 2]; see `Confidences.drafts`.
 
-    A weak prior, in which the squares of both changes count like losses of drafts, keeps the numbers at 1 and 0 where
-    there are hardly any drafts, and finite where the confidence separates all accepted drafts from the others.
+    A weak prior, which adds (scale - 1)^2 + shift^2 to the summed loss, keeps the numbers at 1 and 0 where there are
+    hardly any drafts, and finite where the confidence separates all accepted drafts from the others.
     """
-    logits, accepted = drafts[:, 0].logit(eps=2.0**-25), drafts[:, 1]  # they come from fp32
+    logits, accepted = drafts[:, 0].logit(eps=2.0**-25), drafts[:, 1]  # fp32 may have rounded them to 0 or 1
     change = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # of scale and shift, from 1 and 0
     optimizer = torch.optim.LBFGS([change], max_iter=200, line_search_fn="strong_wolfe", tolerance_change=1e-12)
 
@@ -73,7 +74,10 @@ def fit(drafts: torch.Tensor) -> Calibration:
 
 
 def calibration_error(confidences: torch.Tensor, accepted: torch.Tensor) -> float:
-    """Returns the distance between mean confidence and share accepted in ten bins, averaged over drafts f64[N]."""
+    """Returns the expected calibration error of the confidences of drafts f64[N], in bins of a tenth.
+
+    It is the distance between a bin's mean confidence and its share accepted, averaged over drafts.
+    """
     differences = sums_by_bin(confidences, (confidences - accepted)[:, None])
     return float(differences.abs().sum() / max(len(confidences), 1))
 

@@ -14,8 +14,8 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 
-Batch = Sequence[Sequence[int]]
-"""Prompts that are decoded together."""
+PromptIds = Sequence[Sequence[int]]
+"""Token ids of prompts that are decoded together."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Spent:
     rounds: int = 0
     """Number of target forwards after the prompts, summed over batches."""
     answers: tuple[Generation, ...] = ()
+    """The answers to all prompts, in order."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase, by its name in `PHASES`."""
+    """Seconds of each phase, by its name in `speculate.PHASES`."""
 
     def __add__(self, other: "Spent") -> "Spent":
         phases = {name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in self.phases | other.phases}
@@ -52,34 +53,34 @@ class Spent:
         return self.tokens / self.seconds
 
 
-def drafters_of(head: Head, parts: FrozenParts, draft_depths: Sequence[int], sample_drafts: bool) -> dict[int, Drafter]:
+def drafters_of(head: Head, parts: FrozenParts, num_drafts: Sequence[int], sample_drafts: bool) -> dict[int, Drafter]:
     """Returns a drafter of the head for each K, and plain decoding as K = 0."""
     drafters: dict[int, Drafter] = {0: NoDrafter()}
-    return drafters | {depths: HeadDrafter(head, parts, depths, sample_drafts) for depths in draft_depths}
+    return drafters | {count: HeadDrafter(head, parts, count, sample_drafts) for count in num_drafts}
 
 
-def fastest_in_turns(
-    decode_with: Callable[[int], Spent], draft_depths: Sequence[int], repeats: int
-) -> dict[int, Spent]:
+def fastest_in_turns(decode_with: Callable[[int], Spent], num_drafts: Sequence[int], repeats: int) -> dict[int, Spent]:
     """Returns the fastest of `repeats` runs for each K. All K take turns, so that a busy machine slows all of them."""
-    turns = [{depths: decode_with(depths) for depths in draft_depths} for _ in range(repeats)]
-    return {depths: min((turn[depths] for turn in turns), key=lambda spent: spent.seconds) for depths in draft_depths}
+    turns = [{count: decode_with(count) for count in num_drafts} for _ in range(repeats)]
+    return {count: min((turn[count] for turn in turns), key=lambda spent: spent.seconds) for count in num_drafts}
 
 
-def random_tokens(batch: Batch, vocab_size: int, seed: int) -> Batch:
-    """Returns prompts of random tokens with the lengths of those in the batch."""
+def random_tokens(prompts: PromptIds, vocab_size: int, seed: int) -> PromptIds:
+    """Returns prompts of random tokens with the lengths of these prompts."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in batch]
+    return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in prompts]
 
 
-def decode(target: Target, drafter: Drafter, batch: Batch, depths: int, max_new_tokens: int, sampler: Sampler) -> Spent:
-    """Decode a batch of prompts; `depths` is K, 0 for plain decoding."""
+def decode(
+    target: Target, drafter: Drafter, prompts: PromptIds, num_drafts: int, max_new_tokens: int, sampler: Sampler
+) -> Spent:
+    """Returns the answers to prompts decoded together with K = `num_drafts`, 0 for none, and what they cost."""
     clock = PhaseClock(target.device)
     answers = speculate(
         target,
         drafter,
-        batch,
-        num_speculative_tokens=depths,
+        prompts,
+        num_speculative_tokens=num_drafts,
         max_new_tokens=max_new_tokens,
         sampler=sampler,
         clock=clock,

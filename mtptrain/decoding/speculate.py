@@ -182,7 +182,7 @@ def speculate(
     with clock.phase("prompt"):
         positions = batch.prompt_positions()  # [B, S]
         states = target.forward(batch.tokens[:, : positions.shape[1]], positions, cache, drafter.read_layers)
-        first = sampler.choose(target.logits(states.post_norm_states[batch.sequences, batch.num_tokens - 1]))
+        first = sampler.choose(target.logits(states.postnorm_states[batch.sequences, batch.num_tokens - 1]))
     batch.append_first(first)
     while bool(batch.is_active.any()):
         # 3. Draft after the newest token.
@@ -194,7 +194,7 @@ def speculate(
             read = torch.cat([batch.tokens.gather(1, root[:, None]), draft.tokens], dim=1)  # [B, 1+P]
             tree = None if draft.parents is None else TreeSlots(root, 0, ancestors)
             states = target.forward(read, root[:, None] + ancestors.sum(2) - 1, cache, drafter.read_layers, tree)
-            target_logits = target.logits(states.post_norm_states)  # [B, 1+P, V]
+            target_logits = target.logits(states.postnorm_states)  # [B, 1+P, V]
         # 5. Accept the longest branch that the target agrees with, and take the bonus token.
         with clock.phase("choose"):
             accepted = accept(draft, target_logits, ancestors, num_speculative_tokens, sampler)

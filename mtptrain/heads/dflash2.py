@@ -1,13 +1,12 @@
 """Head `dflash2`: DFlash with convolutions over the tokens of a block, and a selector of each draft by the one before.
 
-In each layer, attention reads a convolution of its normed input over the block, and its output is convolved again; so
-it is with the MLP. A convolution adds, for each channel, the values of a token and of the tokens before it in the
+In each layer, the inputs and outputs of attention and of the MLP are convolved over the tokens of a block. A
+convolution adds, for each channel, the values of a token and of the tokens before it in the
 block, weighted by a kernel that is the sum of a learnt one and of one that the normed input gives for groups of
 channels.
 
 Each draft is one of the few tokens with the largest logits U. They are chosen from left to right by the scores
-U(c) + <A[p] * P h, B[c]> of a token c after the token p, for the draft's state h. So says DFlash 2's implementation in
-vLLM (`qwen3_dflash2.py`).
+U(c) + <A[x] * P h, B[c]> of a token c after the token x, for the draft's state h. Source: `qwen3_dflash2.py` in vLLM.
 """
 
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ class Convolutions(nn.Module):
         """Returns the convolution of x [R, ..., H] over the R tokens of each block.
 
         Args:
-            normed: what gives the changes of the kernel [R, ..., H].
+            normed: the normed input, from which the changes of the kernel are computed [R, ..., H].
             side: `BEFORE` or `AFTER`.
         """
         base = self.base_kernel[side].unflatten(-1, (self.num_groups, -1))  # [taps, groups, channels]
@@ -125,7 +124,7 @@ class Dflash2Head(DflashHead):
         super().__init__(config, target_config)
         for module in self.modules():
             if isinstance(module, Convolutions):
-                module.reset()
+                module.reset()  # `super` has drawn random weights for all linear layers
         self.candidate_selector = CandidateSelector(
             target_config.hidden_size, int(target_config.vocab_size), config.selector_rank
         )
@@ -151,7 +150,7 @@ class Dflash2Head(DflashHead):
 
 
 def check_settings(config: Dflash2Head.Config, target_config: PreTrainedConfig) -> None:
-    """Raises UserError for settings with which no engine drafts."""
+    """Raises UserError for settings that do not fit the target, or that no engine serves."""
     hidden_size, vocab_size = int(target_config.hidden_size), int(target_config.vocab_size)
     if hidden_size % config.conv_group_size:
         raise UserError(

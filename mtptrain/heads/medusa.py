@@ -28,7 +28,7 @@ class MlpConfig(HeadConfig):
     """Settings of heads that have a separate MLP for each of the `ttt_steps` depths."""
 
     num_layers: int = between(1, MAX_LAYERS, default=1)
-    """Number of residual blocks per depth."""
+    """Number of layers x + SiLU(W x) in the MLP of each depth."""
 
 
 @fused
@@ -61,14 +61,12 @@ class MedusaHead(Head):
     class Config(MlpConfig):
         name: str = "medusa"
         fc_bias: bool = False
-        """Whether the layers have biases, as in the published heads."""
+        """Whether the layers have biases, as published heads may."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
-        self.hidden_size, self.num_layers = int(target_config.hidden_size), config.num_layers
-        self.blocks = nn.ModuleList(
-            [ResidualMlp(self.hidden_size, self.num_layers, config.fc_bias) for _ in range(config.ttt_steps)]
-        )
+        sizes = int(target_config.hidden_size), config.num_layers
+        self.blocks = nn.ModuleList([ResidualMlp(*sizes, config.fc_bias) for _ in range(config.ttt_steps)])
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`."""
@@ -84,13 +82,13 @@ class MedusaHead(Head):
         check_num_drafts(num_drafts, len(self.blocks))
         hidden_states = last_states(verified)  # [B, H]
         states = torch.stack([block(hidden_states) for block in self.blocks[:num_drafts]], dim=1)  # [B, K, H]
-        return FirstStates(states, hidden_states)
+        return FirstStates(states, hidden_states)  # nothing is fed back
 
 
 def last_states(verified: Verified) -> torch.Tensor:
     """Returns the target's post-norm state [B, H] of the token before the newest one."""
     sequences = torch.arange(len(verified.num_tokens), device=verified.num_tokens.device)
-    return verified.states.post_norm_states[sequences, verified.last_index]
+    return verified.states.postnorm_states[sequences, verified.last_index]
 
 
 def check_num_drafts(num_drafts: int, num_depths: int) -> None:

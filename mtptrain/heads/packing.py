@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 Indices = slice | torch.Tensor
-"""Indices of queries or keys: a slice if they are consecutive, which avoids a copy, else i64."""
+"""Indices of queries or keys: a slice if they are consecutive, which avoids a copy, else a tensor i64."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,21 @@ class Packing:
 
     @property
     def depths_share_targets(self) -> bool:
-        """Whether depth k of a draft position has the target token of depth 0 of the k-th draft position after it.
-
-        This holds within a span. The target token is the one whose target state gives the distribution to learn."""
+        """Whether depth k of a draft position learns the distribution that depth 0 of the k-th draft position after it
+        learns, as within a span."""
         return self.segments[0].is_causal
 
     def num_pairs(self, sliding_share: float = 0.0) -> float:
-        """Returns the number of pairs of a draft position and a token that it sees, on average over all queries.
+        """Returns the number of pairs of a draft position and a token that it sees.
 
         Args:
-            sliding_share: `Head.sliding_share`.
+            sliding_share: `Head.sliding_share`, with which the pairs with and without the window are averaged.
         """
-        full, inside = (
+        full, windowed = (
             sum((q * (k + 1) / 2 if part.is_causal else q * k) for part in segments for q, k in part.lengths)
             for segments in (self.segments, self.window_segments)
         )
-        return full + sliding_share * (inside - full)
+        return full + sliding_share * (windowed - full)
 
     @property
     def num_document_pairs(self) -> float:
@@ -122,15 +121,15 @@ class Packing:
         inside, before = [], _Stairs()
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
         for document, of_document in groupby(zip(pairwise(first_drafts), spans, strict=True), lambda span: span[1][0]):
-            steps, counts = [], []
+            groups, counts = [], []
             for (first_draft, end_draft), (_, first, count) in of_document:
-                steps.append(range(first_draft, end_draft))
+                groups.append(range(first_draft, end_draft))
                 counts.append(first)
                 token = starts[document] + first
-                inside.append((steps[-1], range(token, token + count)))
+                inside.append((groups[-1], range(token, token + count)))
                 is_draft[token : token + count] = True
             is_seen[starts[document] : starts[document] + counts[-1]] = True
-            before.add(steps, counts, range(starts[document], starts[document + 1]))
+            before.add(groups, counts, range(starts[document], starts[document + 1]))
         kernels = [(inside, True), *((part, False) for part in before.kernels)]
         return Packing._ordered(lengths, is_draft, is_seen, kernels, window)
 
@@ -152,7 +151,7 @@ class Packing:
         return Packing._ordered(lengths, is_draft, is_seen, [(part, False) for part in stairs.kernels], window)
 
     def with_window(self, window: int) -> "Packing":
-        """Returns this packing with `window_segments`, for heads that were not known when it was built."""
+        """Returns this packing with `window_segments`, for a head whose `shared_window` was not given."""
         is_draft = torch.zeros(len(self.positions), dtype=torch.bool).index_fill(0, self.draft_positions.cpu(), True)
         segments = _window_segments(self.document_lengths, is_draft.numpy(), self.key_indices.cpu().numpy(), window)
         device = self.positions.device
@@ -202,12 +201,13 @@ class Packing:
 
 
 class _Stairs:
-    """Kernels for steps, which are draft positions of which each step sees more tokens of a list than the one before.
+    """Attention of groups of draft positions, each of which sees more tokens of a list than the group before it.
 
-    One kernel for each of A steps would be too many, and a single one would need a mask. In the first kernel each step
-    is paired with the tokens that it sees and the step before does not. Then neighbours are joined, and in each of
-    log2(A) more kernels the second of two groups of 1, 2, 4, ... steps is paired with what is new to the first group.
-    Every step and token is paired once, and no kernel has one of them twice. All lists share the kernels.
+    One kernel for each of A groups would be too many, and a single one would need a mask. In the first kernel, each
+    group is paired with the tokens that it sees and the group before does not. In each of log2(A) more kernels,
+    neighbours are joined to pairs, fours and so on, and the second of two neighbours is paired with the tokens that are
+    new to the first. Each group is so paired with each token that it sees once, and no kernel has a draft position or a
+    token twice. All lists share the kernels.
     """
 
     def __init__(self) -> None:
@@ -218,23 +218,23 @@ class _Stairs:
         """The draft positions and the tokens of the segments of each kernel."""
         return [segments for segments in self._kernels.values() if segments]
 
-    def add(self, steps: Sequence[range], counts: Sequence[int], tokens: range) -> None:
-        """Let each step see the first tokens of a list.
+    def add(self, groups: Sequence[range], counts: Sequence[int], tokens: range) -> None:
+        """Let each group of draft positions see the first tokens of a list.
 
         Args:
-            steps: consecutive draft positions, in rising or falling order.
-            counts: number of tokens that each step sees, in rising order. Steps that see none are left out.
+            groups: consecutive draft positions, in rising or falling order.
+            counts: number of tokens that each group sees, in rising order. Groups that see none are left out.
             tokens: the list.
         """
-        steps = steps[sum(count == 0 for count in counts) :]
+        groups = groups[sum(count == 0 for count in counts) :]
         bounds = [0, *(count for count in counts if count)]
         new = (tokens[first:end] for first, end in pairwise(bounds))
-        self._kernels[0] += zip(steps, new, strict=True)
+        self._kernels[0] += zip(groups, new, strict=True)
         size = 1
-        while size < len(steps):
-            for middle in range(size, len(steps), 2 * size):
-                second = steps[middle : middle + size]
-                drafts = range(min(step.start for step in second), max(step.stop for step in second))
+        while size < len(groups):
+            for middle in range(size, len(groups), 2 * size):
+                second = groups[middle : middle + size]
+                drafts = range(min(group.start for group in second), max(group.stop for group in second))
                 self._kernels[size].append((drafts, tokens[bounds[middle - size] : bounds[middle]]))
             size *= 2
 
@@ -252,11 +252,11 @@ def _window_segments(
         for first in range(0, length, window):
             tile = range(first_token + first, first_token + min(first + window, length))
             inside = np.flatnonzero(is_draft[tile.start : tile.stop])
-            steps = _single(first_draft, len(inside))
-            rising.add(steps, (inside + 1).tolist(), tile)
+            groups = _single(first_draft, len(inside))
+            rising.add(groups, (inside + 1).tolist(), tile)
             if first:
                 tile_before = range(tile.start - 1, tile.start - 1 - window, -1)
-                falling.add(steps[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
+                falling.add(groups[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
             first_draft += len(inside)
         first_token += length
     return tuple(Segments.of(part, key_indices, False) for part in (*rising.kernels, *falling.kernels))
@@ -283,7 +283,7 @@ class PackedTokens:
 
 
 def _single(first: int, count: int) -> list[range]:
-    """Returns steps of one draft position each."""
+    """Returns groups of one draft position each."""
     return [range(index, index + 1) for index in range(first, first + count)]
 
 

@@ -191,8 +191,8 @@ class HiddenStates(ABC):
         """Unmap all shards. The store must not be read afterwards."""
         self._mapped.clear()
 
-    def follow(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:  # noqa: B027 (a finished store need not know)
-        """Learn which documents training reads: those of every micro-batch of every step of the first epoch.
+    def set_steps(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:  # noqa: B027 (a finished store need not know)
+        """Set the documents that training reads: those of each micro-batch of each step of the first epoch.
 
         Raises:
             UserError: the states cannot be read in this order.

@@ -145,7 +145,7 @@ class StreamedStates(HiddenStates):
         self.windows = shard_windows(len(self.ranges), window_shards, seed)
         self.order = document_order(self.windows, self.ranges, seed)
         self._steps: Sequence[Sequence[Sequence[int]]] = ()
-        self._unread_after = np.zeros(0, np.int64)
+        self._finished_after = np.zeros(0, np.int64)
         self._records: dict[int, ShardRecord] = {}
         self._is_closed = False
 
@@ -221,22 +221,25 @@ class StreamedStates(HiddenStates):
         self._is_closed = True
         super().close()
 
-    def follow(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Find the first and the last step that read each window.
+    def set_steps(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Set which documents are read when, and so after which step each window can be released.
+
+        Args:
+            steps: for each step, the indices of the documents of each micro-batch.
 
         Raises:
             UserError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
         """
         self._steps = steps
         window_of = self._window_of_documents()
-        first, last = np.full(len(self.windows), len(steps)), np.zeros(len(self.windows), np.int64)
+        first, ends = np.full(len(self.windows), len(steps)), np.zeros(len(self.windows), np.int64)
         for step, micro_batches in enumerate(steps):
             read = np.unique(window_of[list(chain.from_iterable(micro_batches))])
             first[read] = np.minimum(first[read], step)
-            last[read] = step + 1
+            ends[read] = step + 1
         # For each window, the number of steps after which neither it nor an earlier one is read again.
-        self._unread_after = np.maximum.accumulate(last)
-        if (self._unread_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
+        self._finished_after = np.maximum.accumulate(ends)
+        if (self._finished_after[:-OPEN_WINDOWS] > first[OPEN_WINDOWS:]).any():
             raise UserError(
                 f"train.stream_shards: {OPEN_WINDOWS} windows must hold all documents of a step, but windows "
                 f"of {len(self.windows[0])} shards are too small; raise train.stream_shards or "
@@ -259,11 +262,11 @@ class StreamedStates(HiddenStates):
         return all(record_path(shard_path(self.directory, shard)).exists() for shard in shards)
 
     def frees_disk_after(self, step: int) -> bool:
-        return self.num_unread(step) > self.num_unread(step - 1)
+        return self.num_finished_windows(step) > self.num_finished_windows(step - 1)
 
-    def num_unread(self, step: int) -> int:
-        """Returns the number of windows, counted from the first, that no step after the first `step` steps reads."""
-        return int(np.searchsorted(self._unread_after, step, side="right"))
+    def num_finished_windows(self, step: int) -> int:
+        """Returns the number of leading windows that no step after the first `step` steps reads."""
+        return int(np.searchsorted(self._finished_after, step, side="right"))
 
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
@@ -271,7 +274,7 @@ class StreamedStates(HiddenStates):
         A run that resumes from an earlier step lowers the number of released windows. Extraction then writes the
         shards of the reopened windows again. A deleted file takes up disk space until no process maps it.
         """
-        count = len(self.windows) if is_last else self.num_unread(step)
+        count = len(self.windows) if is_last else self.num_finished_windows(step)
         for shard in chain.from_iterable(self.windows[:count]):
             self._mapped.pop(shard, None)
             self._records.pop(shard, None)

@@ -24,16 +24,17 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
         target_config: the target's config.
         longest_tokens: number of tokens in the longest document.
     """
-    prompts, tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
+    num_prompts, num_tokens = largest_batch(config, longest_tokens, target_config.max_position_embeddings)
     # `speculate` allocates these slots in addition to those of prompt and answer.
-    drafted_slots = prompts * (3 * config.acceptance.num_speculative_tokens + 2)
+    drafted_slots = num_prompts * (3 * config.acceptance.num_speculative_tokens + 2)
     num_captured = len(HEADS[config.head.name].resolve_capture_layers(config.head, target_config))
     # The head reads a prompt with a layer like the target's. Alive beside it are rows of the hidden size: the target's
-    # states, the captured ones, the embeddings, the concatenated input, and the head's own keys and values.
+    # states and the captured ones, the embeddings, the concatenated input (two), and the head's own keys and values,
+    # which take one where several query heads share a key head.
     read_values = forward_values(target_config) + (5 + num_captured) * target_config.hidden_size
-    values = (tokens + drafted_slots) * cached_values(target_config) + tokens * read_values
+    values = (num_tokens + drafted_slots) * cached_values(target_config) + num_tokens * read_values
     # States are kept before a round and after each of its tokens, beside those that the model and the next round use.
-    states = prompts * (config.acceptance.num_speculative_tokens + 4) * state_values(target_config)
+    states = num_prompts * (config.acceptance.num_speculative_tokens + 4) * state_values(target_config)
     return values * int(getattr(torch, config.acceptance.dtype.value).itemsize) + states * torch.float32.itemsize
 
 
@@ -43,8 +44,8 @@ def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: i
     is_text = config.prompts.source is PromptSource.text_files
     prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens
     longest = min(prompt_tokens + new_tokens, context_tokens)
-    prompts = min(config.acceptance.batch_size, -(-config.train.validation_prompts // config.planner.num_gpus))
-    return prompts, max(longest, min(prompts * longest, config.acceptance.batch_tokens))
+    num_prompts = min(config.acceptance.batch_size, -(-config.train.validation_prompts // config.planner.num_gpus))
+    return num_prompts, max(longest, min(num_prompts * longest, config.acceptance.batch_tokens))
 
 
 def cached_values(config: PreTrainedConfig) -> int:
@@ -64,7 +65,7 @@ def state_values(config: PreTrainedConfig) -> int:
     if not find_form(config).keeps_states:
         return 0
     model = build_on_meta(config)
-    model.set_experts_implementation("batched_mm")  # the others look at values, which a model without weights lacks
+    model.set_experts_implementation("batched_mm")  # other implementations read values
     cache = DynamicCache(config=model.config)
     model(torch.zeros(1, 2, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]

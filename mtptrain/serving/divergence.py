@@ -64,7 +64,7 @@ def first_answer_divergence(
         if position is not None:
             tokens = torch.tensor([[*prompt, *our_tokens[:position]]], device=target.device)
             positions = torch.arange(tokens.shape[1], device=target.device)[None]
-            states = target.forward(tokens, positions, target.cache(tokens.shape[1])).post_norm_states
+            states = target.forward(tokens, positions, target.cache(tokens.shape[1])).postnorm_states
             logits = target.logits(states[0, -1])
             a, b = our_tokens[position], their_tokens[position]
             return Divergence("answer", index, position, a, b, float(logits[a]), float(logits[a] - logits[b]))

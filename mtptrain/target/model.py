@@ -137,7 +137,7 @@ class Target:
 class TargetStates:
     """The outputs of the target's forward that a drafter reads."""
 
-    post_norm_states: torch.Tensor
+    postnorm_states: torch.Tensor
     """Post-norm states [B, S, H]."""
     aux_hidden_states: torch.Tensor | None
     """Captured residual streams [B, S, L, H]; None if none were requested."""
@@ -156,13 +156,13 @@ class TargetStates:
 
         captured = [states.aux_hidden_states for _, _, states in parts]
         aux = None if captured[0] is None else join([each for each in captured if each is not None])
-        return TargetStates(join([states.post_norm_states for _, _, states in parts]), aux)
+        return TargetStates(join([states.postnorm_states for _, _, states in parts]), aux)
 
     def read_by(self, read_layers: tuple[int, ...]) -> torch.Tensor:
         """Returns the states that a head reads: the streams [B, S, L, H] of its `read_layers` if it has any, otherwise
         the post-norm states [B, S, H]."""
         if not read_layers:
-            return self.post_norm_states
+            return self.postnorm_states
         assert self.aux_hidden_states is not None
         return self.aux_hidden_states
 
@@ -170,7 +170,7 @@ class TargetStates:
         """Returns the states at indices into S [B, R], separate ones for each sequence."""
         sequences, captured = torch.arange(len(index), device=index.device)[:, None], self.aux_hidden_states
         return TargetStates(
-            self.post_norm_states[sequences, index], None if captured is None else captured[sequences, index]
+            self.postnorm_states[sequences, index], None if captured is None else captured[sequences, index]
         )
 
 

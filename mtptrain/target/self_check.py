@@ -37,7 +37,7 @@ def check_target(target: Target) -> None:
             own = target.model(input_ids=ids, use_cache=False).logits.to(target.device)
         with refusing_errors(target, "the forward of a text over a cache"):
             whole = target.forward(ids, positions, target.cache(NUM_TOKENS), (len(target.layers),))
-            refuse_difference(target, "the logits of a text", target.logits(whole.post_norm_states), own)
+            refuse_difference(target, "the logits of a text", target.logits(whole.postnorm_states), own)
             last = whole.read_by((len(target.layers),))[..., 0, :]
             rebuilt = target.parts.logits(target.parts.final_norm(last))
             refuse_difference(target, "the logits of the last stream", rebuilt, own)
@@ -56,12 +56,12 @@ def check_texts(target: Target) -> torch.Tensor:
 def _with_rejected_drafts(target: Target, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Returns the post-norm states of texts, whose tokens after the prompt are read after other ones in their place."""
     cache = target.cache(NUM_TOKENS + NUM_DRAFTS)
-    states = [target.forward(ids[:, :NUM_PROMPT_TOKENS], positions[:, :NUM_PROMPT_TOKENS], cache).post_norm_states]
+    states = [target.forward(ids[:, :NUM_PROMPT_TOKENS], positions[:, :NUM_PROMPT_TOKENS], cache).postnorm_states]
     for start in range(NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_DRAFTS):
         drafts = positions[:, :NUM_DRAFTS] + start
         target.forward(ids[:, :NUM_DRAFTS], drafts, cache)
         read = slice(start, min(start + NUM_DRAFTS, NUM_TOKENS))
-        states.append(target.forward(ids[:, read], positions[:, read], cache).post_norm_states)
+        states.append(target.forward(ids[:, read], positions[:, read], cache).postnorm_states)
     return torch.cat(states, dim=1)
 
 

@@ -172,9 +172,9 @@ def test_a_spread_target_returns_states_on_the_device_of_its_parts(family: str, 
                 states = target.forward(torch.zeros_like(rows), rows, cache, (0, 2, 4))
                 assert states.aux_hidden_states is not None
                 for tensor in (
-                    states.post_norm_states,
+                    states.postnorm_states,
                     states.aux_hidden_states,
-                    target.parts.logits(states.post_norm_states),
+                    target.parts.logits(states.postnorm_states),
                 ):
                     assert str(tensor.device) == FIRST
         assert [str(cache._keys[layer].device) for layer in range(4)] == [FIRST, FIRST, SECOND, SECOND]

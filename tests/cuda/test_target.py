@@ -131,6 +131,6 @@ def test_target_and_head_decode_with_their_caches(head_name: str, name: str) -> 
                 logits = head.logits(drafted, target.parts)[:, -1:]
                 chosen = head.target_tokens(logits.argmax(-1))
     assert logits.shape == (2, 1, settings.get("draft_vocab_size", config.vocab_size))
-    for x in (logits, chosen, recycled, states.post_norm_states):
+    for x in (logits, chosen, recycled, states.postnorm_states):
         assert str(x.device) == DEVICE
     assert (logits.dtype, recycled.dtype) == (torch.bfloat16, torch.bfloat16)

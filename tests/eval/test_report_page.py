@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from eval.examples import examples, is_accepted, pieces
+from eval.examples import accepted_flags, examples, pieces
 from eval.measurement import DecodedPrompt, Measured
 from eval.report_page import best_draft_depths, render_page, verdict
 from mtptrain.decoding.acceptance import has_loop
@@ -18,9 +18,9 @@ from tests.eval.test_compare import write_report
 
 def test_the_first_token_and_each_bonus_token_are_the_targets_own() -> None:
     generation = Generation(list(range(7)), 3, 0, 9, [2, 1, 0], [2, 0, 1])
-    assert is_accepted(generation) == [False, True, True, False, False, True, False]
+    assert accepted_flags(generation) == [False, True, True, False, False, True, False]
     cut = Generation(list(range(3)), 1, 0, 3, [1, 1, 1], [3])
-    assert is_accepted(cut) == [False, True, True]
+    assert accepted_flags(cut) == [False, True, True]
 
 
 def measured(answers: dict[str, Generation]) -> Measured:
@@ -51,7 +51,7 @@ def byte_pieces() -> PreTrainedTokenizerFast:
 def test_pieces_keep_the_spaces_between_them_and_characters_whose_bytes_lie_in_several() -> None:
     snow = [3 + byte for byte in "\u2603".encode()]  # three bytes
     generation = Generation([0, 1, *snow, 2], 3, 0, 9, [2, 1, 0], [1, 1, 0])
-    assert is_accepted(generation) == [False, True, False, True, False, False]
+    assert accepted_flags(generation) == [False, True, False, True, False, False]
     shown = [("Hi", False), (" there", True), ("\u2603!", False)]
     assert pieces(generation, byte_pieces()) == shown
 

@@ -298,8 +298,8 @@ def test_the_proof_drafts_over_the_stored_states_where_there_are_some(
     documents = stored_documents(tiny_run[0] / "hidden_states", head, parts)
     assert len(documents) > 1
     target, (tokens, states) = load_target(tiny_target, torch.float32, torch.device("cpu")), documents[0]
-    whole = target.forward(tokens, torch.arange(TOKENS + 1)[None], PositionCache(TOKENS + 1)).post_norm_states
-    assert (whole[:, :-1] - states.post_norm_states).norm() < 0.01 * whole.norm(), "the store rounds to bf16"
+    whole = target.forward(tokens, torch.arange(TOKENS + 1)[None], PositionCache(TOKENS + 1)).postnorm_states
+    assert (whole[:, :-1] - states.postnorm_states).norm() < 0.01 * whole.norm(), "the store rounds to bf16"
     other = build_head(config.head, read_target_config(tiny_target))
     other.capture_layers = (1,)
     assert stored_documents(tiny_run[0] / "hidden_states", other, parts) == [], "states of other layers are of no use"

@@ -84,7 +84,7 @@ class MergedAttention(torch.autograd.Function):
             grad_out, query, key, value, out, lse, row_maxes, packing
         )
         if not len(own_keys):
-            return grad_query, grad_key, grad_value, own_keys, own_values, None, None, None
+            return grad_query, grad_key, grad_value, own_keys, own_values, None, None, None  # empty, as their gradients
         grad_query, *own_grads = ctx.merge_backward(  # type: ignore[attr-defined]
             grad_out, grad_query, query, own_keys, own_values, out, lse
         )
@@ -101,12 +101,12 @@ def _attend_to_tokens(
         `_attend`).
     """
     # Run the first kernel, which has all draft positions, then merge the results of the others into its results.
-    inside, *before = packing.segments
+    first, *others = packing.segments
     out, lse, row_max = _attend(  # [M, heads, head_dim], f32[M, heads]
-        query, key[inside.keys], value[inside.keys], inside
+        query, key[first.keys], value[first.keys], first
     )
     row_maxes = [row_max]
-    for part in before:
+    for part in others:
         part_out, part_lse, row_max = _attend(query[part.queries], key[part.keys], value[part.keys], part)
         out[part.queries], lse[part.queries] = _merge(out[part.queries], lse[part.queries], part_out, part_lse)
         row_maxes.append(row_max)
@@ -149,10 +149,11 @@ def _attend(
     """
     if not uses_gpu_kernels(query):
         return attend_on_cpu(query, key, value, segments)
-    groups = _rows_per_query(query, key, segments)
-    tensors, sizes = (_heads_to_rows(query, groups), key, value), _flash_sizes(segments, groups)
-    out, lse, *_ = aten._flash_attention_forward(*tensors, *sizes, 0.0, segments.is_causal, False)
-    return _rows_to_heads(out, groups), _rows_to_heads(lse.T, groups).contiguous(), None
+    rows = _rows_per_query(query, key, segments)
+    tensors, sizes = (_heads_to_rows(query, rows), key, value), _flash_sizes(segments, rows)
+    dropout, returns_mask = 0.0, False
+    out, lse, *_ = aten._flash_attention_forward(*tensors, *sizes, dropout, segments.is_causal, returns_mask)
+    return _rows_to_heads(out, rows), _rows_to_heads(lse.T, rows).contiguous(), None
 
 
 def _attend_backward(
@@ -168,13 +169,13 @@ def _attend_backward(
     """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
     if row_max is not None:
         return attend_on_cpu_backward(grad_out, query, key, value, out, lse, row_max, segments)
-    groups = _rows_per_query(query, key, segments)
-    grad_rows, query_rows, out_rows, lse_rows = (_heads_to_rows(x, groups) for x in (grad_out, query, out, lse))
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
+    rows = _rows_per_query(query, key, segments)
+    grad_rows, query_rows, out_rows, lse_rows = (_heads_to_rows(x, rows) for x in (grad_out, query, out, lse))
     tensors = grad_rows.contiguous(), query_rows, key, value, out_rows, lse_rows.T.contiguous()
-    sizes = _flash_sizes(segments, groups)
-    grads = aten._flash_attention_backward(*tensors, *sizes, 0.0, segments.is_causal, unused, unused[:0])
-    return _rows_to_heads(grads[0], groups), grads[1], grads[2]
+    sizes, dropout = _flash_sizes(segments, rows), 0.0
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
+    grads = aten._flash_attention_backward(*tensors, *sizes, dropout, segments.is_causal, unused, unused[:0])
+    return _rows_to_heads(grads[0], rows), grads[1], grads[2]
 
 
 def _rows_per_query(query: torch.Tensor, key: torch.Tensor, segments: Segments) -> int:
@@ -187,20 +188,20 @@ def _rows_per_query(query: torch.Tensor, key: torch.Tensor, segments: Segments) 
     return 1 if segments.is_causal else query.shape[1] // key.shape[1]
 
 
-def _flash_sizes(segments: Segments, groups: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Returns the offsets of the rows and keys of segments, and the largest number of each."""
+def _flash_sizes(segments: Segments, rows: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Returns the offsets of the rows and of the keys of segments, and the largest number of each in a segment."""
     longest_query, longest_key = (max(lengths) for lengths in zip(*segments.lengths, strict=True))
-    return segments.query_offsets * groups, segments.key_offsets, longest_query * groups, longest_key
+    return segments.query_offsets * rows, segments.key_offsets, longest_query * rows, longest_key
 
 
-def _heads_to_rows(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[Q, heads, ...] -> [Q * groups, heads / groups, ...]."""
-    return x if groups == 1 else x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(0, 1)
+def _heads_to_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """[Q, heads, ...] -> [Q * rows, heads / rows, ...]."""
+    return x if rows == 1 else x.unflatten(1, (-1, rows)).transpose(1, 2).flatten(0, 1)
 
 
-def _rows_to_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[Q * groups, heads / groups, ...] -> [Q, heads, ...]."""
-    return x if groups == 1 else x.unflatten(0, (-1, groups)).transpose(1, 2).flatten(1, 2)
+def _rows_to_heads(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """[Q * rows, heads / rows, ...] -> [Q, heads, ...]."""
+    return x if rows == 1 else x.unflatten(0, (-1, rows)).transpose(1, 2).flatten(1, 2)
 
 
 def _add_at(total: torch.Tensor, indices: Indices, x: torch.Tensor) -> None:

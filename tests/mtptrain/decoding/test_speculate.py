@@ -59,7 +59,7 @@ class TargetCopy:
             width = int(verified.num_tokens.max()) + depth
             positions = torch.arange(width).expand(len(tokens), -1)
             states = self.target.forward(tokens[:, :width], positions, PositionCache(tokens.shape[1]))
-            logits = self.target.parts.logits(states.post_norm_states[rows, verified.num_tokens - 1 + depth])
+            logits = self.target.parts.logits(states.postnorm_states[rows, verified.num_tokens - 1 + depth])
             if not sampler.is_greedy:
                 probs.append(sampler.probs(logits))
             tokens[rows, verified.num_tokens + depth] = sampler.choose(logits)

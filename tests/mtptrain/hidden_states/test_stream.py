@@ -171,8 +171,8 @@ def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path
     store = streamed_store(tmp_path, num_documents=20, window_shards=2)  # five windows of four documents
     order = store.order.tolist()
     order[3], order[4] = order[4], order[3]  # swap the last document of window 0 with the first of 1
-    store.follow([[order[first : first + 2], order[first + 2 : first + 4]] for first in range(0, 20, 4)])
-    assert [store.num_unread(step) for step in range(6)] == [0, 0, 2, 3, 4, 5]
+    store.set_steps([[order[first : first + 2], order[first + 2 : first + 4]] for first in range(0, 20, 4)])
+    assert [store.num_finished_windows(step) for step in range(6)] == [0, 0, 2, 3, 4, 5]
     assert [step for step in range(1, 6) if store.frees_disk_after(step)] == [2, 3, 4, 5]
     for shard in range(10):
         (tmp_path / f"shard_{shard:05d}.safetensors").touch()
@@ -192,7 +192,7 @@ def test_steps_that_need_more_windows_than_the_disk_holds_are_refused(tmp_path: 
     with pytest.raises(
         ValueError, match=r"train\.stream_shards: 3 windows must hold all documents of a step, but windows of 1 s"
     ):
-        store.follow([[store.order.tolist()]])
+        store.set_steps([[store.order.tolist()]])
 
 
 def test_a_finished_store_is_not_streamed(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_first_draft_that_differs_is_found_with_the_gap_of_the_heads_logits(
 
     read = torch.tensor([PROMPTS[2] + ours[2].tokens[:3]])
     positions = torch.arange(read.shape[1] - 1)[None]
-    states = target.forward(read[:, :-1], positions, PositionCache(read.shape[1])).post_norm_states
+    states = target.forward(read[:, :-1], positions, PositionCache(read.shape[1])).postnorm_states
     drafted, _ = head.decode(states, target.parts.embed(read[:, 1:]), positions, PositionCache(read.shape[1]))
     logits = head.logits(drafted[0, -1], target.parts)
     assert found.ours == logits.argmax()

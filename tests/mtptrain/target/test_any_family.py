@@ -133,7 +133,7 @@ def test_the_language_model_of_an_image_model_reads_text_as_the_whole_does(tmp_p
         (tmp_path / "config.json").write_text(json.dumps(config))
     target = load(tmp_path)
     ids, positions = IDS.clamp(min=20), torch.arange(IDS.shape[1]).repeat(2, 1)  # smaller ones may stand for images
-    states = target.forward(ids, positions, target.cache(ids.shape[1])).post_norm_states
+    states = target.forward(ids, positions, target.cache(ids.shape[1])).postnorm_states
     assert_close(target.logits(states), whole(input_ids=ids).logits)
     assert_close(load_frozen_parts(tmp_path).logits(states), whole(input_ids=ids).logits)
 

@@ -35,7 +35,7 @@ def test_layers_and_lm_head_of_a_target_use_it(tiny_target: Path) -> None:
     target, tokens = load_target(tiny_target, torch.float32, torch.device("cpu")), torch.arange(4)[None]
     with torch.no_grad():
         states = target.forward(tokens, tokens, PositionCache(8))
-        logits = target.logits(states.post_norm_states)
+        logits = target.logits(states.postnorm_states)
         torch.testing.assert_close(logits, plain(tokens).logits, rtol=1e-4, atol=1e-5)
     linears = [module.forward for module in target.model.model.modules() if isinstance(module, torch.nn.Linear)]
     assert all(isinstance(linear, FrozenLinear) and linear._packed is not None for linear in linears)

@@ -32,7 +32,7 @@ def quantise_inputs(model: PreTrainedModel) -> None:
 
 def states_of(target: Target) -> torch.Tensor:
     tokens = torch.arange(40)[None]
-    return target.forward(3 + tokens, tokens, PositionCache(40)).post_norm_states
+    return target.forward(3 + tokens, tokens, PositionCache(40)).postnorm_states
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

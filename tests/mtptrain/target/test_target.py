@@ -147,7 +147,7 @@ def test_captured_streams_are_the_hidden_states_of_transformers(targets: dict[st
     )  # [1, S, L, H]
     torch.testing.assert_close(streams, torch.stack(expected, 2), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(
-        torch.cat([chunk.post_norm_states for chunk in chunks], 1), post_norm, atol=2e-5, rtol=1e-5
+        torch.cat([chunk.postnorm_states for chunk in chunks], 1), post_norm, atol=2e-5, rtol=1e-5
     )
 
 
@@ -155,7 +155,7 @@ def read_in_parts(target: Target, prompt_tokens: int) -> torch.Tensor:
     """Returns post-norm states [1, S, H]. Reads the prompt without a mask, and later tokens with a mask."""
     cache = PositionCache(NUM_TOKENS)
     parts = [slice(0, prompt_tokens), slice(prompt_tokens, NUM_TOKENS)][: 1 + (prompt_tokens < NUM_TOKENS)]
-    return torch.cat([target.forward(TOKENS[:, part], POSITIONS[:, part], cache).post_norm_states for part in parts], 1)
+    return torch.cat([target.forward(TOKENS[:, part], POSITIONS[:, part], cache).postnorm_states for part in parts], 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -199,6 +199,6 @@ def test_going_back_to_an_earlier_position_forgets_what_was_written_there(tiny_t
     cache = PositionCache(20)
     target.forward(right[:, :6], positions[:, :6], cache)
     target.forward(wrong, positions[:, 6:9], cache)
-    resumed = target.forward(right[:, 6:], positions[:, 6:], cache).post_norm_states
-    whole = target.forward(right, positions, PositionCache(20)).post_norm_states
+    resumed = target.forward(right[:, 6:], positions[:, 6:], cache).postnorm_states
+    whole = target.forward(right, positions, PositionCache(20)).postnorm_states
     torch.testing.assert_close(resumed, whole[:, 6:], atol=1e-5, rtol=1e-5)

@@ -67,7 +67,7 @@ def drafted_token_by_token(target: Target, head: Head, generations: list[Generat
         positions, cache = torch.arange(len(ids))[None], PositionCache(len(ids))
         states = target.forward(ids[None], positions, cache, head.read_layers)
         read = states.read_by(head.read_layers)[0]
-        teacher = target.parts.logits(states.post_norm_states[0]).log_softmax(-1)
+        teacher = target.parts.logits(states.postnorm_states[0]).log_softmax(-1)
         for start in range(len(prompt) - 1, len(ids) - 2):
             drafts = drafted_states(head, target.parts, read, torch.cat([ids, ids[:DEPTHS]]), start, DEPTHS)
             for depth, state in enumerate(drafts[: len(ids) - 2 - start]):

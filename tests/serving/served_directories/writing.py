@@ -76,7 +76,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     num_tokens = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, target.cache(tokens.shape[1]), head.read_layers)
-    target_states = (states.post_norm_states if states.aux_hidden_states is None else states.aux_hidden_states)[
+    target_states = (states.postnorm_states if states.aux_hidden_states is None else states.aux_hidden_states)[
         :, :num_tokens
     ]
     ids = (tokens[:, first : first + num_tokens].flatten() for first in (0, 1))
