@@ -110,8 +110,8 @@ BAD_MODELS = {
     ),
     "attention that mtptrain does not compute": (
         lambda path: write_member(path, *REFUSED["deepseek_v32"][:2]),
-        r"head\.init_from: must be a language model that mtptrain can run, but \S+ is not: the forward of a text over a "
-        r"cache must run for a deepseek_v32, .*: mtptrain cannot run this model; choose another draft model",
+        r"head\.init_from: must be a language model that mtptrain can run, but \S+ is not: the forward of a text "
+        r"over a cache must run for a deepseek_v32, .*: mtptrain cannot run this model; choose another draft model",
     ),
     "a missing tensor": (
         without_a_norm,
