@@ -60,8 +60,8 @@ def prepare_extraction(run: Run) -> Extraction:
     """Read the prompts and the target's config, and check that they match each other and the settings.
 
     Raises:
-        UserError: stage 1 has not been run, the target does not exist, or vLLM's Python interpreter is missing, or
-            prompts, target and settings do not fit each other.
+        UserError: stage 1 has not been run, the target does not exist or its weights cannot be used, vLLM or its Python
+            is missing, or prompts, target and settings do not fit each other.
     """
     config, settings, documents = run.config, run.config.hidden_states, run.documents(Split.train)
     target_config = run.target.config
@@ -71,7 +71,7 @@ def prepare_extraction(run: Run) -> Extraction:
     head_type.check_trainable(config.head, target_config)
     capture_layers = head_type.resolve_capture_layers(config.head, target_config)
     check_store_dtype(settings.store_dtype, capture_layers)
-    check_prompts(documents, run.stage_dir("prompts") / f"{Split.train}.safetensors", target_config)
+    check_training_prompts(documents, run.stage_dir("prompts") / f"{Split.train}.safetensors", target_config)
     with torch.device("meta"):
         check_document_lengths(int(documents.lengths.max()), build_head(config.head, target_config))
     check_start(config.head, run.target)
@@ -85,7 +85,7 @@ def prepare_extraction(run: Run) -> Extraction:
     return Extraction(config, run.target, capture_layers, documents, identity, shards, own, windows)
 
 
-def check_prompts(documents: Documents, path: Path, target_config: PreTrainedConfig) -> None:
+def check_training_prompts(documents: Documents, path: Path, target_config: PreTrainedConfig) -> None:
     """Refuse prompts that the target cannot read.
 
     Raises:

@@ -4,8 +4,8 @@
 
 Takes directories of runs, and paths of `report.json`. The reports must have the same prompts, target and settings of
 decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if `acceptance.batch_size`, `acceptance.batch_tokens`, the number of
-ranks and the device are the same too. Of a conversation, only the user's turns are compared: the prompts of later turns
-also contain the target's own answers, which may differ from run to run at a temperature above 0 or in bf16.
+ranks and the device are the same too. `prompts_sha256` covers only the user's turns of a conversation: the prompts of
+later turns also contain the target's own answers, which may differ from run to run at a temperature above 0 or in bf16.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.utils.errors import UserError, errors_as_lines
+from mtptrain.utils.errors import StageMissing, UserError, errors_as_lines
 from mtptrain.utils.files import read_sealed, refuse_overwriting
 
 from .report_page import (
@@ -31,12 +31,17 @@ from .report_page import (
     write_page,
 )
 
-MUST_BE_EQUAL = (
-    "prompts_sha256", "target_weights_sha256", "num_speculative_tokens", "temperature", "top_p", "top_k",
-    "sample_drafts", "max_new_tokens", "dtype",
-)  # fmt: skip
-TRAINED = {"trained on": "train_tokens", "seed": "train_seed"}
-"""Columns that say how a head was trained, and where a report has them. Earlier reports have neither."""
+MUST_BE_EQUAL = {
+    "prompts_sha256": "prompts: its acceptance.prompts_file, or its prompts and settings of acceptance",
+    "target_weights_sha256": "target",
+    **dict.fromkeys(
+        ("num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens", "dtype"),
+        "setting",
+    ),
+}
+"""What two reports must have in common, with what it comes from."""
+TRAINED = {"trained on": ("train_tokens", ","), "seed": ("train_seed", "d")}
+"""Columns that say how a head was trained, where a report has them, and their format. Earlier reports have neither."""
 
 
 @errors_as_lines()
@@ -67,6 +72,8 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     reports: dict[str, dict[str, Any]] = {}
     for given in paths:
         path = given / "acceptance/report.json" if given.is_dir() else given
+        if given.is_dir() and not path.is_file():
+            raise StageMissing(f"{path}: must exist, but does not; run mtptrain acceptance with run_dir={given} first")
         if not path.is_file():
             raise UserError(
                 f"{path}: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
@@ -94,7 +101,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             if report[name] != first[name]:
                 raise UserError(
                     f"{other_path}: {name} must be {first[name]!r} as in {first_path}, but is {report[name]!r}; "
-                    "measure one of them again with the other's setting"
+                    f"measure one of them again with the other's {MUST_BE_EQUAL[name]}"
                 )
     return dict(zip(short_names(list(reports)), reports.values(), strict=True))
 
@@ -122,7 +129,7 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name, each in drafters.items():
         row = table_row(each, num_depths, has_speed)
-        trained = ("" if each.get(key) is None else f"{each[key]:,}" for key in TRAINED.values())
+        trained = ("" if each.get(key) is None else f"{each[key]:{form}}" for key, form in TRAINED.values())
         table.add_row(name, row["length"], row["interval"], *row["cells"], *trained)
     console = Console()
     console.width = max(console.width, 105 + 8 * num_depths + max(map(len, drafters)))

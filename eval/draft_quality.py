@@ -42,7 +42,7 @@ class DraftQuality:
     num_depths: int
     is_sampled: bool = field(default=False, init=False)
     """Whether drafts were sampled."""
-    _sums: torch.Tensor | None = field(default=None, repr=False)
+    _sums: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.sampler.is_greedy:
@@ -82,7 +82,7 @@ class DraftQuality:
         means, bin_means = by_depth / by_depth[:, :1].clamp(min=1), by_bin / by_bin[:, :1].clamp(min=1)
         distances = (by_bin[:, 2] - by_bin[:, 3]).abs()
         names = ("drafts", "accepted", "confidence")
-        rows = torch.stack([by_bin[:, 0], bin_means[:, 2], bin_means[:, 3]], 1).tolist()
+        rows = torch.cat([by_bin[:, :1], bin_means[:, 2:]], 1).tolist()
         return QualityFigures(
             overlap_at=means[:, 1].tolist(),
             accepted_at=means[:, 2].tolist(),

@@ -272,12 +272,12 @@ def fill(
     """Regenerate this rank's share of the missing conversations."""
     progress, started = ResponsesProgress(), time.monotonic()
     if missing:
-        is_missing = set(missing)
+        missing_rows = set(missing)
         # A response may depend on its batch, so if one conversation of a batch is missing, the whole batch is generated
         # again.
-        batches = [rows for rows in job.survey.batches(settings.batch_size) if not is_missing.isdisjoint(rows)]
+        batches = [rows for rows in job.survey.batches(settings.batch_size) if not missing_rows.isdisjoint(rows)]
         own = batches[ranks.rank :: ranks.world_size]
-        num_own = sum(len(is_missing.intersection(rows)) for rows in own)
+        num_own = sum(len(missing_rows.intersection(rows)) for rows in own)
         with store.journal(ranks.rank) as journal, progress_bar(num_own, ranks) as bar:
             if job.server:
                 fill_from_server(job.server, map(job.dialogue, missing), settings.concurrency, journal, progress, bar)
@@ -285,7 +285,7 @@ def fill(
                 target = load_on_rank(job.target, settings, ranks)
                 rank_batches = ([job.dialogue(row) for row in rows] for rows in own)
                 for conversation in regenerate_with_target(target, rank_batches, job.sampling):
-                    if conversation.row in is_missing:
+                    if conversation.row in missing_rows:
                         save_conversation(conversation, journal, progress, bar)
     progress.seconds = time.monotonic() - started
     return progress

@@ -4,7 +4,7 @@
 both import `step_memory`. There are two kinds of request:
 
 - `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` builds a model and a batch, trains a few steps, and
-  answers with the number of trained parameters and the memory of a step;
+  answers with the memory of a step;
 - `{"steps": n}` answers with the seconds that n steps take.
 """
 
@@ -52,9 +52,8 @@ class Peer:
         self.model = Eagle3DraftModel(config).to(self.device)
         for frozen in (self.model.embed_tokens, self.model.lm_head, self.model.verifier_lm_head):
             torch.nn.init.normal_(frozen.weight, std=hidden_size**-0.5)
-        self.model.lm_head.weight.requires_grad_(request["trains_lm_head"])
+        self.model.lm_head.weight.requires_grad_(False)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.num_parameters = sum(parameter.numel() for parameter in trained)
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         self.autocasts = request["autocasts"]
         dtype = torch.bfloat16 if self.autocasts else torch.float32
@@ -91,11 +90,10 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "hidden_size" in request:
-            peer = None
             peer = Peer(request)
             for _ in range(3):
                 peer.step()  # allocate optimizer states and warm up
-            answer = {"parameters": peer.num_parameters, "peak_bytes": tensor_bytes(peer.step, peer.device)}
+            answer = {"peak_bytes": tensor_bytes(peer.step, peer.device)}
         else:
             assert peer is not None, "the first request must build a model"
             started = time.perf_counter()

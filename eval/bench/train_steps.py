@@ -208,7 +208,6 @@ class PeerProcess:
                 "lengths": list(lengths),
                 "prompts": list(prompts),
                 "depths": case.head.ttt_steps,
-                "trains_lm_head": False,
             }
         )
         self.peak_bytes = int(answer["peak_bytes"])

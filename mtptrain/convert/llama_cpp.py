@@ -84,7 +84,7 @@ class GgufFormat(Format):
         return super().state(tensors)
 
     def write(self, directory: Path, tensors: Tensors) -> None:
-        """Write the file, in which matrices keep their dtype."""
+        """Write the file. `_ggml_type` chooses the type of each tensor."""
         writer = GGUFWriter(directory / self.weights_name, self.architecture)
         for key, value in self.config_json("").items():
             is_size = type(value) is int and value >= 0
@@ -93,7 +93,7 @@ class GgufFormat(Format):
             if name == D2T:
                 writer.add_tensor(name, tensor.numpy())
             else:
-                kind = self._kind(name, tensor)
+                kind = self._ggml_type(name, tensor)
                 writer.add_tensor(name, quantize(tensor.float().numpy(), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -112,7 +112,7 @@ class GgufFormat(Format):
         tensors = self.tensors(state)
         for name, tensor in tensors.items():
             if name != D2T:
-                kind = self._kind(name, tensor)
+                kind = self._ggml_type(name, tensor)
                 tensors[name] = torch.from_numpy(dequantize(quantize(tensor.float().numpy(), kind), kind))
         return self.state(tensors)
 
@@ -158,11 +158,11 @@ class GgufFormat(Format):
     def notes(self) -> list[str]:
         notes = [
             "Without `--spec-type`, llama.cpp loads this file and silently drafts nothing. With `-ctk f32 -ctv f32 "
-            "-ctkd f32 -ctvd f32 -fa off`, and a target in f32, it accepts exactly the drafts that mtptrain does; its "
-            "usual caches in f16 and quantised targets round differently.",
+            "-ctkd f32 -ctvd f32 -fa off`, and target and head in float32, it accepts exactly the drafts that mtptrain "
+            "does; its usual caches in f16 and quantised weights round differently.",
         ]
         if self.is_quantised:
-            notes.append("The matrices here are rounded to 8 bits; acceptance was measured before.")
+            notes.append("The matrices here are rounded to 8 bits; any acceptance above was measured before that.")
         if self.target_gguf is None:
             notes.append(
                 f"`{TARGET_GGUF}` is the target, converted with llama.cpp's own program: `python "
@@ -170,7 +170,7 @@ class GgufFormat(Format):
             )
         return notes
 
-    def _kind(self, name: str, tensor: torch.Tensor) -> GGMLQuantizationType:
+    def _ggml_type(self, name: str, tensor: torch.Tensor) -> GGMLQuantizationType:
         """Returns the type in which a tensor is written. Blocks of q8_0 are rows of 32 values."""
         if tensor.ndim == 1 or not name.endswith(".weight"):
             return KINDS[torch.float32]
@@ -225,8 +225,8 @@ class WithTokenizer(GgufFormat):
 class LlamaCppDflash(WithTokenizer):
     """Exports `dflash`, whose mask token llama.cpp looks up in the tokenizer.
 
-    llama.cpp drafts with the newest token only as DSpark, which corrects its logits by the token before. That
-    correction is 0 here.
+    With `sample_from_anchor` it is exported as DSpark, the only method in which llama.cpp drafts with the newest token.
+    DSpark corrects logits by the token before; that correction is written as 0.
     """
 
     architecture = "dflash"

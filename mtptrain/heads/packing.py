@@ -1,9 +1,9 @@
 """Packed documents: which tokens are draft positions, and which keys they see."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,19 @@ class Segments:
             is_causal=is_causal,
         )
 
+    def runs(self, most: int) -> Iterator[tuple[slice, slice, "Segments"]]:
+        """Yields runs of at most `most` segments, each with the places of its queries and keys in this kernel's."""
+        first_query = first_key = 0
+        for first in range(0, len(self.lengths), most):
+            lengths = self.lengths[first : first + most]
+            num_queries, num_keys = (sum(counts) for counts in zip(*lengths, strict=True))
+            queries, keys = slice(first_query, first_query + num_queries), slice(first_key, first_key + num_keys)
+            query_offsets, key_offsets = (
+                x[first : first + len(lengths) + 1] - x[first] for x in (self.query_offsets, self.key_offsets)
+            )
+            yield queries, keys, Segments(queries, keys, lengths, query_offsets, key_offsets, self.is_causal)
+            first_query, first_key = queries.stop, keys.stop
+
     def to(self, device: torch.device) -> "Segments":
         """Returns the segments with their tensors on a device."""
         tensors: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
@@ -67,7 +80,7 @@ class Packing:
     key_indices: torch.Tensor
     """i64[N], index of each token in the order of the keys: draft positions first, then all other tokens."""
     segments: tuple[Segments, ...]
-    """One for each kernel. The first one has all draft positions."""
+    """One for each kernel. The first one has every draft position once."""
     document_lengths: tuple[int, ...]
     document_drafts: tuple[int, ...]
     """Number of draft positions in each document."""
@@ -106,8 +119,8 @@ class Packing:
     ) -> "Packing":
         """Pack documents whose draft positions are spans of consecutive tokens.
 
-        The first kernel pairs every span with its own tokens, causally. The others pair spans with the tokens before
-        them in their document; see `_Stairs`.
+        The first kernel pairs every span with its own tokens, causally. Each of the others pairs spans, at most one per
+        document, with the tokens before them in their document, so no kernel reads more than N keys.
 
         Args:
             lengths: number of tokens in each document.
@@ -118,19 +131,19 @@ class Packing:
         spans = [(i, 0, length) for i, length in enumerate(lengths)] if spans is None else spans
         starts = [0, *accumulate(lengths)]
         first_drafts = [0, *accumulate(count for *_, count in spans)]  # indices into all M
-        inside, before = [], _Stairs()
+        # Pair each span's draft positions with the tokens of the span, and with the earlier tokens of its document.
+        inside, before = [], defaultdict[int, list[tuple[range, range]]](list)
+        num_before = Counter[int]()  # spans of each document that have tokens before them
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
-        for document, of_document in groupby(zip(pairwise(first_drafts), spans, strict=True), lambda span: span[1][0]):
-            groups, counts = [], []
-            for (first_draft, end_draft), (_, first, count) in of_document:
-                groups.append(range(first_draft, end_draft))
-                counts.append(first)
-                token = starts[document] + first
-                inside.append((groups[-1], range(token, token + count)))
-                is_draft[token : token + count] = True
-            is_seen[starts[document] : starts[document] + counts[-1]] = True
-            before.add(groups, counts, range(starts[document], starts[document + 1]))
-        kernels = [(inside, True), *((part, False) for part in before.kernels)]
+        for first_draft, (document, first, count) in zip(first_drafts, spans, strict=False):
+            drafts, token = range(first_draft, first_draft + count), starts[document] + first
+            inside.append((drafts, range(token, token + count)))
+            is_draft[token : token + count] = True
+            if first:
+                before[num_before[document]].append((drafts, range(starts[document], token)))
+                num_before[document] += 1
+                is_seen[starts[document] : token] = True
+        kernels = [(inside, True), *((part, False) for part in before.values())]
         return Packing._ordered(lengths, is_draft, is_seen, kernels, window)
 
     @staticmethod
@@ -146,7 +159,8 @@ class Packing:
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
         for start, length, positions in zip(starts, lengths, points, strict=False):
             is_draft[start + positions], is_seen[start : start + positions[-1]] = True, True
-            stairs.add(_single(num_drafts, len(positions)), (positions + 1).tolist(), range(start, start + length))
+            drafts = range(num_drafts, num_drafts + len(positions))
+            stairs.add(drafts, (positions + 1).tolist(), range(start, start + length))
             num_drafts += len(positions)
         return Packing._ordered(lengths, is_draft, is_seen, [(part, False) for part in stairs.kernels], window)
 
@@ -201,13 +215,13 @@ class Packing:
 
 
 class _Stairs:
-    """Attention of groups of draft positions, each of which sees more tokens of a list than the group before it.
+    """Attention of draft positions, each of which sees more tokens of a list than the one before it.
 
-    One kernel for each of A groups would be too many, and a single one would need a mask. In the first kernel, each
-    group is paired with the tokens that it sees and the group before does not. In each of log2(A) more kernels,
-    neighbours are joined to pairs, fours and so on, and the second of two neighbours is paired with the tokens that are
-    new to the first. Each group is so paired with each token that it sees once, and no kernel has a draft position or a
-    token twice. All lists share the kernels.
+    One kernel for each of A draft positions would be too many, and a single one would need a mask. In the first kernel,
+    each is paired with the tokens that it sees and the one before does not. In each of log2(A) more kernels, neighbours
+    are joined to pairs, fours and so on, and the second of two neighbours is paired with the tokens that are new to the
+    first. Each draft position is so paired with each token that it sees once, and no kernel has one of them twice. All
+    lists share the kernels.
     """
 
     def __init__(self) -> None:
@@ -215,27 +229,21 @@ class _Stairs:
 
     @property
     def kernels(self) -> list[list[tuple[range, range]]]:
-        """The draft positions and the tokens of the segments of each kernel."""
-        return [segments for segments in self._kernels.values() if segments]
+        """The draft positions and the tokens of each kernel's segments. A CPU computes equal neighbours together."""
+        kernels = (sorted(kernel, key=lambda pair: tuple(map(len, pair))) for kernel in self._kernels.values())
+        return [kernel for kernel in kernels if kernel]
 
-    def add(self, groups: Sequence[range], counts: Sequence[int], tokens: range) -> None:
-        """Let each group of draft positions see the first tokens of a list.
-
-        Args:
-            groups: consecutive draft positions, in rising or falling order.
-            counts: number of tokens that each group sees, in rising order. Groups that see none are left out.
-            tokens: the list.
-        """
-        groups = groups[sum(count == 0 for count in counts) :]
+    def add(self, drafts: range, counts: Sequence[int], tokens: range) -> None:
+        """Let each draft position see the first tokens of a list: `counts` of them, in rising order."""
+        drafts = drafts[sum(count == 0 for count in counts) :]  # those that see none are left out
         bounds = [0, *(count for count in counts if count)]
         new = (tokens[first:end] for first, end in pairwise(bounds))
-        self._kernels[0] += zip(groups, new, strict=True)
+        self._kernels[0] += ((drafts[i : i + 1], seen) for i, seen in enumerate(new))
         size = 1
-        while size < len(groups):
-            for middle in range(size, len(groups), 2 * size):
-                second = groups[middle : middle + size]
-                drafts = range(min(group.start for group in second), max(group.stop for group in second))
-                self._kernels[size].append((drafts, tokens[bounds[middle - size] : bounds[middle]]))
+        while size < len(drafts):
+            for middle in range(size, len(drafts), 2 * size):
+                seen = tokens[bounds[middle - size] : bounds[middle]]
+                self._kernels[size].append((drafts[middle : middle + size], seen))
             size *= 2
 
 
@@ -252,11 +260,11 @@ def _window_segments(
         for first in range(0, length, window):
             tile = range(first_token + first, first_token + min(first + window, length))
             inside = np.flatnonzero(is_draft[tile.start : tile.stop])
-            groups = _single(first_draft, len(inside))
-            rising.add(groups, (inside + 1).tolist(), tile)
+            drafts = range(first_draft, first_draft + len(inside))
+            rising.add(drafts, (inside + 1).tolist(), tile)
             if first:
                 tile_before = range(tile.start - 1, tile.start - 1 - window, -1)
-                falling.add(groups[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
+                falling.add(drafts[::-1], (window - 1 - inside[::-1]).tolist(), tile_before)
             first_draft += len(inside)
         first_token += length
     return tuple(Segments.of(part, key_indices, False) for part in (*rising.kernels, *falling.kernels))
@@ -282,15 +290,11 @@ class PackedTokens:
         return self.next_ids[(self.packing.draft_positions + depths[:, None]).clamp(max=len(self.next_ids) - 1)]
 
 
-def _single(first: int, count: int) -> list[range]:
-    """Returns groups of one draft position each."""
-    return [range(index, index + 1) for index in range(first, first + count)]
-
-
 def _concatenated(ranges: Sequence[range]) -> NDArray[np.int64]:
-    return np.concatenate(
-        [np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop, part.step) for part in ranges)]
-    )
+    lengths = np.array([len(part) for part in ranges], dtype=np.int64)
+    starts, steps = np.array([(part.start, part.step) for part in ranges], dtype=np.int64).reshape(-1, 2).T
+    index = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)  # in each range
+    return np.repeat(starts, lengths) + np.repeat(steps, lengths) * index
 
 
 def _as_indices(indices: NDArray[np.int64]) -> Indices:

@@ -30,10 +30,9 @@ from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
 from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, OPTIONAL, document_checksum, index_checksum
-from mtptrain.utils import files
 from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import file_sha256
+from mtptrain.utils.files import file_sha256, read_sealed
 
 SCHEMA_VERSION = 2
 """Version 2 added a checksum per document, and one per shard for its header, tables and loss mask."""
@@ -109,7 +108,7 @@ class StoredDocument:
     """A document as views into a memory-mapped shard. Do not write to them."""
 
     document_id: int
-    """The document's line in stage 1's documents.jsonl."""
+    """Index of the document's line in stage 1's documents.jsonl, from 0."""
     input_ids: torch.Tensor  # i32[n]
     loss_mask: torch.Tensor  # u8[n]
     hidden_states: torch.Tensor  # bf16 or e4m3 [n, H], before the final norm
@@ -124,6 +123,8 @@ class HiddenStates(ABC):
     `HiddenStore` is finished; `StreamedStates` is still being written, and deleted as training reads it.
     """
 
+    more_advice = ""
+    """Added to what an error about a damaged document says to do."""
     order: NDArray[np.int64] | None = None
     """Document indices of the only epoch [documents]; None if every epoch shuffles the documents anew."""
 
@@ -145,7 +146,7 @@ class HiddenStates(ABC):
     @property
     @abstractmethod
     def document_ids(self) -> NDArray[np.int64]:
-        """Each document's line in stage 1's documents.jsonl, i64[documents]."""
+        """Index of each document's line in stage 1's documents.jsonl, from 0, i64[documents]."""
 
     @abstractmethod
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
@@ -171,9 +172,9 @@ class HiddenStates(ABC):
         document = _document(shard, local, tensors)
         if checksum != expected:
             raise UserError(
-                f"{path}: the checksum of document {document.document_id} of documents.jsonl must be {expected.hex()}, "
-                f"but is {checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}; "
-                "run it with verify=true to check the whole store"
+                f"{path}: the checksum of the document with id {document.document_id} must be {expected.hex()}, "
+                f"but is {checksum.hex()}: bytes were changed or damaged after they were written; {REMEDY}"
+                f"{self.more_advice}"
             )
         return document
 
@@ -228,6 +229,8 @@ class HiddenStates(ABC):
 
 class HiddenStore(HiddenStates):
     """A finished store."""
+
+    more_advice = "; run it with verify=true to check the whole store"
 
     def __init__(self, directory: Path, manifest: StoreManifest) -> None:
         super().__init__(directory, [record.num_documents for record in manifest.shards])
@@ -366,4 +369,4 @@ def has_length(path: Path, record: ShardRecord) -> bool:
 
 def read_store_json(path: Path, advice: str | None = None) -> dict[str, Any]:
     """Returns the object in one of the store's JSON files."""
-    return files.read_sealed(path, advice or f"delete {path.parent} and run mtptrain hidden-states again")
+    return read_sealed(path, advice or f"delete {path.parent} and run mtptrain hidden-states again")

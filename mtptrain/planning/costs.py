@@ -24,8 +24,9 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import eager
 
-COUNTED_STEPS = ((1024, 1.0), (512, 0.25))
-"""Number of tokens and supervised share of the two steps from which `step_flops` derives those of all others."""
+COUNTED_STEPS = ((1024, 1.0), (512, 0.25), (1024, 1 / 16))
+"""Number of tokens and supervised share of the steps from which `step_flops` derives those of all others. With two of
+them, their numbers of tokens and draft positions might be proportional."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def step_costs(micro_batch: MicroBatch) -> StepCosts:
 
 
 def step_flops(config: HeadConfig, target_config: PreTrainedConfig, loss: LossSettings) -> StepFlops:
-    """Returns the FLOPs of a training step over any packing, derived from two steps on fake tensors.
+    """Returns the FLOPs of a training step over any packing, derived from three steps on fake tensors.
 
     The FLOPs of matmuls are linear in the numbers of tokens and draft positions. Those of attention are linear in the
     pairs of a token and a draft position, or of two tokens, that see each other. Activation checkpointing, which
@@ -123,8 +124,8 @@ def step_flops(config: HeadConfig, target_config: PreTrainedConfig, loss: LossSe
         matmuls.append(meter.matmul_flops)
         attention.append(meter.attention_flops)
     tokens_and_drafts, pairs = np.split(np.array(sizes), 2, axis=1)
-    per_token, per_draft_position = np.linalg.solve(tokens_and_drafts, matmuls)
-    per_pair, per_document_pair = np.linalg.solve(pairs, attention)
+    per_token, per_draft_position = np.linalg.lstsq(tokens_and_drafts, np.array(matmuls))[0]
+    per_pair, per_document_pair = np.linalg.lstsq(pairs, np.array(attention))[0]
     return StepFlops(per_token, per_draft_position, per_pair, per_document_pair, sliding_share)
 
 

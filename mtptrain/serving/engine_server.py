@@ -11,7 +11,7 @@ from mtptrain.serving.engine import EngineCounts
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import hide_passwords
 
-Read = TypeVar("Read")
+Parsed = TypeVar("Parsed")
 
 REQUEST_TIMEOUT_S = 600.0
 SETTLED_AFTER_S = 0.3
@@ -22,13 +22,15 @@ SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from an answer."""
 MAX_BODY_BYTES = 64 * 2**20
 """Maximum size of an answer."""
+UNKNOWN_PATH = (404, 405, 501)
+"""Statuses with which a server says that it has no such page. llama.cpp answers 501 without `--metrics`."""
 Counters = dict[tuple[str, int | None], int]
 """A server's counters, by name and draft position (None for counters without positions)."""
 _SAMPLE = re.compile(r'^(?:vllm|llamacpp):(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')
 
 
 class EngineServer:
-    """A running engine at a base URL. Both vLLM and llama.cpp name their drafting counters so."""
+    """A running engine at a base URL."""
 
     name: str
     command: str
@@ -64,18 +66,18 @@ class EngineServer:
             f"change {SETTLE_LIMIT_S:g} s after the last answer; repeat the check when it is idle"
         )
 
-    def read(self, path: str, read: Callable[[bytes], Read], content: dict[str, Any] | None = None) -> Read:
-        """Returns what `read` makes of the response to a GET request, or to a POST request with JSON content.
+    def read(self, path: str, parse: Callable[[bytes], Parsed], content: dict[str, Any] | None = None) -> Parsed:
+        """Returns what `parse` makes of the response to a GET request, or to a POST request with JSON content.
 
         Raises:
-            UserError: the server does not answer, or the server answers with an error, or `read` cannot read the
+            UserError: the server does not answer, or the server answers with an error, or `parse` cannot read the
                 answer.
         """
         body = self._fetch(path, content)
         try:
-            return read(body)
+            return parse(body)
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise self.not_this_engine(path, f"answers {_shown(body)}") from error
+            raise self._not_this_engine(path, f"answers {_shown(body)}") from error
 
     def _fetch(self, path: str, content: dict[str, Any] | None) -> bytes:
         url = self.url + path
@@ -85,13 +87,14 @@ class EngineServer:
             response.raise_for_status()
             return body
         except _Unbounded as error:
-            raise self.not_this_engine(path, str(error)) from error
+            raise self._not_this_engine(path, str(error)) from error
         except httpx.HTTPStatusError as error:
-            reason = f"answers {error.response.status_code}: {_shown(body)}"
-            if content is None:
-                raise self.not_this_engine(path, reason) from error
+            status = error.response.status_code
+            reason = f"answers {status}: {_shown(body)}"
+            if content is None and status in UNKNOWN_PATH:
+                raise self._not_this_engine(path, reason) from error
             raise UserError(
-                f"serving.url: must answer every prompt, but {self.shown_url}{path} {reason}; see the server's log"
+                f"serving.url: must answer every request, but {self.shown_url}{path} {reason}; see the server's log"
             ) from error
         except (httpx.TransportError, httpx.InvalidURL, OverflowError, UnicodeError) as error:
             raise UserError(
@@ -99,9 +102,9 @@ class EngineServer:
                 f"start `{self.command}` or correct the address"
             ) from error
         except httpx.HTTPError as error:
-            raise self.not_this_engine(path, f"does not answer properly ({error})") from error
+            raise self._not_this_engine(path, f"does not answer properly ({error})") from error
 
-    def not_this_engine(self, path: str, reason: str) -> UserError:
+    def _not_this_engine(self, path: str, reason: str) -> UserError:
         return UserError(
             f"serving.url: must be a {self.name} server, but {self.shown_url}{path} {reason}; start `{self.command}` "
             "or correct the address"
@@ -109,13 +112,15 @@ class EngineServer:
 
 
 def counts_of(counters: Counters) -> EngineCounts | None:
-    """Returns the drafting counters; None if the server does not draft."""
+    """Returns the drafting counters, which vLLM and llama.cpp name alike; None if the server does not draft."""
     if ("spec_decode_num_drafts", None) not in counters:
         return None
-    per_position = {
-        position: n for (name, position), n in counters.items() if name == "spec_decode_num_accepted_tokens_per_pos"
+    by_position = {
+        position: n
+        for (name, position), n in counters.items()
+        if name == "spec_decode_num_accepted_tokens_per_pos" and position is not None
     }
-    accepted_at = [per_position[position] for position in sorted(p for p in per_position if p is not None)]
+    accepted_at = [by_position[position] for position in sorted(by_position)]
     return EngineCounts(
         counters["spec_decode_num_drafts", None], counters["spec_decode_num_draft_tokens", None], accepted_at
     )

@@ -19,6 +19,8 @@ from mtptrain.utils.errors import UserError
 BENCH_WORKER = Path(__file__).with_name("bench_worker.py")
 SHUTDOWN_TIMEOUT_S = 20.0
 """Seconds that a server may take to shut down before its process group is killed."""
+ENDING_S = 2.0
+"""Seconds to see whether a server that does not answer has ended."""
 POLL_S = 0.2
 SHOWN_LINES = 30
 """Number of log lines that the error of a failed process shows."""
@@ -99,25 +101,47 @@ class ManagedServer(Generic[Server]):
         self._worker = WorkerProcess(command, self._log_path)
         try:
             self._wait(f"http://127.0.0.1:{port}/health")
-            return self._connect(f"http://127.0.0.1:{port}")
         except BaseException:
             self._worker.end()
+            raise
+        try:
+            return self._connect(f"http://127.0.0.1:{port}")
+        except BaseException as error:
+            self._end(error)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """End the server after an error, or None.
+
+        Raises:
+            UserError: it had ended by itself, so that it could not answer.
+        """
+        process = self._worker.process
+        if isinstance(error, UserError):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+        status = process.poll()
         self._worker.end()
+        if isinstance(error, UserError) and status is not None:
+            raise self._ended("must run until all prompts are answered", status) from error
+
+    def _ended(self, requirement: str, status: int) -> UserError:
+        return UserError(
+            f"{self._name}: {requirement}, but ended with status {status}; its log is {self._log_path}, and its "
+            f"last lines are:\n{self._worker.last_lines()}"
+        )
 
     def _wait(self, url: str) -> None:
         deadline = time.monotonic() + self._timeout_s
         while not _answers(url):
             status = self._worker.process.poll()
             if status is not None:
-                raise UserError(
-                    f"{self._name}: must start, but ended with status {status}; its log is {self._log_path}, and its "
-                    f"last lines are:\n{self._worker.last_lines()}"
-                )
+                raise self._ended("must start", status)
             if time.monotonic() > deadline:
                 raise UserError(
                     f"serving_bench.start_timeout_s: the server must answer within {self._timeout_s:g} s, but does "

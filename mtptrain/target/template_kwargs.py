@@ -1,10 +1,11 @@
 """Sets variables of a target's chat template, such as `enable_thinking`, which servers call `chat_template_kwargs`."""
 
 import json
+import shlex
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
-import yaml
 from jinja2 import Environment
 from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +14,11 @@ from mtptrain.utils.errors import UserError
 
 RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Variables of a template that differ from one rendering to the next."""
+
+KEYWORDS = frozenset(
+    ("and", "else", "false", "False", "if", "in", "is", "none", "None", "not", "or", "recursive", "true", "True")
+)
+"""Words inside Jinja's expressions and after the first word of its statements, which are no variables."""
 
 
 def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
@@ -42,13 +48,26 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
 def override_of(mode: str) -> str:
     """Returns what sets a mode (`TargetFiles.mode`) on the command line."""
     kwargs = json.loads(mode)
-    value = yaml.safe_dump(kwargs, default_flow_style=True, width=float("inf")).strip()
-    return f"'+prompts.template_kwargs={value}'" if kwargs else "no prompts.template_kwargs"
+    return shlex.quote(f"+prompts.template_kwargs={_shown(kwargs)}") if kwargs else "no prompts.template_kwargs"
+
+
+def _shown(value: object) -> str:
+    """Returns a value as Hydra reads it, in which keys have no quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _names_in(template: str) -> set[str]:
-    """Returns the names in a template's code, those of its variables among them."""
+    """Returns the names in a template's code that may be variables: no attributes, filters, tests or statements."""
     try:
-        return {value for _, kind, value in Environment().lex(template) if kind == "name"}
+        tokens = [(kind, value) for _, kind, value in Environment().lex(template) if kind != "whitespace"]
     except TemplateSyntaxError:  # rendering it says what is wrong
         return set()
+    return {
+        name
+        for (kind_before, before), (kind, name) in pairwise(tokens)
+        if kind == "name" and kind_before != "block_begin" and before not in (".", "|", "is") and name not in KEYWORDS
+    }

@@ -1,4 +1,4 @@
-"""Reads ranks and devices from torchrun's environment, and lets all ranks agree on a stop signal."""
+"""Reads ranks and devices from torchrun's environment, lets ranks agree on a stop signal, and starts them on a CPU."""
 
 import atexit
 import os
@@ -142,7 +142,7 @@ def cpu_ranks(num_ranks: int, num_jobs: int, weights_bytes: int) -> int:
 
 
 def is_alone_on_cpu() -> bool:
-    """Returns whether this process runs on a CPU and torchrun has not started it."""
+    """Returns whether this process runs on a CPU and is not one of several ranks (RANK is not set)."""
     return "RANK" not in os.environ and not torch.cuda.is_available()
 
 
@@ -174,13 +174,22 @@ def continue_on_ranks(num_ranks: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get Ctrl-C too, and say what they keep
     signal.signal(signal.SIGTERM, terminate)
-    first_failure = 0
-    while any(process.poll() is None for process in processes):
-        time.sleep(0.1)
-        if not first_failure and any(process.poll() for process in processes):
-            first_failure = next(filter(None, (process.poll() for process in processes)))
+    rank = code = 0  # the first rank that fails, and its exit code
+    is_running = True
+    while is_running:
+        is_running = any(process.poll() is None for process in processes)
+        failed = [(number, status) for number, each in enumerate(processes) if (status := each.poll())]
+        if failed and not code:
+            rank, code = failed[0]
             terminate()  # the others would wait for it
-    sys.exit(first_failure or next(filter(None, (process.poll() for process in processes)), 0))
+        time.sleep(0.1)
+    if code == -signal.SIGKILL:
+        print(
+            f"rank {rank}: must run to the end, but was killed, perhaps for want of memory; start fewer ranks with "
+            f"cpu_ranks={max(1, num_ranks // 2)}",
+            file=sys.stderr,
+        )
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def _set_default_timeout(timeout: timedelta) -> None:
@@ -193,7 +202,7 @@ def close_at_exit(group: dist.ProcessGroup | None = None) -> None:
     """Destroy a group, or the default group if None, before the interpreter ends.
 
     Otherwise gloo's threads may abort the process at exit (right after a collective, 3 of 8 runs with two ranks ended
-    in SIGABRT), and NCCL ends every program with a warning.
+    in SIGABRT), and NCCL's group of one process ends it with a warning.
     """
     atexit.register(dist.destroy_process_group, group)
 

@@ -18,6 +18,8 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.transformers_streams import PackedDocuments, _varlen
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+MAX_SEGMENTS = 3
+"""A small one, so that most kernels here are called more than once."""
 
 
 def segments(cum_q: torch.Tensor, cum_k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
@@ -42,6 +44,7 @@ def check_layout(query: Any, key: Any, value: Any, cum_q: Any, cum_k: Any, max_q
     assert cum_q.dtype == cum_k.dtype == torch.int32 and cum_q.is_contiguous() and cum_k.is_contiguous()
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     assert (int(cum_q[-1]), int(cum_k[-1])) == (len(query), len(key)) and len(key) == len(value)
+    assert len(cum_q) - 1 <= MAX_SEGMENTS, "the segments are a dimension of the kernel's grid"
     assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
 
 
@@ -112,9 +115,10 @@ CASES = {
 
 @pytest.mark.parametrize("num_own", [0, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int) -> None:
+def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packing = CASES[case]
     expected = results(packing, num_own)
+    monkeypatch.setattr(attention, "MAX_SEGMENTS", MAX_SEGMENTS)
     with patch.object(attention, "aten", ReferenceOps), patch.object(attention, "uses_gpu_kernels", lambda _: True):
         found = results(packing, num_own)
     for one, other in zip(found, expected, strict=True):

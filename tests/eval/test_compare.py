@@ -14,7 +14,7 @@ from eval.acceptance import remove_generations
 from eval.report_page import write_run_page
 from mtptrain.decoding.acceptance import intervals, summarise
 from mtptrain.decoding.speculate import Generation
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import make_config
 from tests.sealed import seal_again
@@ -93,7 +93,7 @@ def test_runs_are_named_by_their_directories_and_say_how_they_were_trained(
     first, _, second, _ = (line.split("│")[8:13] for line in capsys.readouterr().out.splitlines() if ": " in line)
     assert [cell.strip() for cell in first] == ["0.000", "2", "50", "12,345", "0"]
     assert [cell.strip() for cell in second] == ["0.000", "2", "50", "", ""]
-    with pytest.raises(UserError, match=r"none/acceptance/report\.json: must be .* but is not a file"):
+    with pytest.raises(StageMissing, match=r"none/acceptance/report\.json: must exist, .*; run mtptrain acceptance"):
         (tmp_path / "none").mkdir()
         compare.read_reports([tmp_path / "none"])
 

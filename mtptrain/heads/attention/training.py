@@ -13,6 +13,8 @@ from mtptrain.heads.packing import Indices, Packing, Segments
 from mtptrain.utils.compile import fused, uses_gpu_kernels
 
 aten = torch.ops.aten
+MAX_SEGMENTS = 65_535
+"""Maximum number of segments of a GPU's kernel, which are a dimension of its grid."""
 
 
 def depth_attention(
@@ -102,9 +104,8 @@ def _attend_to_tokens(
     """
     # Run the first kernel, which has all draft positions, then merge the results of the others into its results.
     first, *others = packing.segments
-    out, lse, row_max = _attend(  # [M, heads, head_dim], f32[M, heads]
-        query, key[first.keys], value[first.keys], first
-    )
+    out, lse, row_max = _attend(query[first.queries], key[first.keys], value[first.keys], first)
+    out, lse = _ordered(out, first.queries), _ordered(lse, first.queries)  # [M, heads, head_dim], f32[M, heads]
     row_maxes = [row_max]
     for part in others:
         part_out, part_lse, row_max = _attend(query[part.queries], key[part.keys], value[part.keys], part)
@@ -149,6 +150,10 @@ def _attend(
     """
     if not uses_gpu_kernels(query):
         return attend_on_cpu(query, key, value, segments)
+    if len(segments.lengths) > MAX_SEGMENTS:
+        found = (_attend(query[q], key[k], value[k], part)[:2] for q, k, part in segments.runs(MAX_SEGMENTS))
+        out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return out, lse, None
     rows = _rows_per_query(query, key, segments)
     tensors, sizes = (_heads_to_rows(query, rows), key, value), _flash_sizes(segments, rows)
     dropout, returns_mask = 0.0, False
@@ -169,6 +174,13 @@ def _attend_backward(
     """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
     if row_max is not None:
         return attend_on_cpu_backward(grad_out, query, key, value, out, lse, row_max, segments)
+    if len(segments.lengths) > MAX_SEGMENTS:
+        found = (
+            _attend_backward(grad_out[q], query[q], key[k], value[k], out[q], lse[q], None, part)
+            for q, k, part in segments.runs(MAX_SEGMENTS)
+        )
+        grad_query, grad_key, grad_value = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return grad_query, grad_key, grad_value
     rows = _rows_per_query(query, key, segments)
     grad_rows, query_rows, out_rows, lse_rows = (_heads_to_rows(x, rows) for x in (grad_out, query, out, lse))
     tensors = grad_rows.contiguous(), query_rows, key, value, out_rows, lse_rows.T.contiguous()
@@ -202,6 +214,11 @@ def _heads_to_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 def _rows_to_heads(x: torch.Tensor, rows: int) -> torch.Tensor:
     """[Q * rows, heads / rows, ...] -> [Q, heads, ...]."""
     return x if rows == 1 else x.unflatten(0, (-1, rows)).transpose(1, 2).flatten(1, 2)
+
+
+def _ordered(x: torch.Tensor, indices: Indices) -> torch.Tensor:
+    """Returns y with y[indices] = x, for indices that hold each place once."""
+    return x if isinstance(indices, slice) else torch.empty_like(x).index_copy_(0, indices, x)
 
 
 def _add_at(total: torch.Tensor, indices: Indices, x: torch.Tensor) -> None:

@@ -101,7 +101,7 @@ def test_a_flipped_bit_anywhere_is_named_before_it_is_given_to_anybody(tmp_path:
         store = HiddenStore.open(tmp_path)
         assert store.document_lengths.tolist() == LENGTHS.tolist() and store.document(6) and store.document(8)
         message = (
-            rf"{path}: the checksum of document 107 of documents.jsonl must be [0-9a-f]{{32}}, but is .*delete the "
+            rf"{path}: the checksum of the document with id 107 must be [0-9a-f]{{32}}, but is .*delete the "
             r"shard's file and run .*"
         )
         with pytest.raises(ValueError, match=message + "verify=true"):
@@ -124,7 +124,7 @@ def test_opening_reads_no_states(tmp_path: Path) -> None:
         and len(store.document_ids) == 9
     )
     assert store.mapped_document(4).document_id == 104
-    with pytest.raises(ValueError, match="the checksum of document 104"):
+    with pytest.raises(ValueError, match="the checksum of the document with id 104"):
         store.document(4)
 
 

@@ -30,6 +30,7 @@ HEADS_AND_SETTINGS = [
     ("hydra", {"num_layers": 2}),
     ("dflash", {"capture_layers": [0, 1, 2]}),
     ("dflash", {"capture_layers": [0, 1, 2], "num_layers": 2, "anchors_per_document": 11}),
+    ("dflash", {"capture_layers": [0, 1, 2], "anchors_per_document": 256}),
     ("dflash", {"capture_layers": [0, 1, 2], "num_layers": 2, "sliding_window": 12, "causal": "all"}),
     ("draft_model", {"num_hidden_layers": 2, "intermediate_size": 80}),
 ]
@@ -39,7 +40,7 @@ HEADS_AND_SETTINGS = [
 def test_the_flops_of_a_step_are_those_of_its_operators(
     name: str, settings: dict[str, object], tiny_target: Path
 ) -> None:
-    """They are derived from two other steps, of one document each."""
+    """They are derived from other steps, of one document each."""
     target_config = read_target_config(tiny_target)
     config = HEADS[name].Config(ttt_steps=1 if name == "draft_model" else 3, **settings)
     lengths, share = [500, 500], 0.6

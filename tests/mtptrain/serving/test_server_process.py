@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mtptrain.serving.engine_server import EngineServer
+from mtptrain.serving.llama_server import LlamaServer
 from mtptrain.serving.load_generator import LoadGenerator
 from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer
 from mtptrain.serving.vllm_server import VllmServer
@@ -31,6 +33,36 @@ def test_a_load_generator_that_ends_names_its_log_and_its_last_lines(tmp_path: P
     with pytest.raises(UserError, match="vllm bench serve: must answer, but ended with status 1;") as refused:
         LoadGenerator([PYTHON, BENCH_WORKER, "load"], log).__enter__()
     assert str(log) in str(refused.value) and "No module named 'vllm'" in str(refused.value)
+
+
+SERVER = """
+import http.server, os, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path != "/health":
+            print("out of memory", flush=True)
+            os._exit(3)
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
+class NamedServer(EngineServer):
+    name = command = "llama-server"
+
+
+@pytest.mark.parametrize("connect", [LlamaServer, NamedServer], ids=["when it is connected to", "later"])
+def test_a_server_that_ends_while_it_is_asked_names_its_log_and_no_address(
+    tmp_path: Path, connect: type[EngineServer]
+) -> None:
+    server = ManagedServer(PYTHON, ["run", sys.executable, "-c", SERVER], tmp_path / "log", 60, connect, "llama-server")
+    message = r"llama-server: must run until all prompts are answered, but ended with status 3; its log is (\S+), and"
+    with pytest.raises(UserError, match=message) as ended, server as running:
+        running.counters()
+    assert str(tmp_path / "log") in str(ended.value) and "out of memory" in str(ended.value)
 
 
 def sleeping_python(directory: Path) -> Path:

@@ -193,7 +193,9 @@ def test_a_server_that_fails_while_it_answers_is_not_taken_for_another_program(
 ) -> None:
     server = VllmServer(address(fake))
     monkeypatch.setattr(Handler, "do_POST", lambda self: self.send_error(500))
-    with pytest.raises(
-        ValueError, match=r"serving\.url: must answer every prompt, but \S+ answers 500: .*; see the ser"
-    ):
+    message = r"serving\.url: must answer every request, but \S+ answers {}: .*; see the server's log"
+    with pytest.raises(UserError, match=message.format(500)):
         server.generate([[1]], 4, [7])
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.send_error(503))  # as while it loads
+    with pytest.raises(UserError, match=message.format(503)):
+        server.counters()

@@ -42,7 +42,24 @@ def test_a_variable_that_the_template_does_not_read_is_refused_by_name(template:
         set_template_kwargs(tokenizer, {"enable_thinkin": False, "messages": []})
 
 
-@pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {"effort": "high", "depth": 2, "tags": ["a b"]}])
+@pytest.mark.parametrize("name", ["role", "upper", "if", "defined", "else", "set"])
+def test_attributes_filters_and_words_of_jinja_are_no_variables(name: str) -> None:
+    template = (
+        "{% for m in messages if m.role is defined %}{% set x = m.role | upper %}{{ x if mode else x }}{% endfor %}"
+    )
+    set_template_kwargs(make_tokenizer(template), {"mode": 1})
+    with pytest.raises(ValueError, match=rf"template_kwargs: must name variables that .* but names {name};"):
+        set_template_kwargs(make_tokenizer(template), {name: 1})
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"enable_thinking": False},
+        {"effort": "high", "depth": 2, "tags": ["a b"]},
+        {"effort": "1", "mark": 'it\'s "so", {x}', "empty": "", "none": None, "deep": {"share": 0.5}},
+    ],
+)
 def test_the_advice_of_an_error_can_be_typed(kwargs: dict[str, object]) -> None:
     [override] = shlex.split(override_of(json.dumps(kwargs)))
     assert make_config(override).prompts.template_kwargs == kwargs

@@ -85,11 +85,13 @@ continue_on_ranks(2)
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
 if os.environ["RANK"] == "0" and sys.argv[1] == "fails":
     time.sleep(600)  # as if it waited for the other rank
+if sys.argv[1] == "is killed":
+    os.kill(os.getpid(), 9)
 sys.exit(3 if sys.argv[1] == "fails" else 0)
 """
 
 
-@pytest.mark.parametrize(("argument", "code"), [("succeeds", 0), ("fails", 3)])
+@pytest.mark.parametrize(("argument", "code"), [("succeeds", 0), ("fails", 3), ("is killed", 128 + 9)])
 def test_a_program_that_continues_on_ranks_ends_as_they_do(tmp_path: Path, argument: str, code: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     root = Path(__file__).parents[3]
@@ -105,4 +107,7 @@ def test_a_program_that_continues_on_ranks_ends_as_they_do(tmp_path: Path, argum
         timeout=120,
     )
     assert result.returncode == code, result.stderr[-3000:]
+    assert ("was killed, perhaps for want of memory; start fewer ranks with cpu_ranks=1" in result.stderr) == (
+        code > 128
+    )
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2 ['{argument}']" for rank in range(2)]
