@@ -16,7 +16,7 @@ STANDARD_LIBRARY = "standard_library"
 
 @dataclass(frozen=True)
 class TextFiles:
-    """What was found below the directories of `prompts.paths`."""
+    """The files that were found below the directories of `prompts.paths`."""
 
     texts: dict[str, str]
     """The text of each file that was read, by name, in the order of names."""

@@ -39,7 +39,7 @@ MUST_BE_EQUAL = {
         "setting",
     ),
 }
-"""What two reports must have in common, with what it comes from."""
+"""The entries that two reports must have in common, each with its cause."""
 TRAINED = {"trained on": ("train_tokens", ","), "seed": ("train_seed", "d")}
 """Columns that say how a head was trained, where a report has them, and their format. Earlier reports have neither."""
 

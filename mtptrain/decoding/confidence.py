@@ -24,7 +24,7 @@ class Calibration:
     confidence_error: float
     """`calibration_error` after the change, over the drafts that were fitted."""
     confidence_error_before: float
-    """The same before it."""
+    """`calibration_error` before the change."""
 
 
 @dataclass
