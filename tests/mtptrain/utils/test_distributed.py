@@ -110,4 +110,5 @@ def test_a_program_that_continues_on_ranks_ends_as_they_do(tmp_path: Path, argum
     assert ("was killed, perhaps for want of memory; start fewer ranks with cpu_ranks=1" in result.stderr) == (
         code > 128
     )
-    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2 ['{argument}']" for rank in range(2)]
+    said = {f"rank {rank} of 2 ['{argument}']" for rank in range(2)}
+    assert set(result.stdout.splitlines()) <= said if code > 128 else set(result.stdout.splitlines()) == said
