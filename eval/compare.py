@@ -17,7 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.utils.errors import StageMissing, UserError, errors_as_lines
+from mtptrain.run_dir import require
+from mtptrain.utils.errors import UserError, errors_as_lines
 from mtptrain.utils.files import read_sealed, refuse_overwriting
 
 from .report_page import (
@@ -71,9 +72,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     """
     reports: dict[str, dict[str, Any]] = {}
     for given in paths:
-        path = given / "acceptance/report.json" if given.is_dir() else given
-        if given.is_dir() and not path.is_file():
-            raise StageMissing(f"{path}: must exist, but does not; run mtptrain acceptance with run_dir={given} first")
+        path = require(given / "acceptance/report.json", "mtptrain acceptance") if given.is_dir() else given
         if not path.is_file():
             raise UserError(
                 f"{path}: must be a report.json of mtptrain acceptance, but is not a file; correct the path"

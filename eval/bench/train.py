@@ -55,6 +55,13 @@ from .train_steps import (
     target_of,
 )
 
+EAGLE3, DFLASH = HEADS["eagle3"], HEADS["dflash"]
+GPU_HEADS = (
+    HEADS["mtp"].Config(ttt_steps=3),
+    EAGLE3.Config(ttt_steps=7),
+    EAGLE3.Config(ttt_steps=7, draft_vocab_size=32_000),
+    DFLASH.Config(ttt_steps=15, num_layers=5, sliding_window=2048, anchors_per_document=512),  # as published
+)
 GPU_DOCUMENTS = ([8192] * 2, [0] * 2)
 DOCUMENT_TOKENS = 512
 TrainFigures = dict[str, Any]
@@ -235,15 +242,6 @@ def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Tra
         measured.append(figures | {"peak_bytes": num_bytes, "mfu": ours.flops / seconds / peak})
         print(json.dumps(measured[-1]))
     return measured
-
-
-EAGLE3, DFLASH = HEADS["eagle3"], HEADS["dflash"]
-GPU_HEADS = (
-    HEADS["mtp"].Config(ttt_steps=3),
-    EAGLE3.Config(ttt_steps=7),
-    EAGLE3.Config(ttt_steps=7, draft_vocab_size=32_000),
-    DFLASH.Config(ttt_steps=15, num_layers=5, sliding_window=2048, anchors_per_document=512),  # as published
-)
 
 
 def bench_gpu(config: PipelineConfig, ranks: Ranks, peak: float, head: HeadConfig) -> TrainFigures:

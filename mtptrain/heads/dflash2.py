@@ -1,9 +1,8 @@
 """Head `dflash2`: DFlash with convolutions over the tokens of a block, and a selector of each draft by the one before.
 
 In each layer, the inputs and outputs of attention and of the MLP are convolved over the tokens of a block. A
-convolution adds, for each channel, the values of a token and of the tokens before it in the
-block, weighted by a kernel that is the sum of a learnt one and of one that the normed input gives for groups of
-channels.
+convolution adds, for each channel, the values of a token and of the tokens before it in the block, weighted by a kernel
+that is the sum of a learnt one and of one that the normed input gives for groups of channels.
 
 Each draft is one of the few tokens with the largest logits U. They are chosen from left to right by the scores
 U(c) + <A[x] * P h, B[c]> of a token c after the token x, for the draft's state h. Source: `qwen3_dflash2.py` in vLLM.

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -27,6 +28,12 @@ class Segments:
     key_offsets: torch.Tensor  # i32[segments + 1]
     is_causal: bool
     """Whether query i of a segment sees only its keys 0 .. i, rather than all of them."""
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The largest number of queries and of keys in a segment."""
+        most_queries, most_keys = (max(counts) for counts in zip(*self.lengths, strict=True))
+        return most_queries, most_keys
 
     @staticmethod
     def of(pairs: Sequence[tuple[range, range]], key_indices: NDArray[np.int64], is_causal: bool) -> "Segments":

@@ -102,7 +102,7 @@ def step_costs(micro_batch: MicroBatch) -> StepCosts:
 
     Memory is counted without compilation, as an upper bound.
     """
-    meter, _, weight_bytes = _metered_step(micro_batch)
+    meter, _, _, weight_bytes = _metered_step(micro_batch)
     return StepCosts(meter.matmul_flops + meter.attention_flops, meter.peak_bytes["cpu"] - weight_bytes)
 
 
@@ -113,13 +113,12 @@ def step_flops(config: HeadConfig, target_config: PreTrainedConfig, loss: LossSe
     pairs of a token and a draft position, or of two tokens, that see each other. Activation checkpointing, which
     recomputes, does not count.
     """
-    sizes, matmuls, attention = [], [], []
-    with torch.device("meta"):
-        sliding_share = build_head(config, target_config).sliding_share
+    sizes, matmuls, attention, sliding_share = [], [], [], 0.0
     one_block = replace(loss, chunk_rows=2**20)  # takes the fewest operators
     for length, share in COUNTED_STEPS:
         micro_batch = MicroBatch(config, target_config, torch.bfloat16, [length], share, one_block)
-        meter, packing, _ = _metered_step(micro_batch)
+        meter, head, packing, _ = _metered_step(micro_batch)
+        sliding_share = head.sliding_share
         sizes.append(packed_sizes(packing, sliding_share))
         matmuls.append(meter.matmul_flops)
         attention.append(meter.attention_flops)
@@ -129,11 +128,11 @@ def step_flops(config: HeadConfig, target_config: PreTrainedConfig, loss: LossSe
     return StepFlops(per_token, per_draft_position, per_pair, per_document_pair, sliding_share)
 
 
-def _metered_step(micro_batch: MicroBatch) -> tuple[Meter, Packing, int]:
+def _metered_step(micro_batch: MicroBatch) -> tuple[Meter, Head, Packing, int]:
     """Runs a step on fake tensors.
 
     Returns:
-        The counts of the step, its packing, and the bytes of weights and frozen parts that the peak includes.
+        The counts of the step, the head, the packing, and the bytes of weights and frozen parts that the peak includes.
     """
     meter, target_config = Meter(), micro_batch.target_config
     with FakeTensorMode(allow_non_fake_inputs=True), _default_dtype(micro_batch.dtype), eager():
@@ -144,7 +143,7 @@ def _metered_step(micro_batch: MicroBatch) -> tuple[Meter, Packing, int]:
         weight_bytes = meter.peak_bytes["cpu"]
         with meter:
             packing = _step(head, parts, micro_batch)
-    return meter, packing, weight_bytes
+    return meter, head, packing, weight_bytes
 
 
 def _step(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> Packing:

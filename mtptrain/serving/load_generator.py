@@ -152,10 +152,6 @@ class LoadGenerator:
         assert pipe is not None
         line = pipe.readline()
         if not line:
-            status = self._worker.process.wait()
-            raise UserError(
-                f"{self._name}: must answer, but ended with status {status}; its log is {self._log_path}, and its "
-                f"last lines are:\n{self._worker.last_lines()}"
-            )
+            raise self._worker.ended(self._name, "must answer")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -59,6 +59,13 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def ended(self, name: str, requirement: str) -> UserError:
+        """Returns the error of a process that has ended by itself, which shows the end of its log."""
+        return UserError(
+            f"{name}: {requirement}, but ended with status {self.process.wait()}; its log is {self.log_path}, and its "
+            f"last lines are:\n{self.last_lines()}"
+        )
+
     def last_lines(self) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
 
@@ -125,23 +132,16 @@ class ManagedServer(Generic[Server]):
         if isinstance(error, UserError):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(ENDING_S)
-        status = process.poll()
+        has_ended = process.poll() is not None
         self._worker.end()
-        if isinstance(error, UserError) and status is not None:
-            raise self._ended("must run until all prompts are answered", status) from error
-
-    def _ended(self, requirement: str, status: int) -> UserError:
-        return UserError(
-            f"{self._name}: {requirement}, but ended with status {status}; its log is {self._log_path}, and its "
-            f"last lines are:\n{self._worker.last_lines()}"
-        )
+        if isinstance(error, UserError) and has_ended:
+            raise self._worker.ended(self._name, "must run until all prompts are answered") from error
 
     def _wait(self, url: str) -> None:
         deadline = time.monotonic() + self._timeout_s
         while not _answers(url):
-            status = self._worker.process.poll()
-            if status is not None:
-                raise self._ended("must start", status)
+            if self._worker.process.poll() is not None:
+                raise self._worker.ended(self._name, "must start")
             if time.monotonic() > deadline:
                 raise UserError(
                     f"serving_bench.start_timeout_s: the server must answer within {self._timeout_s:g} s, but does "

@@ -202,8 +202,8 @@ def _rows_per_query(query: torch.Tensor, key: torch.Tensor, segments: Segments) 
 
 def _flash_sizes(segments: Segments, rows: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Returns the offsets of the rows and of the keys of segments, and the largest number of each in a segment."""
-    longest_query, longest_key = (max(lengths) for lengths in zip(*segments.lengths, strict=True))
-    return segments.query_offsets * rows, segments.key_offsets, longest_query * rows, longest_key
+    most_queries, most_keys = segments.longest
+    return segments.query_offsets * rows, segments.key_offsets, most_queries * rows, most_keys
 
 
 def _heads_to_rows(x: torch.Tensor, rows: int) -> torch.Tensor:

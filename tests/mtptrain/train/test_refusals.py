@@ -110,7 +110,8 @@ def test_flipped_states_are_named_before_a_step_uses_them_and_training_goes_on_w
     result = run_program("mtptrain.train", *overrides, *settings, num_ranks=2)
     assert result.returncode != 0
     assert re.search(
-        r"shard_\d+.safetensors: the checksum of the document with id \d+ must .*delete the shard's file and run",
+        r"shard_\d+.safetensors: the checksum of the document with id \d+ must be .*delete the shard's file and run "
+        "mtptrain",
         result.stderr,
     )
     assert records(run_dir) == [] and not list((run_dir / "train/checkpoints").glob("step_*"))
