@@ -27,8 +27,9 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
     text = str(error)
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        return wrong_choice(group, name, error.options)
+        path = error.missing_cfg_file  # such as target/NAME, where NAME may be a path too
+        group = next((each for each in CONFIG_GROUPS if path.startswith(f"{each}/")), path.rpartition("/")[0])
+        return wrong_choice(group, path.removeprefix(f"{group}/"), error.options)
     if found := re.match(r"You must specify '(\w+)'", text):
         if mistyped := get_close_matches(found[1], [each.partition("=")[0] for each in arguments], n=1):
             return unknown_name(mistyped[0], arguments)
@@ -38,10 +39,10 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
         reason = text.removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0]
         return f"{error.override}: must be NAME=VALUE, but cannot be read ({reason}); quote or correct it"
     if text.startswith("Config group override must be a string or a list"):
-        chosen = {each.partition("=")[0]: each.partition("=")[2] for each in arguments}
-        groups = (each for each in chosen if each in CONFIG_GROUPS)
-        name = next(each for each in groups if not isinstance(yaml.safe_load(chosen[each]), str | list))
-        return f"{name}: must be the name of a choice, but is {chosen[name]}; `{name}=` alone lists the names"
+        for argument in arguments:
+            name, _, value = argument.lstrip("+").partition("=")
+            if (name in CONFIG_GROUPS or "/" in name) and not isinstance(yaml.safe_load(value), str | list):
+                return f"{name}: must be the name of a choice, but is {value}; `{name}=` alone lists the names"
     if found := re.match(r"Could not delete from config. '(.+)' does not exist", text):
         return unknown_name(found[1], arguments)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
@@ -74,6 +75,8 @@ def wrong_value(name: str, error: OmegaConfBaseException, arguments: Sequence[st
         return wrong_choice(name, found[1], found[2].split(", "))
     if found := re.fullmatch(r"Value '(.*)' of type '.*' could not be converted to (\w+)", reason):
         return f"{name}: must be of type {found[2].lower()}, but is {found[1]!r}; correct it"
+    if reason.endswith("is not a ListConfig, list or tuple."):
+        return f"{name}: must be a list, but is not; write {name}=[VALUE,...]"
     return f"{name}: must have a valid value, but OmegaConf reports: {reason}; correct it"
 
 

@@ -30,6 +30,7 @@ from mtptrain.heads.files import (
     build_head,
     check_head_target,
     check_values,
+    describe_shape,
     fill_head,
     load_head,
     stored_calibration,
@@ -127,8 +128,8 @@ def start_from_target(head: Head, target: TargetFiles) -> None:
         start_from_target_model(head, target)
         return
     layer, parts = fold_query_key_norms(load_last_layer(target.directory)), load_frozen_parts(target.directory)
-    copied = []
-    for name, parameter in head.named_parameters():
+    copied, parameters = [], dict(head.named_parameters())
+    for name, parameter in parameters.items():
         weight = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
             parameter.copy_(parts.norm_weight.float() + parts.form.norm_offset)
@@ -141,7 +142,7 @@ def start_from_target(head: Head, target: TargetFiles) -> None:
             "head.start_from_target: the target's last layer must have projections of the head's shapes, but "
             f"{target.directory} has {sizes}; set head.start_from_target=false"
         )
-    fuse = dict(head.named_parameters()).get("eh_proj.weight", dict(head.named_parameters()).get("fc.weight"))
+    fuse = parameters.get("eh_proj.weight", parameters.get("fc.weight"))
     if fuse is None:
         raise UserError(
             "head.start_from_target: the head must have a projection of the target's states, eh_proj or fc, but "
@@ -157,15 +158,16 @@ def fold_query_key_norms(layer: Tensors) -> Tensors:
 
     Qwen3 and Gemma 3 have such norms; the heads that can start from a target do not. The weights of the norms fold
     exactly. The norms also divide each row by its root mean square, which depends on the input. A constant per
-    attention head replaces this divisor: the root mean square over inputs of random direction.
+    attention head replaces this divisor: the root mean square over inputs of random direction. OLMo 2 has one norm over
+    all attention heads, and no input norm; Command R+ has a weight for each attention head.
     """
-    folded = dict(layer)
+    folded, input_weight = dict(layer), layer.get("input_layernorm.weight", torch.ones(()))
     for name in ("q", "k"):
         norm = layer.get(f"self_attn.{name}_norm.weight")
         if norm is not None:
-            heads = layer[f"self_attn.{name}_proj.weight"].unflatten(0, (-1, len(norm)))  # [heads, head_dim, H]
-            mean_squares = (heads * layer["input_layernorm.weight"]).square().sum(-1).mean(-1)  # [heads]
-            scaled = heads * norm[:, None] * mean_squares.rsqrt()[:, None, None]
+            heads = layer[f"self_attn.{name}_proj.weight"].unflatten(0, (-1, norm.shape[-1]))  # [heads, head_dim, H]
+            mean_squares = (heads * input_weight).square().sum(-1).mean(-1)  # [heads]
+            scaled = heads * norm[..., None] * mean_squares.rsqrt()[:, None, None]
             folded[f"self_attn.{name}_proj.weight"] = scaled.flatten(0, 1)
     return folded
 
@@ -237,9 +239,8 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
     """Refuse a different kind of head or different settings, and name the arguments that would match."""
     directory, settings = published.directory, published.settings
     if published.name != config.name:
-        choices = "".join(
-            f" {_override(name, values[0])}" for name, values in settings.items() if values[0] not in (None, False)
-        )
+        chosen = {name: value for name, (value, *_) in settings.items() if value is not None and value is not False}
+        choices = "".join(f" {_override(name, value)}" for name, value in chosen.items())
         raise UserError(
             f"head.init_from: {directory} must hold the head {config.name}, as in the recipe, but holds the head "
             f"{published.name}; set head={published.name}{choices}, or choose another head"
@@ -341,10 +342,6 @@ def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: He
         )
         if shape != expected_shape:
             raise UserError(
-                f"head.init_from: {name} of {directory} must be {_describe(expected_shape)} for head {config.name} and "
-                f"this target, but is {_describe(shape)}; choose another head"
+                f"head.init_from: {name} of {directory} must be {describe_shape(expected_shape)} for head "
+                f"{config.name} and this target, but is {describe_shape(shape)}; choose another head"
             )
-
-
-def _describe(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else f"of shape {shape}"

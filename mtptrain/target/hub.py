@@ -72,7 +72,7 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
         raise unknown_target(path, error, "download its config.json first", setting) from error
 
 
-def unknown_target(path: str, answer: Exception, advice: str, setting: str = "target.path") -> UserError:
+def unknown_target(path: str, answer: Exception, advice: str, setting: str) -> UserError:
     """Returns the error for a `path` that is neither a directory nor a file and for which the hub raised `answer`."""
     reason = (str(answer).splitlines() or [type(answer).__name__])[0]
     return UserError(
@@ -152,7 +152,7 @@ def indexed_files(index: Path) -> list[str]:
         UserError: the index names no files, or some outside its directory.
     """
     weight_map: Any = read_json(index, DOWNLOAD_AGAIN).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not (isinstance(weight_map, dict) and weight_map and all(isinstance(x, str) for x in weight_map.values())):
         raise UserError(f"{index}: must name the file of each tensor in weight_map, but does not; {DOWNLOAD_AGAIN}")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]

@@ -1,5 +1,6 @@
 """Loads the whole frozen target, after checks that need no weights."""
 
+import math
 import os
 from copy import deepcopy
 from pathlib import Path
@@ -9,13 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from mtptrain.target.checkpoint_check import check_weights
+from mtptrain.target.checkpoint_check import PLAIN_DTYPES, check_weights
 from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
 from mtptrain.target.frozen_parts import refuse_missing
 from mtptrain.target.hub import weight_files
 from mtptrain.target.model import Target
 from mtptrain.target.self_check import check_target
 from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.files import tensor_shapes
 
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
@@ -87,8 +89,17 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
 
 
 def needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether the weights of a target take more than 80 % of a GPU's memory, and there are several GPUs."""
+    """Returns whether the weights of a target take more than 80 % of a GPU's memory, and there are several GPUs.
+
+    Quantised weights count with the size that they have on disk, and all others with that of `dtype`.
+    """
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return False
-    weights_bytes = sum(path.stat().st_size for path in weight_files(target_dir)) * (2 if dtype is torch.float32 else 1)
+    files = weight_files(target_dir)
+    stored = [each for path in files for each in tensor_shapes(path).values()]
+    weights_bytes = sum(path.stat().st_size for path in files) + sum(
+        math.prod(shape) * (dtype.itemsize - int(kind[-2:]) // 8)  # such as 16 of BF16
+        for kind, shape in stored
+        if kind in PLAIN_DTYPES
+    )
     return weights_bytes > 0.8 * torch.cuda.get_device_properties(device).total_memory

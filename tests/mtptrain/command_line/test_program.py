@@ -46,7 +46,14 @@ ROOT = Path(__file__).parents[3]
             "head: must be one of dflash, dflash2, draft_model, dspark, eagle, eagle3, hydra, medusa, mtp, native_mtp, "
             "peagle, but is 'mtpp'; did you mean mtp?",
         ),
+        (
+            ["target=/models/mine"],
+            "target: must be one of deepseek_v2_lite, demo, llama3_1_8b, llama3_2_1b, llama3_3_70b, qwen3_30b_a3b, "
+            "qwen3_32b, qwen3_8b, smollm2_135m, but is '/models/mine'; choose one",
+        ),
         (["prompts=null"], "prompts: must be the name of a choice, but is null; `prompts=` alone lists the names"),
+        (["+head=3"], "head: must be the name of a choice, but is 3; `head=` alone lists the names"),
+        (["prompts.paths=a"], "prompts.paths: must be a list, but is not; write prompts.paths=[VALUE,...]"),
         (["train.tracker=wand"], "train.tracker: must be one of none, wandb, but is 'wand'; did you mean wandb?"),
         (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
         (

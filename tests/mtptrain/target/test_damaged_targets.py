@@ -135,6 +135,7 @@ def test_incomplete_weights_are_named_wherever_they_are_read(target: Path, read:
     [
         (GARBAGE, r"must be UTF-8, but is not \('utf-8' codec"),
         (b"{}", "must name the file of each tensor in weight_map, but does not"),
+        (b'{"weight_map": {}}', "must name the file of each tensor in weight_map, but does not"),
         (b'{"weight_map": ["a"]}', "must name the file of each tensor in weight_map, but does not"),
         (
             b'{"weight_map": {"a": "/a.safetensors"}}',

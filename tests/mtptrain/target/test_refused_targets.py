@@ -158,7 +158,7 @@ def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded
 ) -> None:
     """Simulates eight GPUs, of which only the number and the memory size are read."""
     directory = make_target(tmp_path)
-    size = (directory / "model.safetensors").stat().st_size
+    size = (directory / "model.safetensors").stat().st_size  # in fp32
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -167,12 +167,13 @@ def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded
         r".*train.validation_prompts=0"
     )
     with pytest.raises(ValueError, match=message):
-        check_placement(directory, torch.bfloat16, torch.device("cuda"))
+        check_placement(directory, torch.float32, torch.device("cuda"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    check_placement(directory, torch.bfloat16, torch.device("cuda"))
+    check_placement(directory, torch.float32, torch.device("cuda"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * size))
     check_placement(directory, torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * size))
+    check_placement(directory, torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -75,8 +75,8 @@ def test_other_settings_are_refused_with_those_to_set(
         ),
         (
             lambda t: {**t, "mask_hidden": torch.ones(1, 3)},
-            {"mask_token_id": 3},
-            r"must hold the head eagle3, .*, but holds the head peagle",
+            {"mask_token_id": 0},
+            r"must hold the head eagle3, .*, but holds the head peagle; set head=peagle .* head\.mask_token_id=0, or",
         ),
         (
             lambda t: {**t, "fc.weight": torch.ones(64, 64)},

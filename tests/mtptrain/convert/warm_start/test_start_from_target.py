@@ -1,6 +1,7 @@
 """Tests heads that start with the weights of the target's last layer."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,27 +48,36 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
     assert not passed[:, :-64].any()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [FAMILIES["qwen3"], FAMILIES["gemma3_text"], ("olmo2", {}), ("cohere", {"use_qk_norm": True})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """Compares the attention scores of random rows, which agree only approximately.
 
     The target divides each row by its own root mean square; the head's weights contain a constant divisor instead.
     The scores differ by about a tenth, and by about half if the projections are copied unchanged.
     """
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model_type, settings = FAMILIES[family]
     target_dir = make_target(tmp_path / "target", model_type, {**settings, **sizes})
     target = load_target(target_dir, torch.float32, torch.device("cpu"))
     layer = target.model.model.layers[-1]
     head = build_head(HEADS["mtp"].Config(), target.config)
     start_from_target(head, TargetFiles(target_dir))
-    x = layer.input_layernorm(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)))
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    if model_type != "olmo2":  # whose layers have no input norm
+        x = layer.input_layernorm(x)
 
     def scores(attention: torch.nn.Module) -> torch.Tensor:
-        query, key = (project(x).unflatten(-1, (2, 128)) for project in (attention.q_proj, attention.k_proj))
+        query, key = attention.q_proj(x), attention.k_proj(x)
         if hasattr(attention, "q_norm"):
-            query, key = attention.q_norm(query), attention.k_norm(key)
-        return torch.einsum("nhd,mhd->hnm", query, key)
+            size = attention.q_norm.weight.shape[-1]  # that of an attention head, or in OLMo 2 of all of them
+            query = attention.q_norm(query.unflatten(-1, (-1, size))).flatten(-2)
+            key = attention.k_norm(key.unflatten(-1, (-1, size))).flatten(-2)
+        return torch.einsum("nhd,mhd->hnm", query.unflatten(-1, (2, 128)), key.unflatten(-1, (2, 128)))
 
     with torch.no_grad():
         expected = scores(layer.self_attn)
