@@ -55,10 +55,9 @@ def _has_ended(tokens: Sequence[int], sampling: Sampling) -> bool:
 
 def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
     """Returns a response, separated from its end-of-sequence token."""
-    end = next((index for index, token in enumerate(token_ids) if token in stop_token_ids), None)
-    if end is None:
-        return Response(len(token_ids), True, token_ids)
-    return Response(end + 1, False, token_ids[:end], token_ids[end])
+    if token_ids[-1] in stop_token_ids:
+        return Response(len(token_ids), False, token_ids[:-1], token_ids[-1])
+    return Response(len(token_ids), True, token_ids)
 
 
 def regenerate_with_target(

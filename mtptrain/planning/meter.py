@@ -39,7 +39,7 @@ class Meter(TorchDispatchMode):
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self.observe(name, args, kwargs, inputs)
         if name == "_flash_attention_backward":
-            self._count_peak(args[1].device, flash_scratch_bytes(args))
+            self._count_peak(str(args[1].device), flash_scratch_bytes(args))
         scales_offsets = name == "mul" and not any(isinstance(x, FakeTensor) for x in inputs)
         with unset_fake_temporarily() if scales_offsets else nullcontext():  # so that their values stay known
             out = func(*args, **kwargs)
@@ -61,12 +61,11 @@ class Meter(TorchDispatchMode):
             if key not in self._alive:
                 self._alive.add(key)
                 self._alive_bytes[device] += num_bytes
-                self._count_peak(tensor.device)
+                self._count_peak(device)
                 weakref.finalize(storage, self._release, key, device, num_bytes)
 
-    def _count_peak(self, device: torch.device, scratch_bytes: int = 0) -> None:
-        name = str(device)
-        self.peak_bytes[name] = max(self.peak_bytes[name], self._alive_bytes[name] + scratch_bytes)
+    def _count_peak(self, device: str, scratch_bytes: int = 0) -> None:
+        self.peak_bytes[device] = max(self.peak_bytes[device], self._alive_bytes[device] + scratch_bytes)
 
     def _release(self, key: int, device: str, num_bytes: int) -> None:
         self._alive.discard(key)

@@ -56,7 +56,7 @@ class TrainConfig:
     disk."""
     loss_chunk_rows: int = at_least(1, default=1536)
     """Maximum number of rows in one block of logits [rows, V]. A block holds at least one draft position, with a row
-    per depth. With `dflash`, a block holds rows of one depth only."""
+    per depth. With `head.anchors_per_document`, a block holds rows of one depth only."""
     compile: bool | None = None
     """Use torch.compile for the elementwise operations of the step. Compiling takes about half a minute at the start.
     null compiles on GPUs only. Computing the loss reads and writes about 9 bytes of memory per logit with compilation,
@@ -64,7 +64,8 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Recompute most activations in the backward pass: longer documents fit, but steps take about a quarter longer."""
     profile: bool = False
-    """Write a trace of three steps to `run_dir/train/trace_<rank>.json`, for chrome://tracing or Perfetto."""
+    """Write a trace of the sixth to the eighth step of each start to `run_dir/train/trace_<rank>.json`, for
+    chrome://tracing or Perfetto."""
     log_every: int = at_least(1, default=10)
     """Number of steps between lines of metrics.jsonl. The steps of `validate_every` and `save_every` and the last step
     get a line too."""

@@ -31,7 +31,7 @@ class LossSettings:
     """The weight of each part, above 0."""
     lk_eta: float = 3.0
     chunk_rows: int = 1536
-    """Maximum number of rows in one block of logits [rows, V], which holds all depths of its target tokens."""
+    """Maximum number of rows in one block of logits [rows, V]; see `TrainConfig.loss_chunk_rows`."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "LossSettings":
@@ -254,9 +254,10 @@ def compare_drafts(
     lk_eta: float,
     data_tokens: torch.Tensor | None,
 ) -> tuple[Drafted, Selected | None]:
-    """Compare the logits of a block with their teacher, and drafts that are chosen among candidates too.
+    """Compare the logits of a block with their teacher; if drafts are chosen among candidates, compare these too.
 
-    The gradient of the former then includes that of the latter. The arguments are those of `compare` and `select`.
+    The gradient of the candidates' scores is added to that of the logits. The arguments are those of `compare` and
+    `select`.
     """
     others: dict[LossPart, torch.Tensor] = {
         part: weight for part, weight in weights.items() if part is not LossPart.selector

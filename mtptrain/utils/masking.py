@@ -11,11 +11,8 @@ _SHORTEST_SECRET = 4
 
 
 def printable(text: str) -> str:
-    """Returns a text of somebody else for a terminal: control characters and lone surrogates are written as escapes."""
-    shown = (
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
-    )
-    return "".join(shown)
+    """Returns a text of somebody else for a terminal: control characters and others without a glyph become escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def hide_passwords(value: Any) -> Any:

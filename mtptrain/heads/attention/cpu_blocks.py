@@ -341,6 +341,6 @@ def _score_grads(
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """Returns scores plus mask in fp32. See `mtptrain.training.losses._rows_and_grad` for why `num_heads` is passed."""
+    """Returns scores plus mask in fp32. `training.loss_blocks._rows_and_grad` says why `num_heads` is passed."""
     wide = scores.float()
     return wide if mask is None else wide + mask.expand(num_heads, -1, -1).reshape(wide.shape)

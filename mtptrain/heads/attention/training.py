@@ -193,9 +193,9 @@ def _attend_backward(
 def _rows_per_query(query: torch.Tensor, key: torch.Tensor, segments: Segments) -> int:
     """Returns the number of query heads of each key head that become rows of a GPU's kernel.
 
-    All rows of a segment that is not causal see the same keys. Otherwise, segments of few draft positions with the
-    heads of a whole block would leave most rows of the kernel's tiles empty, and its backward pass would allocate sums
-    of at least 128 rows for each segment and each of those heads.
+    The rows of a segment that is not causal all see the same keys, so heads can be rows too. If they stayed heads,
+    segments of few draft positions with the heads of a whole block would leave most rows of the kernel's tiles empty,
+    and its backward pass would allocate sums of at least 128 rows for each segment and each of those heads.
     """
     return 1 if segments.is_causal else query.shape[1] // key.shape[1]
 
@@ -207,12 +207,12 @@ def _flash_sizes(segments: Segments, rows: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _heads_to_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """[Q, heads, ...] -> [Q * rows, heads / rows, ...]."""
+    """Reshapes [Q, heads, ...] to [Q * rows, heads / rows, ...], where the query heads of a key head become rows."""
     return x if rows == 1 else x.unflatten(1, (-1, rows)).transpose(1, 2).flatten(0, 1)
 
 
 def _rows_to_heads(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """[Q * rows, heads / rows, ...] -> [Q, heads, ...]."""
+    """Reshapes [Q * rows, heads / rows, ...] to [Q, heads, ...], the inverse of `_heads_to_rows`."""
     return x if rows == 1 else x.unflatten(0, (-1, rows)).transpose(1, 2).flatten(1, 2)
 
 
