@@ -9,6 +9,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
+from mtptrain.data.rows import RowFormat
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.heads.files import RESTORE
@@ -111,7 +112,9 @@ class Run:
 
     def measured_prompts(self, spare_tokens: int = 0) -> Prompts:
         """Returns the prompts that `acceptance` selects: see `read_prompts`."""
-        return read_prompts(self.config.acceptance, self.target, self.stage_dir("prompts"), spare_tokens)
+        prompts = self.config.prompts
+        form = RowFormat(metadata=prompts.metadata, roles=prompts.roles)  # a prompts_file may have another schema
+        return read_prompts(self.config.acceptance, self.target, self.stage_dir("prompts"), spare_tokens, form)
 
     @property
     def served_head_dir(self) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mtptrain.config import AcceptanceConfig
 from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, require_prompts
+from mtptrain.data.rows import ANY_SCHEMA, RowFormat
 from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
 from mtptrain.decoding.speculate import check_prompts, tokens_to_fit
 from mtptrain.heads.base import Head
@@ -25,7 +26,13 @@ class HeldOut(StrEnum):
     all = "all"
 
 
-def read_prompts(settings: AcceptanceConfig, target: TargetFiles, prompts_dir: Path, spare_tokens: int = 0) -> Prompts:
+def read_prompts(
+    settings: AcceptanceConfig,
+    target: TargetFiles,
+    prompts_dir: Path,
+    spare_tokens: int = 0,
+    form: RowFormat = ANY_SCHEMA,
+) -> Prompts:
     """Returns the prompts that the settings select, after checking that they fit the target's context.
 
     Args:
@@ -33,10 +40,11 @@ def read_prompts(settings: AcceptanceConfig, target: TargetFiles, prompts_dir: P
         target: the target that reads the prompts.
         prompts_dir: output of stage 1.
         spare_tokens: number of tokens of the target's context to keep free after prompt and answer.
+        form: how the rows of `settings.prompts_file` are read.
     """
     context_tokens = target.config.max_position_embeddings
     if settings.prompts_file is not None:
-        prompts = read_prompts_file(Path(settings.prompts_file), target.tokenizer, target.config.vocab_size)
+        prompts = read_prompts_file(Path(settings.prompts_file), target.tokenizer, target.config.vocab_size, form)
         names = [f"{settings.prompts_file}: id {prompt_id}" for prompt_id in prompts.input_ids]
         check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens, names, spare_tokens)
         check_num_drafts(prompts.input_ids, settings.num_speculative_tokens, context_tokens, spare_tokens)

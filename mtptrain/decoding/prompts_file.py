@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import prompt_text, tokenize_rendered
 from mtptrain.data.questions import first_user_turn, text_hash
-from mtptrain.data.rows import ConversationRefused, Message, parse_row, refuse_dropped_prompts, refuse_unread_columns
+from mtptrain.data.rows import (
+    ANY_SCHEMA,
+    ConversationRefused,
+    Message,
+    RowFormat,
+    parse_row,
+    refuse_dropped_prompts,
+    refuse_unread_columns,
+)
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
 
@@ -42,12 +50,15 @@ class Prompts:
         return hashlib.sha256(asked.encode()).hexdigest()
 
 
-def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Prompts:
+def read_prompts_file(
+    path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, form: RowFormat = ANY_SCHEMA
+) -> Prompts:
     """Returns the prompts of a jsonl file.
 
     Each line has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
     With `turns`, the first turn is the prompt. Further columns and keys of messages are read as in training data
-    (mtptrain/data/rows.py): honoured, passed over because they only describe the line, or refused by name.
+    (mtptrain/data/rows.py), as `form` says: honoured, passed over because they only describe the line, or refused by
+    name. A column that is null counts as left out.
 
     Raises:
         UserError: the path is not that of a file, or the file is too large, a line does not have this form, an id
@@ -62,7 +73,7 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
-        row, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer)
+        row, messages, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer, form)
         prompt_id = str(row["id"] if "id" in row else row["question_id"])
         if prompt_id in prompts.input_ids:
             raise UserError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
@@ -77,50 +88,42 @@ def read_prompts_file(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size
             prompts.categories[prompt_id] = str(row["category"])
         if "turns" in row:
             prompts.turns[prompt_id] = row["turns"]
-        if (question := _first_turn(row)) is not None:
-            prompts.questions[prompt_id] = text_hash(question)
+        if (first := first_user_turn(messages)) is not None:
+            prompts.questions[prompt_id] = text_hash(messages[first]["content"])
     if not prompts.input_ids:
         raise UserError(f"{path}: must hold at least one prompt, but is empty; add lines with `id` and `text`")
     return prompts
 
 
-def _first_turn(row: Mapping[str, Any]) -> str | None:
-    """Returns the first user turn of a row with `turns` or `messages`; None if there is no such turn."""
-    if "turns" in row:
-        return str(row["turns"][0])
-    messages = row.get("messages", [])
-    index = first_user_turn([{"role": str(message.get("role"))} for message in messages])
-    return None if index is None else str(messages[index].get("content"))
-
-
-def _prompt_of(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], list[int]]:
-    row = parse_json(line, where)
-    refuse_lone_surrogates(row, where)
-    kinds = [kind for kind in KINDS if isinstance(row, dict) and kind in row]
+def _prompt_of(
+    line: bytes, where: str, tokenizer: PreTrainedTokenizerBase, form: RowFormat
+) -> tuple[dict[str, Any], list[Message], list[int]]:
+    """Returns the columns of a line, the messages of a prompt with `messages` or `turns`, and the prompt's tokens."""
+    content = parse_json(line, where)
+    refuse_lone_surrogates(content, where)
+    row = {name: value for name, value in content.items() if value is not None} if isinstance(content, dict) else {}
+    kinds = [kind for kind in KINDS if kind in row]
     if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
-        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+        keys = sorted(row) if isinstance(content, dict) else type(content).__name__
         raise UserError(
             f"{where}: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
             f"{keys}; correct it"
         )
-    others = {
-        name: value for name, value in row.items() if name not in (*kinds, *IGNORED_COLUMNS) and value is not None
-    }
+    passed_over = {*kinds, *IGNORED_COLUMNS, *form.metadata}
+    others = {name: value for name, value in row.items() if name not in passed_over}
     try:
         if kinds[0] == "messages":
-            return row, _render_whole(tokenizer, parse_row({**others, "messages": row["messages"]}), where)
+            messages = parse_row({**others, "messages": row["messages"]}, form)
+            return row, messages, _render_whole(tokenizer, messages, where)
         refuse_unread_columns(others)
         if kinds[0] == "turns":
-            if (
-                not isinstance(row["turns"], list)
-                or not row["turns"]
-                or not all(isinstance(turn, str) for turn in row["turns"])
-            ):
+            turns = row["turns"]
+            if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
                 raise UserError(
-                    f"{where}: turns must be a list of at least one string, but is {str(row['turns'])[:40]}; correct it"
+                    f"{where}: turns must be a list of at least one string, but is {str(turns)[:40]}; correct it"
                 )
-            parsed = parse_row({"messages": [{"role": "user", "content": turn} for turn in row["turns"]]})
-            return row, _render_whole(tokenizer, parsed[:1], where)
+            messages = parse_row({"messages": [{"role": "user", "content": turn} for turn in turns]})
+            return row, messages, _render_whole(tokenizer, messages[:1], where)
     except ConversationRefused as refused:
         raise UserError(f"{where}: must be read as a whole, but has {refused}; correct it") from refused
     if kinds[0] == "input_ids":
@@ -128,10 +131,10 @@ def _prompt_of(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> t
             raise UserError(
                 f"{where}: input_ids must be a list of integers, but is {str(row['input_ids'])[:40]}; correct it"
             )
-        return row, row["input_ids"]
+        return row, [], row["input_ids"]
     if not isinstance(row["text"], str):
         raise UserError(f"{where}: text must be a string, but is {str(row['text'])[:40]}; correct it")
-    return row, list(tokenizer(row["text"])["input_ids"])
+    return row, [], list(tokenizer(row["text"])["input_ids"])
 
 
 def _render_whole(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str) -> list[int]:

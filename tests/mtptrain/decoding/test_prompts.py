@@ -4,13 +4,14 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mtptrain.config import AcceptanceConfig
+from mtptrain.config import AcceptanceConfig, PipelineConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.data.questions import question_group
 from mtptrain.decoding.prompts import (
@@ -22,6 +23,7 @@ from mtptrain.decoding.prompts import (
     warn_of_trained_questions,
 )
 from mtptrain.decoding.prompts_file import read_prompts_file
+from mtptrain.run import Run
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
@@ -154,12 +156,13 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
         {"id": 7, "text": "def f"},
         {"id": "c", "messages": [{"role": "user", "content": "hi"}]},
         {"question_id": 81, "category": "writing", "turns": ["hello", "shorter"]},
+        {"id": None, "question_id": 82, "category": None, "text": "def f", "messages": None},
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     tokenizer = make_tokenizer()
     read = read_prompts_file(path, tokenizer, 260)
     prompts = read.input_ids
-    assert list(prompts) == ["a", "7", "c", "81"]
+    assert list(prompts) == ["a", "7", "c", "81", "82"]
     assert prompts["a"] == [1, 2, 3]
     assert tokenizer.decode(prompts["7"]) == "def f"
     assert tokenizer.decode(prompts["c"]) == "<user>hi<|end|><assistant>"
@@ -178,6 +181,9 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
             "id": "messages",
             "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "trained on?"}],
         },
+        {"id": "JSON", "messages": json.dumps([{"role": "user", "content": "trained on?"}])},
+        {"id": "ShareGPT", "messages": [{"from": "human", "value": "trained on?"}]},
+        {"id": "part", "messages": [{"role": "user", "content": [{"type": "text", "text": "trained on?"}]}]},
         {"id": "held out", "turns": ["held out?"]},
         {"id": "new", "turns": ["new?"]},
         {"id": "text", "text": "trained on?"},
@@ -194,9 +200,8 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
     DocumentEntry.write_all(tmp_path, entries)
     seal_prompts(tmp_path)
     assert not user_warnings
-    with pytest.warns(
-        UserWarning, match=r"first turns should not be .*, but 2 of 4 are \(ids turns, messages\); their accept"
-    ):
+    counted = r"5 of 7 are \(ids turns, messages, JSON, ShareGPT, part\); their accept"
+    with pytest.warns(UserWarning, match=rf"first turns should not be .*, but {counted}"):
         warn_of_trained_questions(questions, tmp_path)
 
 
@@ -210,6 +215,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
             r":1: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]",
         ),
         ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
+        ('{"id": null, "text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
         (
             '{"id": 1, "text": "a", "category": "\\ud83d"}',
             r":1: texts must be valid Unicode, .*\\ud83d.*; correct",
@@ -276,6 +282,25 @@ def test_a_system_prompt_in_a_column_is_honoured_and_other_columns_may_describe_
     path.write_text("\n".join(map(json.dumps, rows)))
     read = read_prompts_file(path, tokenizer, 260).input_ids
     assert read["1"] == read["2"] and "Be brief." in tokenizer.decode(read["1"])
+
+
+def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_data(
+    config_for: Callable[..., PipelineConfig], tmp_path: Path
+) -> None:
+    path = tmp_path / "asked.jsonl"
+    rows = [
+        {"id": 1, "note": "x", "messages": [{"role": "client", "content": "hi", "name": "ann"}]},
+        {"id": 2, "note": "x", "turns": ["hi"]},
+        {"id": 3, "note": "x", "text": "<user>hi<|end|><assistant>"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    named = ("prompts.metadata=[note,name]", "+prompts.roles.client=user", "prompts.schema=sharegpt")
+    config = config_for(f"acceptance.prompts_file={path}", "acceptance.max_new_tokens=8", *named)
+    read = Run(config).measured_prompts()
+    assert read.input_ids["1"] == read.input_ids["2"] == read.input_ids["3"]
+    config.prompts.metadata.remove("note")
+    with pytest.raises(UserError, match=r":1: must be .*column note, .*\(prompts\.metadata=\[note\] passes it over\)"):
+        Run(config).measured_prompts()
 
 
 def test_a_prompts_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
