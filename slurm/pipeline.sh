@@ -4,11 +4,12 @@
 #   [responses ->] prompts [-> draft_vocab] -> hidden_states, an array -> train [-> choose_head] -> acceptance -> export
 #
 #   slurm/pipeline.sh [SBATCH OPTIONS] recipe=NAME [OVERRIDES]
-#   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp prompts.paths=[chats.jsonl] train.micro_batches_per_step=16
+#   NODES=2 ARRAY_TASKS=8 slurm/pipeline.sh --partition=gpu --account=team --time=12:00:00 recipe=llama3_1_8b_mtp "prompts.paths=[chats.jsonl]" train.micro_batches_per_step=16
 #
 # Options, each as one word (--time=12:00:00), are passed to every sbatch; a --dependency applies to the first job. Environment:
 #   NODES        nodes for training, such as 2 or 1-2 (default 1). Other jobs take one node each
-#   ARRAY_TASKS  tasks that share the extraction (default 4). More than one needs run_dir on a disk that all nodes share
+#   ARRAY_TASKS  tasks that share the extraction (default 4, or 1 with MTPTRAIN_LOCAL_RUN_DIR=1). More than one needs run_dir on a disk that
+#                all nodes share
 #   GPU_OPTIONS  more options for the jobs on GPUs (8 per node, whole nodes), CPU_OPTIONS for the others (ignored with MTPTRAIN_LOCAL_RUN_DIR=1)
 #   SKIP         stages to leave out, by name: SKIP="prompts hidden_states"
 #   NPROC, NPROC_<stage>, MTPTRAIN_...   as in docs/slurm.md
@@ -30,7 +31,7 @@ while [[ "${1:-}" == -* ]]; do
 done
 for word in "$@"; do
     if [[ "$word" == -* ]]; then
-        echo "$word: must come before recipe=NAME like every option of sbatch, but comes after it; move it" >&2
+        echo "$word: options of sbatch must come first, each as one word (--time=12:00:00), but this one follows '$1'; join it or move it" >&2
         exit 1
     fi
 done
@@ -64,6 +65,7 @@ for word in "${skipped[@]}"; do
     fi
 done
 
+[[ " ${skipped[*]} " == *" train "* ]] || export NODES=${NODES:-1} # stages.py checks the number of ranks
 plan=$("$python" "$checkout/slurm/stages.py" "$@")
 run_dir=${plan%%$'\n'*}
 
@@ -72,6 +74,10 @@ if [ "${MTPTRAIN_LOCAL_RUN_DIR:-}" = 1 ]; then
     use_one_node
 else
     refuse_own_disk "$run_dir"
+fi
+if ! [[ "$num_tasks" =~ ^[1-9][0-9]*$ ]]; then
+    echo "ARRAY_TASKS: must be a number of at least 1, but is '$num_tasks'; correct it" >&2
+    exit 1
 fi
 mkdir -p "$output_dir"
 

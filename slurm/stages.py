@@ -7,6 +7,7 @@ so that a wrong one is found before anything is queued.
 """
 
 import os
+import re
 
 from omegaconf import DictConfig
 
@@ -22,11 +23,14 @@ def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -
 
     Args:
         config: the settings of the run.
-        nodes: the `--nodes` option of sbatch: a number, or a range such as `1-2`.
+        nodes: the `--nodes` option of sbatch: a number, or a range such as `1-2`, which is checked too.
         ranks_per_node: number of ranks on each node.
     """
-    first, _, last = nodes.partition("-")
-    for number in range(int(first), int(last or first) + 1):
+    found = re.fullmatch(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?", nodes)
+    numbers = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+    if not numbers:
+        raise UserError(f"NODES: must be a number of at least 1, or a range such as 1-2, but is {nodes!r}; correct it")
+    for number in numbers:
         check_batch_ranks(config.train.micro_batches_per_step, number * ranks_per_node)
 
 
@@ -38,11 +42,11 @@ def main(cfg: DictConfig) -> None:
             raise UserError(
                 f"{name}: must be false for jobs, but is true; run mtptrain hidden-states with the same settings"
             )
-    if "NODES" in os.environ:
+    variables = os.environ
+    if nodes := variables.get("NODES"):
         # pipeline.sh gives the training job this many nodes. Each has 8 ranks, or as many as NPROC_train or NPROC says.
-        variables = dict(os.environ)
         ranks = variables.get("NPROC_train") or variables.get("NPROC") or "8"
-        check_train_ranks(settings, variables["NODES"], int(ranks) if ranks.isdigit() else 8)
+        check_train_ranks(settings, nodes, int(ranks) if ranks.isdigit() else 8)
     lines = [f"{name.replace('-', '_')} {runner}" for name, _, runner in stages_of(settings)]
     print(settings.run_dir, *lines, sep="\n")
 

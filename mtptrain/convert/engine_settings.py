@@ -108,7 +108,7 @@ def sglang_part(
     if form.method not in ADAPTIVE_ALGORITHMS:
         return f"No settings: SGLang drafts a fixed number of tokens with {form.method}."
     write_json(path, adaptive_steps(best))
-    launch = form.launch(shlex.quote(target), head_dir.resolve().with_name("sglang"), max(best.values()))
+    launch = form.launch(target, head_dir.resolve().with_name("sglang"), max(best.values()))
     return (
         "For each batch, SGLang uses the entry of the closest size. The speeds were measured with vLLM, and SGLang was "
         "not run. Write the head for SGLang first, with `mtptrain export` and `export.engine=sglang`.\n\n"

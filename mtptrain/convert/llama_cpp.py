@@ -3,6 +3,7 @@
 Sources: src/models/eagle3.cpp and dflash.cpp, common/speculative.cpp, and conversion/llama.py and qwen.py.
 """
 
+import shlex
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -150,10 +151,8 @@ class GgufFormat(Format):
         return TARGET_GGUF if self.target_gguf is None else str(self.target_gguf)
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        return (
-            f"llama-server -m {target} -md {directory / self.weights_name} --spec-type {self.method} "
-            f"--spec-draft-n-max {num_speculative_tokens} --spec-draft-p-min 0"
-        )
+        words = ["llama-server", "-m", target, "-md", str(directory / self.weights_name), "--spec-type", self.method]
+        return shlex.join([*words, "--spec-draft-n-max", str(num_speculative_tokens), "--spec-draft-p-min", "0"])
 
     def notes(self) -> list[str]:
         notes = [

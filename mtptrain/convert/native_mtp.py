@@ -59,10 +59,8 @@ class VllmNativeMtp(WholeCheckpoint):
 
     def head_name(self, name: str) -> str:
         """Returns the head's name for a tensor of the checkpoint."""
-        part = next((part for part in REPEATED if name.startswith(self.prefixes[LAYER] + part)), None)
-        if part is not None:
-            return name.removeprefix(self.prefixes[LAYER])
-        return _replaced_prefix(name, {theirs: ours for ours, theirs in self.prefixes.items()})
+        ours = {theirs: ours for ours, theirs in self.prefixes.items()}
+        return _replaced_prefix(name, ours | {self.prefixes[LAYER] + part: part for part in REPEATED})
 
     def is_replaced(self, name: str) -> bool:
         """Returns whether a tensor of the checkpoint is one of its own module that this head replaces."""

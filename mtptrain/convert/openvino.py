@@ -5,6 +5,7 @@ for the time of the check. Sources: `LlamaEagle3Model` and `Qwen3DFlashDraftMode
 exporters/openvino/model_patcher.py; src/cpp/src/speculative_decoding/ in openvino.genai.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ class OpenvinoFormat(Format):
         if self.hidden_layers:
             program = SET_LAYERS.format(layers=list(self.hidden_layers)) + program
         return (
-            f"{CONVERT} -m {target} target_openvino\n"
-            f"{CONVERT} --trust-remote-code -m {directory} head_openvino\n"
+            f"{CONVERT} -m {shlex.quote(target)} target_openvino\n"
+            f"{CONVERT} --trust-remote-code -m {shlex.quote(str(directory))} head_openvino\n"
             f"python - <<'END'\n{program}END"
         )
 

@@ -1,5 +1,6 @@
 """Export formats of SGLang 0.5.23 (sglang/srt/models/: mimo_mtp.py, llama_eagle.py, llama_eagle3.py)."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from mtptrain.convert.vllm import EAGLE_NAMES, VllmDflash, VllmDflash2, VllmDspa
 
 def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int) -> str:
     """Returns the command that starts SGLang with a chain of drafts, not a tree."""
+    target, head = shlex.quote(target), shlex.quote(str(directory))
     return (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {form.method} "
-        f"--speculative-draft-model-path {directory} --speculative-num-steps {num_speculative_tokens} "
+        f"--speculative-draft-model-path {head} --speculative-num-steps {num_speculative_tokens} "
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {num_speculative_tokens + 1}"
     )
 

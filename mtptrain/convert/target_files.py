@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ class WholeCheckpoint(Format):
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         settings = {"method": self.method, "num_speculative_tokens": num_speculative_tokens}
-        return f"vllm serve {directory} --speculative-config '{json.dumps(settings)}'"
+        return shlex.join(["vllm", "serve", str(directory), "--speculative-config", json.dumps(settings)])
 
     def notes(self) -> list[str]:
         return [

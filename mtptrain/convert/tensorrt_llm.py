@@ -3,19 +3,24 @@
 Source: tensorrt_llm/_torch/models/modeling_speculative.py and `Eagle3DecodingConfig` of its API reference.
 """
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+from mtptrain.convert.base import Format
 from mtptrain.convert.vllm import VllmDraftModel, VllmEagle3
 from mtptrain.heads.eagle3 import Eagle3Head
 
 
-def launch(target: str, **settings: object) -> str:
+def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int, **more: object) -> str:
     """Returns the commands that write a file of settings and start TensorRT-LLM with it."""
-    lines = "\n".join(f"  {name}: {value}" for name, value in settings.items())
+    head = json.dumps(str(directory), ensure_ascii=False)  # YAML reads JSON's texts
+    settings = {"decoding_type": form.method, "speculative_model": head, "max_draft_len": num_speculative_tokens}
+    lines = "\n".join(f"  {name}: {value}" for name, value in {**settings, **more}.items())
     return (
         f"cat > speculative.yaml <<'END'\nspeculative_config:\n{lines}\nEND\n"
-        f"trtllm-serve {target} --config speculative.yaml"
+        f"trtllm-serve {shlex.quote(target)} --config speculative.yaml"
     )
 
 
@@ -35,13 +40,8 @@ class TensorRtEagle3(VllmEagle3):
         return [layer - 1 for layer in Eagle3Head.resolve_capture_layers(self.head, self.target)]
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        return launch(
-            target,
-            decoding_type=self.method,
-            speculative_model=directory,
-            max_draft_len=num_speculative_tokens,
-            eagle3_layers_to_capture=self.engine_layers,
-        )
+        more = {"eagle3_layers_to_capture": self.engine_layers}
+        return launch(self, target, directory, num_speculative_tokens, **more)
 
     def notes(self) -> list[str]:
         return [
@@ -54,11 +54,7 @@ class TensorRtDraftModel(VllmDraftModel):
     """Exports `draft_model` as a standard transformers checkpoint."""
 
     method = "Draft_Target"
-
-    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        return launch(
-            target, decoding_type=self.method, speculative_model=directory, max_draft_len=num_speculative_tokens
-        )
+    launch = launch
 
     def notes(self) -> list[str]:
         return ["The files were checked, but not served by TensorRT-LLM."]

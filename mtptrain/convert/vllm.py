@@ -5,6 +5,7 @@ vllm/model_executor/models/.
 """
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
 SAME_NAMES: dict[str, str] = {}  # the engine reads our tensor names
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
+V2_RUNNER = (
+    "vLLM 0.32 serves {name} with its V2 runner alone, which needs a GPU. mtptrain compared its counters with "
+    "llama.cpp's."
+)
+"""The note on heads that vLLM does not serve on a CPU."""
 
 
 class VllmFormat(Format):
@@ -39,9 +45,9 @@ class VllmFormat(Format):
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         settings = {"method": self.method, "model": str(directory), "num_speculative_tokens": num_speculative_tokens}
-        settings |= self.speculative_settings
-        overrides = "" if self.hf_overrides is None else f" --hf-overrides '{json.dumps(self.hf_overrides)}'"
-        return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'{overrides}"
+        words = ["vllm", "serve", target, "--speculative-config", json.dumps(settings | self.speculative_settings)]
+        words += [] if self.hf_overrides is None else ["--hf-overrides", json.dumps(self.hf_overrides)]
+        return shlex.join(words)
 
     def notes(self) -> list[str]:
         window = sliding_window(self.target) if has_window_in_all_layers(self.target) else None
@@ -68,7 +74,8 @@ class VllmMtp(VllmFormat):
 
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)
-        return tensors | {self._QKV: torch.cat([tensors.pop(name) for name in self._QKV_PARTS])}
+        tensors[self._QKV] = torch.cat([tensors.pop(name) for name in self._QKV_PARTS])
+        return tensors
 
     def state(self, tensors: Tensors) -> Tensors:
         parts = dict(tensors)
@@ -76,7 +83,8 @@ class VllmMtp(VllmFormat):
             heads * self.dims.head_dim
             for heads in (self.dims.num_attention_heads, *[self.dims.num_key_value_heads] * 2)
         ]
-        return super().state(parts | dict(zip(self._QKV_PARTS, parts.pop(self._QKV).split(sizes), strict=True)))
+        joined = parts.pop(self._QKV)
+        return super().state(parts | dict(zip(self._QKV_PARTS, joined.split(sizes), strict=True)))
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype) | {
@@ -273,11 +281,7 @@ class VllmDspark(VllmDflash):
         }
 
     def notes(self) -> list[str]:
-        return [
-            *super().notes(),
-            "vLLM 0.32 serves DSpark with its V2 runner alone, which needs a GPU. mtptrain compared its counters with "
-            "llama.cpp's.",
-        ]
+        return [*super().notes(), V2_RUNNER.format(name="DSpark")]
 
 
 class VllmDflash2(VllmDflash):
@@ -292,11 +296,7 @@ class VllmDflash2(VllmDflash):
         return config | {"dflash_config": config["dflash_config"] | more}
 
     def notes(self) -> list[str]:
-        return [
-            *super().notes(),
-            "vLLM 0.32 serves DFlash 2 with its V2 runner alone, which needs a GPU. mtptrain compared its counters "
-            "with llama.cpp's.",
-        ]
+        return [*super().notes(), V2_RUNNER.format(name="DFlash 2")]
 
 
 TOKENIZER_PATTERNS = ("*token*.json", "vocab.json", "merges.txt", "*.model", "*.jinja", "generation_config.json")

@@ -141,7 +141,7 @@ class LoadGenerator:
         errors = [error for error in json.loads(Path(answer["result"]).read_text())["errors"] if error]
         if errors:
             raise UserError(
-                f"{hide_passwords(load.url)}: the server must answer every request, but {len(errors)} of "
+                f"{hide_passwords(load.url) or self._name}: the server must answer every request, but {len(errors)} of "
                 f"{load.num_requests} failed at concurrency {load.concurrency}; the first error "
                 f"is:\n{errors[0].strip()}"
             )

@@ -40,18 +40,19 @@ def convert_both(job: dict[str, Any]) -> None:
 def convert(source: Path, directory: Path, weights: str, is_head: bool) -> None:
     """Convert a model or a head, and write into an EAGLE-3 head which streams of the target it reads.
 
-    optimum takes its own class of a head for remote code. OpenVINO's id k is the stream after k + 1 decoder layers, and
-    optimum does not write the ids.
+    OpenVINO's id k is the stream after k + 1 decoder layers, and optimum does not write the ids.
     """
     if (directory / MODEL).is_file():
         return
     temporary = directory.with_name(directory.name + ".tmp")
+    # Without --trust-remote-code, optimum converts an EAGLE-3 head as a plain Llama, without an error.
     arguments = ["--weight-format", weights, *(["--trust-remote-code"] if is_head else [])]
     command = [sys.executable, *CONVERT, *arguments, "-m", str(source), str(temporary)]
     if subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr, check=False).returncode:
+        other_weights = "set serving.openvino_weights=fp32, or " if weights != "fp32" else ""
         sys.exit(
             f"serving.openvino_weights: optimum-cli must be able to convert {source} to {weights}, but fails as above; "
-            "set serving.openvino_weights=fp32, or correct the model"
+            f"{other_weights}correct the model"
         )
     layers = json.loads((source / "config.json").read_text()).get(LAYER_IDS) if is_head else None
     if layers is not None:
@@ -113,39 +114,43 @@ class Request:
     """When each step ended that gave tokens."""
     sizes: list[int] = field(default_factory=list)
     """The number of tokens of each of these steps."""
+    status: Any = None
+    """OpenVINO's status after the last step: FINISHED after a whole answer, IGNORED where memory did not suffice."""
 
     def read(self) -> bool:
-        """Note the tokens of the last step. Returns whether the answer has ended."""
-        has_ended: bool = self.handle.get_status() != openvino_genai.GenerationStatus.RUNNING
+        """Note the status and the tokens of the last step. Returns whether the request has ended."""
+        self.status = self.handle.get_status()
         if self.handle.can_read():
             self.times.append(time.perf_counter())
             self.sizes.append(sum(len(output.generated_ids) for output in self.handle.read().values()))
-        return has_ended
+        return bool(self.status != openvino_genai.GenerationStatus.RUNNING)
 
 
 def run_load(pipeline: Any, load: dict[str, Any], num_drafts: int, say_done: Callable[[int], None]) -> None:
     """Keep as many requests in flight as the load says, and write the times in the form of `vllm bench serve`.
 
-    Calls `say_done` with the number of finished requests.
+    Calls `say_done` with the number of requests that have ended. The figures are those of finished ones.
     """
     prompts = json.loads(Path(load["prompts_path"]).read_text())
     waiting = list(range(load["num_requests"]))[::-1]
     active: list[Request] = []
-    finished: list[Request] = []
+    ended: list[Request] = []
     start = time.perf_counter()
     while waiting or active:
         while waiting and len(active) < load["concurrency"]:
             index = waiting.pop()  # no two answers are in flight under one number
             prompt = openvino.Tensor(np.array([prompts[index % len(prompts)]], dtype=np.int64))
-            config = generation_config(pipeline, load, index, num_drafts)
+            config = generation_config(pipeline, load, num_drafts)
             active.append(Request(pipeline.add_request(index, prompt, config), time.perf_counter()))
         pipeline.step()
-        ended = [request for request in active if request.read()]
-        active = [request for request in active if request not in ended]
-        finished += ended
-        if ended:
-            say_done(len(finished))
+        ended_now = [request for request in active if request.read()]
+        active = [request for request in active if request not in ended_now]
+        ended += ended_now
+        if ended_now:
+            say_done(len(ended))
     duration = time.perf_counter() - start
+    finished = [request for request in ended if request.status == openvino_genai.GenerationStatus.FINISHED]
+    others = [request for request in ended if request not in finished]
     result = {
         "completed": len(finished),
         "total_output_tokens": sum(sum(request.sizes) for request in finished),
@@ -154,23 +159,18 @@ def run_load(pipeline: Any, load: dict[str, Any], num_drafts: int, say_done: Cal
         "latencies": [request.times[-1] - request.start for request in finished],
         "output_lens": [sum(request.sizes) for request in finished],
         "itls": [np.diff(request.times).tolist() for request in finished],
-        "errors": [],
+        "errors": [f"ended with status {each.status.name} after {sum(each.sizes)} tokens" for each in others],
         "tokens_of_steps": [request.sizes for request in finished],
     }
     Path(load["result_path"]).write_text(json.dumps(result))
 
 
-def generation_config(pipeline: Any, load: dict[str, Any], index: int, num_drafts: int) -> Any:
-    """Returns the settings of a request: the load's, and the ends of answers of the target."""
+def generation_config(pipeline: Any, load: dict[str, Any], num_drafts: int) -> Any:
+    """Returns the settings of a request: greedy decoding, the load's limits, and the ends of answers of the target."""
     config, ends = openvino_genai.GenerationConfig(), pipeline.get_config()
     config.eos_token_id, config.stop_token_ids = ends.eos_token_id, ends.stop_token_ids
     config.max_new_tokens, config.ignore_eos = load["max_new_tokens"], load["ignore_eos"]
-    sampling = load["sampling"]
-    if sampling["temperature"] > 0:
-        config.do_sample, config.rng_seed = True, load["seed"] + index
-        config.temperature, config.top_p = sampling["temperature"], sampling["top_p"]
-        if sampling["top_k"] > 0:
-            config.top_k = sampling["top_k"]
+    config.do_sample = False  # check_openvino refuses temperatures above 0
     if num_drafts:
         config.num_assistant_tokens = num_drafts
     return config

@@ -79,7 +79,7 @@ def write(
     head_dir, config = directory / "export/vllm", config_for(f"head={head}").head
     speeds = facts.pop("speeds", SPEEDS)
     said = write_engine_settings(
-        directory, speeds, {**FACTS, **facts}, head_dir, "a/target", config, read_target_config(target_dir)
+        directory, speeds, {**FACTS, **facts}, head_dir, "a/new target", config, read_target_config(target_dir)
     )
     vllm, readme = directory / "vllm.json", directory / "README.md"
     return (
@@ -107,7 +107,8 @@ def test_the_settings_are_files_that_the_readmes_commands_use(
         "num_speculative_tokens": 3,
         "num_speculative_tokens_per_batch_size": [[1, 3, 3], [4, 7, 1], [8, 8, 0]],
     }
-    assert f'vllm serve a/target --speculative-config "$(cat {tmp_path}/vllm.json)"\n' in readme
+    assert f"vllm serve 'a/new target' --speculative-config \"$(cat {tmp_path}/vllm.json)\"\n" in readme
+    assert "--model-path 'a/new target' " in readme
     assert "| 4 | 300 | **330** | 320 |" in readme and "K = 3 from batch size 1, K = 1 from batch size 4" in readme
     assert json.loads((tmp_path / "sglang.json").read_text())["4"] == {"candidate_steps": [1]}
     assert f"--speculative-adaptive --speculative-adaptive-config {tmp_path}/sglang.json\n" in readme
@@ -278,6 +279,10 @@ def test_a_sweep_that_cannot_be_run_is_refused(override: str, message: str) -> N
         (
             ["serving.url=http://127.0.0.1:9", "serving_bench.server_args=[--x]"],
             "serving_bench.server_args: must be left out with serving.url, because",
+        ),
+        (
+            ["serving.engine=llama_cpp", "serving.tensor_parallel_size=2"],
+            "serving.tensor_parallel_size: must be left out with other engines than vLLM, but is 2 with serving.engi",
         ),
         (["serving.python=/none"], "serving.python: must be a Python with vLLM, but /none does not exist"),
         ([f"serving.python={sys.executable}"], f"serving.python: must be a Python with vLLM, but {sys.executable} has"),

@@ -50,9 +50,21 @@ def test_a_wrong_setting_is_refused_in_one_line_before_anything_is_queued(
     assert stand.asked("sbatch") == []
 
 
-def test_an_option_after_the_settings_is_refused_before_anything_is_queued(stand: Stand) -> None:
-    result = stand.run("pipeline.sh", "recipe=quickstart", "--time=30", MTPTRAIN_PYTHON=sys.executable)
-    expected = "--time=30: must come before recipe=NAME like every option of sbatch, but comes after it; move it\n"
+@pytest.mark.parametrize(
+    ("words", "option", "before"),
+    [
+        (["recipe=quickstart", "--time=30"], "--time=30", "recipe=quickstart"),
+        (["--partition", "gpu", "--time", "12:00:00", "recipe=quickstart"], "--time", "gpu"),
+    ],
+)
+def test_an_option_that_does_not_come_first_is_refused_before_anything_is_queued(
+    stand: Stand, words: list[str], option: str, before: str
+) -> None:
+    result = stand.run("pipeline.sh", *words, MTPTRAIN_PYTHON=sys.executable)
+    expected = (
+        f"{option}: options of sbatch must come first, each as one word (--time=12:00:00), but this one follows "
+        f"'{before}'; join it or move it\n"
+    )
     assert (result.returncode, result.stdout, result.stderr) == (1, "", expected)
     assert stand.asked("sbatch") == []
 
@@ -160,6 +172,28 @@ def test_nodes_whose_ranks_cannot_share_a_step_are_refused_before_anything_is_qu
         f"train.micro_batches_per_step: must be a multiple of the number of ranks, {num_ranks}, but is 8"
         in result.stderr
     )
+    assert stand.asked("sbatch") == []
+
+
+NODES_MUST = "error: NODES: must be a number of at least 1, or a range such as 1-2, but is"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"NODES": "two"}, f"{NODES_MUST} 'two'; correct it"),
+        ({"NODES": "0"}, f"{NODES_MUST} '0'; correct it"),
+        ({"NODES": "2-1"}, f"{NODES_MUST} '2-1'; correct it"),
+        ({"NODES": ""}, "micro_batches_per_step: must be a multiple of the number of ranks, 8, but is 4; set it to 8"),
+        ({"SKIP": "train", "ARRAY_TASKS": "0"}, "ARRAY_TASKS: must be a number of at least 1, but is '0'; correct it"),
+    ],
+)
+def test_nodes_and_tasks_that_are_no_numbers_or_do_not_fit_are_refused_before_anything_is_queued(
+    stand: Stand, variables: dict[str, str], expected: str
+) -> None:
+    settings = "recipe=llama3_1_8b_mtp", "train.micro_batches_per_step=4"
+    result = stand.run("pipeline.sh", *settings, **variables, MTPTRAIN_PYTHON=sys.executable)
+    assert result.returncode == 1 and expected in result.stderr
     assert stand.asked("sbatch") == []
 
 

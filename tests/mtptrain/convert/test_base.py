@@ -1,5 +1,6 @@
 """Tests that each format keeps the whole head, and that its config has the target's settings that engines read."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,13 @@ def test_every_format_is_of_its_head(target: LlamaConfig) -> None:
         form = format_for(engine, head_config(name), target)
         assert type(form) is FORMATS[engine, name] and isinstance(form, Format)
         assert "DIR" in form.launch("TARGET", Path("/DIR"), 3)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [("llama_cpp", "eagle3"), *((engine, name) for engine, name in WITH_CONFIG if engine != "transformers")],
+)
+def test_the_launch_command_quotes_paths_for_the_shell(target: LlamaConfig, engine: str, name: str) -> None:
+    command = format_for(engine, head_config(name), target).launch("/Ann's target", Path("/Ann's heads/DIR"), 3)
+    words = shlex.split(command)
+    assert "/Ann's target" in words and any("/Ann's heads/DIR" in word for word in words)

@@ -127,6 +127,7 @@ def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path,
     assert form.launch("unused", Path("/DIR"), 3) == (
         'vllm serve /DIR --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
     )
+    assert form.launch("unused", Path("/my heads"), 3).startswith("vllm serve '/my heads' --speculative-config '{")
     assert load_target(tmp_path / "export", torch.float32, torch.device("cpu")).config.model_type == "mimo"
 
 

@@ -13,6 +13,7 @@ def test_layers_are_outputs_in_the_command_and_the_readme(target: LlamaConfig) -
     command = form.launch("TARGET", Path("/DIR"), 3)
     assert "eagle3_layers_to_capture: [0, 1, 3]" in command and "max_draft_len: 3" in command
     assert "trtllm-serve TARGET --config" in command and "[0, 1, 3]" in form.notes()[0]
+    assert '  speculative_model: "/my: heads"\n' in form.launch("TARGET", Path("/my: heads"), 3)
 
 
 def test_the_norm_before_fc_is_read_inside_eagle_config(target: LlamaConfig) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,10 @@ def test_a_load_that_fails_says_why(
         generator.run(load(tmp_path))
     assert message in str(refused.value)
     assert ("KeyError" if "error" in answer else "Bad Request") in str(refused.value)
+
+
+def test_requests_that_fail_in_an_engine_without_a_server_name_the_engine(tmp_path: Path) -> None:
+    answer, result = {"result": str(tmp_path / "result.json")}, RESULT | {"errors": ["ended"]}
+    message = r"^vllm bench serve: the server must answer every request, but 1 of 2 failed"
+    with generator_with(tmp_path, [answer], result) as generator, pytest.raises(UserError, match=message):
+        generator.run(replace(load(tmp_path), url=""))

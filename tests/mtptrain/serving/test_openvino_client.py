@@ -1,6 +1,13 @@
 """Tests what OpenVINO counts for our answers, and its errors. tests/serving/test_openvino.py compares both."""
 
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,6 +39,65 @@ def test_a_head_with_which_openvino_decodes_one_request_at_a_time_is_refused_for
         check_openvino("dflash", [1, 2], 0.0)
     with pytest.raises(UserError, match=r"acceptance\.temperature: must be 0 in OpenVINO .* but is 0\.7; leave it out"):
         check_openvino("eagle3", [1], 0.7)
+
+
+Status = Enum("Status", ["RUNNING", "FINISHED", "IGNORED"])
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The worker with stand-ins for OpenVINO's modules, which have an environment of their own."""
+    openvino: Any = SimpleNamespace(Tensor=lambda ids: ids)
+    openvino_genai: Any = SimpleNamespace(GenerationStatus=Status, GenerationConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "openvino", openvino)
+    monkeypatch.setitem(sys.modules, "openvino_genai", openvino_genai)
+    name = "mtptrain.serving.openvino_worker"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+class Handle:
+    """A request in OpenVINO that ends in its first step, with two tokens or without any."""
+
+    def __init__(self, status: Status) -> None:
+        self.status = status
+
+    def get_status(self) -> Status:
+        return self.status
+
+    def can_read(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def read(self) -> dict[int, Any]:
+        return {0: SimpleNamespace(generated_ids=[5, 6])}
+
+
+def test_a_request_that_openvino_gives_up_is_an_error_and_no_answer(worker: Any, tmp_path: Path) -> None:
+    statuses = [Status.FINISHED, Status.IGNORED, Status.FINISHED]
+    pipeline = SimpleNamespace(
+        add_request=lambda index, prompt, config: Handle(statuses[index]),
+        step=lambda: None,
+        get_config=lambda: SimpleNamespace(eos_token_id=0, stop_token_ids=set()),
+    )
+    paths = {"prompts_path": str(tmp_path / "prompts.json"), "result_path": str(tmp_path / "result.json")}
+    (tmp_path / "prompts.json").write_text("[[1, 2]]")
+    load = {**paths, "num_requests": 3, "concurrency": 2, "max_new_tokens": 4, "ignore_eos": True}
+    done: list[int] = []
+    worker.run_load(pipeline, load, 0, done.append)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert done == [2, 3] and result["completed"] == 2 and result["output_lens"] == [2, 2]
+    assert result["errors"] == ["ended with status IGNORED after 0 tokens"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "advice"), [("fp32", "correct the model"), ("int8", "set serving.openvino_weights=fp32, or correct")]
+)
+def test_a_model_that_cannot_be_converted_is_told_what_may_help(
+    worker: Any, tmp_path: Path, weights: str, advice: str
+) -> None:
+    with pytest.raises(SystemExit, match=f"must be able to convert .* to {weights}, but fails as above; {advice}"):
+        worker.convert(tmp_path / "none", tmp_path / "converted", weights, True)
 
 
 def test_a_python_without_openvino_is_refused(tmp_path: Path) -> None:
