@@ -1,4 +1,7 @@
-"""The report of stage 1, printed and stored as report.json: counts, lengths, and what was left out and why."""
+"""The report of stage 1, printed and stored as report.json: counts, lengths, and what was left out and why.
+
+Its items are the files, the conversations or the rows of tokens that the source holds.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +23,7 @@ _BAR_WIDTH = 30
 @dataclass(frozen=True)
 class SplitReport:
     documents: int
-    """Number of documents written: whole files or conversations, and windows of longer ones."""
+    """Number of documents written: whole items, and windows of longer ones."""
     tokens: int
     supervised_tokens: int
     """Number of tokens with loss mask 1."""
@@ -47,7 +50,7 @@ class RewrittenReport:
     answers: int
     """Number of assistant turns that need an additional document.
 
-    Counts those in the files or conversations that were read before the training split was full.
+    Counts those in the items that were read before the training split was full.
     """
     documents: int
     """Number of windows written for these documents."""
@@ -61,19 +64,18 @@ class RewrittenReport:
 class DuplicatesReport:
     """Counts repeated questions and copies.
 
-    Conversations with the same question form a group, and all of a group goes into one split. Each file is a group by
-    itself.
+    Conversations with the same question form a group, as do rows of tokens with the same tokens before the first
+    supervised one, and all of a group goes into one split. Each file is a group by itself.
     """
 
     questions: int
     """Number of groups: different questions, or files."""
     largest: int
-    """Number of conversations with the most frequent question; 1 for files."""
+    """Number of items with the most frequent question; 1 for files."""
     same_question: int
-    """Number of conversations that repeat the question of an earlier one."""
+    """Number of items that repeat the question of an earlier one."""
     dropped: int
-    """Number of files or conversations left out because an earlier one has the same tokens and loss mask."""
-
+    """Number of items left out because an earlier one has the same tokens and loss mask."""
     near: int = 0
     """Number of questions that nearly repeat another one (prompts.near_duplicate_similarity)."""
     near_moved: int = 0
@@ -101,7 +103,7 @@ class DuplicatesReport:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Files or conversations left out for one reason."""
+    """Items left out for one reason."""
 
     reason: str
     count: int
@@ -114,9 +116,9 @@ class PromptsReport:
     source: str
     splits: dict[Split, SplitReport]
     documents_cut: int
-    """Number of files or conversations, of those that were read, longer than prompts.max_document_tokens."""
+    """Number of items, of those that were read, longer than prompts.max_document_tokens."""
     windows_cut: int
-    """Number of windows that these files or conversations were cut into."""
+    """Number of windows that these items were cut into."""
     windows_unsupervised: int
     """Number of windows left out because they have no supervised token."""
     rewritten: RewrittenReport
@@ -126,12 +128,12 @@ class PromptsReport:
     answers_untrained: int
     """Number of assistant turns that the loss leaves out, because the data say so (`weight: 0`, `train: false`)."""
     answers_inserted: int
-    """Number of supervised assistant turns that begin or end with text of the template (an empty think block)."""
+    """Number of supervised assistant turns that begin or end with the template's text, such as an empty think block."""
     beyond_max_train_tokens: int
-    """Number of files or conversations left out, in whole or in part, because of prompts.max_train_tokens."""
+    """Number of items left out, in whole or in part, because of prompts.max_train_tokens."""
     refused: list[Refusals]
     read: int
-    """Number of files or conversations of the source, including refused ones."""
+    """Number of items of the source, including refused ones."""
     is_dated: bool
     """Whether the chat template can write today's date into the prompts."""
 
@@ -210,10 +212,9 @@ def _rewritten(report: PromptsReport) -> list[str]:
 
 
 def _items(report: PromptsReport) -> str:
-    """Returns the word for the documents of the source."""
-    return {PromptSource.text_files: "files", PromptSource.tokens: "rows"}.get(
-        PromptSource(report.source), "conversations"
-    )
+    """Returns the word for the items of the source."""
+    words: dict[str, str] = {PromptSource.text_files: "files", PromptSource.tokens: "rows"}
+    return words.get(report.source, "conversations")
 
 
 def _duplicates(report: PromptsReport) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-from mtptrain.utils.errors import errors_as_lines
+from mtptrain.utils.errors import UserError, errors_as_lines
 
 HEADINGS = ("h1", "h2", "h3", "h4")
 SKIPPED = ("script", "style", "pre", "table", "title", "nav")
@@ -57,7 +57,7 @@ class Sections(HTMLParser):
 
 def sections(path: Path) -> list[tuple[str, list[str]]]:
     """Returns the headings of a page with their paragraphs, or the paragraphs of a plain text, which has no heading."""
-    content = path.read_text(errors="ignore")
+    content = path.read_text(encoding="utf-8", errors="ignore")
     if path.suffix != ".html":  # paragraphs end with an empty line, or with a % in a collection of quotations
         return [("", [" ".join(each.split()) for each in content.replace("\n%\n", "\n\n").split("\n\n")])]
     parser = Sections()
@@ -103,6 +103,10 @@ def questions(english: list[Path], german: list[Path], num_each: int, seed: int)
 
 
 def files(directories: list[Path]) -> list[Path]:
+    """Returns all files below the directories. Raises UserError for a path that is not a directory."""
+    for directory in directories:
+        if not directory.is_dir():
+            raise UserError(f"--english, --german: must be directories, but {directory} is none; correct the path")
     return sorted(path for directory in directories for path in directory.rglob("*") if path.is_file())
 
 
@@ -116,7 +120,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     made = questions(files(args.english), files(args.german), args.num_each, args.seed)
-    with args.output.open("w") as output:
+    with args.output.open("w", encoding="utf-8") as output:
         for question in made:
             output.write(json.dumps({"messages": [{"role": "user", "content": question}]}, ensure_ascii=False) + "\n")
     print(f"{args.output}: {len(made):,} questions")

@@ -19,6 +19,7 @@ from .survey import hash_sources
 
 CONVERSATIONS, MANIFEST = "conversations.jsonl", "manifest.json"
 SCHEMA_VERSION = 2
+RESPOND_AGAIN = "delete {} and run mtptrain responses again"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class ResponsesManifest:
     @staticmethod
     def read(path: Path) -> "ResponsesManifest":
         """Read the manifest, after checking that neither it nor the conversations have changed."""
-        advice = f"delete {path.parent} and run mtptrain responses again"
+        advice = RESPOND_AGAIN.format(path.parent)
         content = read_sealed(path, advice, files=[CONVERSATIONS])
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
@@ -109,7 +110,7 @@ class ResponsesPlan:
     @staticmethod
     def read(path: Path) -> "ResponsesPlan":
         """Read the plan from either file. Where it is the manifest, the conversations must be as it describes them."""
-        advice = f"delete {path.parent} and run mtptrain responses again"
+        advice = RESPOND_AGAIN.format(path.parent)
         content = {name: value for name, value in read_sealed(path, advice, files=None).items() if name in PLANNED}
         return manifest_of(ResponsesPlan, content, path, ResponsesIdentity.program, advice)
 
@@ -141,9 +142,8 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
             "retry them",
             flush=True,
         )
-    conversations = directory / CONVERSATIONS
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
-    return read_conversations([str(conversations)], RowFormat(ConversationSchema.messages, written))
+    return read_conversations([str(directory / CONVERSATIONS)], RowFormat(ConversationSchema.messages, written))
 
 
 def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:
@@ -151,7 +151,7 @@ def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:
 
 
 def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
-    """Returns the hash of each path that can still be read.
+    """Returns the hash of each path that can be read now.
 
     Responses stay usable without the original conversations.
     """
@@ -160,6 +160,6 @@ def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
         try:
             conversations = read_conversations([path], RowFormat.of(prompts), prompts.split)
             hashes |= hash_sources(conversations, [path])
-        except SourceMissing:
-            print(f"{path} cannot be read any more, so the responses cannot be checked against it", flush=True)
+        except SourceMissing as missing:
+            print(f"{path} cannot be read now, so the responses are not checked against it: {missing}", flush=True)
     return hashes

@@ -97,6 +97,11 @@ def check(config: PipelineConfig) -> None:
             "bench.target: must be left out on a machine without a GPU, because its steps take hours on a CPU, but is "
             f"{config.bench.target}; leave it out"
         )
+    if len(config.bench.prompt_sizes) != 2:
+        raise UserError(
+            "bench.prompt_sizes: must be two numbers, a hidden size and a vocabulary size, but is "
+            f"{config.bench.prompt_sizes}; correct it"
+        )
     for size in (*config.bench.hidden_sizes, config.bench.prompt_sizes[0]):
         if size % 64:
             raise UserError(

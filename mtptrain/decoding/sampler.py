@@ -24,7 +24,7 @@ class Sampler:
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns (logits - max) / temperature [..., V]. Subtracting the maximum prevents overflow."""
-        limits = torch.finfo(torch.float32)
+        limits = torch.finfo(torch.float32)  # a temperature that float32 rounds to 0 would give 0 / 0
         return (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, limits.tiny), limits.max)
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
@@ -42,11 +42,9 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns a token [...] for each row of logits [..., V]: the most likely one if greedy, else a sampled one."""
-        return (
-            logits.argmax(-1)
-            if self.is_greedy
-            else self.sample(self.probs(logits).flatten(0, -2)).view(logits.shape[:-1])
-        )
+        if self.is_greedy:
+            return logits.argmax(-1)
+        return self.sample(self.probs(logits).flatten(0, -2)).view(logits.shape[:-1])
 
     def sample(self, probs: torch.Tensor) -> torch.Tensor:
         """Draws one token [B] per row of weights [B, V], which need not sum to one."""

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from mtptrain.settings.data import Dtype
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.setting_bounds import at_least, directory_path, each_at_least, random_seed, share
 
 
@@ -75,7 +76,7 @@ class AcceptanceConfig:
     prompts_file: str | None = None
     """jsonl file to use instead of the held-out documents, such as Spec-Bench's `question.jsonl`. Each line has `id` or
     `question_id`; exactly one of `input_ids`, `text`, `messages` or `turns` (consecutive user turns, each answered by
-    the target); and optionally `category`."""
+    the target); and optionally `category`. `prompts.metadata` and `prompts.roles` apply to this file too."""
     baselines: list[Baseline] = field(default_factory=lambda: [Baseline.prompt_lookup])
     """Methods to compare the head with on the same prompts."""
     draft_model: str | None = None
@@ -96,17 +97,16 @@ class AcceptanceConfig:
 
 def check_acceptance(settings: AcceptanceConfig) -> None:
     """Raises UserError for settings that contradict each other."""
-    distinct = {f"{each:g}" for each in (settings.temperature, *settings.temperatures)}
-    if len(distinct) <= len(settings.temperatures) or not all(
-        0.01 <= each < math.inf for each in settings.temperatures
-    ):
+    names = [f"{each:g}" for each in (settings.temperature, *settings.temperatures)]  # as the report names its rows
+    if len(set(names)) < len(names) or not all(0.01 <= each < math.inf for each in settings.temperatures):
         raise UserError(
             "acceptance.temperatures: must be finite numbers of at least 0.01 that differ from each other and from "
             f"acceptance.temperature={settings.temperature:g}, which is always measured, but are "
             f"{settings.temperatures}; correct them"
         )
     thresholds = settings.confidence_thresholds
-    if len(set(thresholds)) < len(thresholds) or not all(0 < each < 1 for each in thresholds):
+    names = [f"{each:g}" for each in thresholds]
+    if len(set(names)) < len(names) or not all(0 < each < 1 for each in thresholds):
         raise UserError(
             "acceptance.confidence_thresholds: must be different numbers above 0 and below 1, but are "
             f"{thresholds}; correct them"
@@ -193,9 +193,10 @@ class ServingConfig:
     url: str | None = None
     """Running server to use instead of starting an engine, such as `http://localhost:8000` (without `/v1`)."""
     tensor_parallel_size: int = at_least(1, default=1)
-    """Number of GPUs for the engine that is started."""
+    """Number of GPUs for the engine that is started. Only vLLM takes more than one."""
     head_dir: str | None = None
-    """The exported head; null is `export.output_dir`, or else `run_dir/export/<engine>`."""
+    """The exported head; null is `export.output_dir` if `export.engine` is the same engine, or else
+    `run_dir/export/<engine>`."""
     output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/serving_check`."""
 
@@ -248,11 +249,13 @@ def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) ->
             f"serving_bench.num_speculative_tokens: must increase and begin at 1 or above, but is {depths}; sort it, "
             "name each K once, and leave out 0, which is always measured"
         )
-    if settings.break_even and (setting := "url" if serving.url else "head_dir" if serving.head_dir else None):
-        raise UserError(
-            f"serving.{setting}: must be left out with serving_bench.break_even=true, which starts engines with a head "
-            f"of random weights, but is {getattr(serving, setting)}; leave one of them out"
-        )
+    for setting in ("url", "head_dir"):
+        value = getattr(serving, setting)
+        if settings.break_even and value:
+            raise UserError(
+                f"serving.{setting}: must be left out with serving_bench.break_even=true, which starts engines with a "
+                f"head of random weights, but is {hide_passwords(value)}; leave one of them out"
+            )
     if settings.num_requests is not None and settings.num_requests < largest:
         raise UserError(
             f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "
@@ -268,6 +271,12 @@ def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) ->
             "serving.openvino_weights: must be left out with other engines than OpenVINO, but is "
             f"{serving.openvino_weights} with serving.engine={serving.engine}; leave it out, or set "
             "serving.engine=openvino"
+        )
+    if serving.tensor_parallel_size > 1 and serving.engine is not ServingEngine.vllm:
+        raise UserError(
+            "serving.tensor_parallel_size: must be left out with other engines than vLLM, but is "
+            f"{serving.tensor_parallel_size} with serving.engine={serving.engine}; leave it out, or set "
+            "serving.engine=vllm"
         )
     if serving.url is not None and (depths or settings.server_args):
         name = "num_speculative_tokens" if depths else "server_args"
@@ -288,15 +297,17 @@ class BenchConfig:
     documents: int = at_least(1, default=64)
     """Number of documents of random tokens in eval.bench.extraction. Their lengths are log-normal."""
     median_tokens: int = at_least(1, default=250)
+    """Median length of these documents."""
     max_tokens: int = at_least(1, default=2000)
+    """Maximum length of these documents."""
     repeats: int = at_least(1, default=3)
     """Runs of each candidate; the fastest counts."""
     read_tokens: int = at_least(8192, default=32_768)
     """Size in tokens of the store for the read benchmark."""
-    hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024])
+    hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024], metadata=each_at_least(1))
     """Hidden sizes of the targets in eval.bench.train. Their MLPs are 2.75 times as wide, their attention heads have 64
     dimensions, and four query heads share a key head."""
-    train_tokens: list[int] = field(default_factory=lambda: [1024, 4096])
+    train_tokens: list[int] = field(default_factory=lambda: [1024, 4096], metadata=each_at_least(1))
     """Tokens per fully supervised step in eval.bench.train, packed from documents of 512 tokens."""
     vocab_size: int = at_least(2, default=4096)
     """Vocabulary size of the targets in eval.bench.train."""
@@ -304,7 +315,7 @@ class BenchConfig:
     """Number of trained depths T in eval.bench.train."""
     peer_python: str = ".venv-peer/bin/python"
     """Python interpreter with the package speculators; if it does not exist, the comparison is skipped."""
-    prompt_sizes: list[int] = field(default_factory=lambda: [1024, 32_000])
+    prompt_sizes: list[int] = field(default_factory=lambda: [1024, 32_000], metadata=each_at_least(1))
     """Hidden size and vocabulary size at which eval.bench.train measures the cost of a prompt token."""
     longest_tokens: int = at_least(1024, default=32_768)
     """Length in tokens of the longest document for which eval.bench.train measures time and memory."""

@@ -72,7 +72,7 @@ def _rate_of_products(size: int, device: torch.device, dtype: torch.dtype) -> fl
 
 
 def _now(device: torch.device) -> float:
-    """Returns the seconds that a GPU has worked, or the CPU time of this process per thread."""
+    """Returns the time in seconds once a GPU has finished its work, or the CPU time of this process per thread."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()

@@ -49,6 +49,15 @@ def test_the_program_writes_conversations(tmp_path: Path) -> None:
     output = tmp_path / "questions.jsonl"
     command = [sys.executable, "-m", "tools.text_questions", "--english", english, "--german", german]
     result = subprocess.run([*command, "--output", output], cwd=ROOT, capture_output=True, text=True, check=True)
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert f"{len(rows)} questions" in result.stdout and len(rows) > 5
     assert all([message["role"] for message in row["messages"]] == ["user"] for row in rows)
+
+
+def test_a_directory_that_does_not_exist_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    english, _ = write_texts(tmp_path)
+    command = [sys.executable, "-m", "tools.text_questions", "--english", english, "--german", tmp_path / "germn"]
+    output = tmp_path / "questions.jsonl"
+    result = subprocess.run([*command, "--output", output], cwd=ROOT, capture_output=True, text=True, check=False)
+    expected = f"error: --english, --german: must be directories, but {tmp_path}/germn is none; correct the path\n"
+    assert (result.returncode, result.stderr) == (1, expected) and not output.exists()

@@ -101,7 +101,9 @@ def test_prompts_go_on_with_answers_whose_conversations_are_gone(
     respond(config)
     (tmp_path / "chats.jsonl").unlink()
     prepare_prompts(Run(config))
-    assert "chats.jsonl cannot be read any more, so the responses cannot be checked" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "chats.jsonl cannot be read now, so the responses are not checked against it: prompts.paths: " in printed
+    assert "chats.jsonl' does not exist; correct the path" in printed
 
 
 def test_deleted_answers_are_named(by_server: ConfigFor) -> None:

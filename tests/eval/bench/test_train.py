@@ -93,6 +93,10 @@ def test_what_runs_on_a_gpu_runs_here_at_a_tiny_size() -> None:
             "bench.hidden_sizes=[100]",
             "hidden sizes must be multiples of 64, the size of an attention head, but one is 100",
         ),
+        (
+            "bench.prompt_sizes=[64]",
+            "bench.prompt_sizes: must be two numbers, a hidden size and a vocabulary size",
+        ),
     ],
 )
 def test_what_the_bench_cannot_measure_is_refused(override: str, message: str) -> None:

@@ -77,6 +77,7 @@ def test_a_round_that_is_faster_than_a_plain_step_is_pointed_out() -> None:
     ("override", "message"),
     [
         ("serving.url=http://localhost:1", "serving.url: must be left out with serving_bench.break_even=true, which"),
+        ("serving.url=http://me:secret@localhost:1", "of random weights, but is http://***@localhost:1; leave one of"),
         ("serving.head_dir=/there", "serving.head_dir: must be left out with serving_bench.break_even=true, which"),
         ("serving_bench.num_speculative_tokens=[4]", "serving_bench.num_speculative_tokens: must be at most head.ttt"),
     ],

@@ -127,6 +127,7 @@ TRAINED = ("head=dspark", "train.loss={kl:1,confidence:1}")
         (("head=dspark",), "must name the part confidence with head dspark, whose confidence otherwise stays untr"),
         (("head=dflash", "acceptance.confidence_thresholds=[0.5]"), "must be left out with head dflash, which has"),
         ((*TRAINED, "acceptance.confidence_thresholds=[0.5,0.5]"), "must be different numbers above 0 and below"),
+        ((*TRAINED, "acceptance.confidence_thresholds=[0.5,0.50000001]"), "must be different numbers above 0 and belo"),
         ((*TRAINED, "acceptance.confidence_thresholds=[1.0]"), "must be different numbers above 0 and below"),
         (("head=mtp", "train.loss={kl:1,confidence:1}"), "must not name the part confidence with head mtp, which has"),
     ],
