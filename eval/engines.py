@@ -110,7 +110,6 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
 
 def vllm_process(run: Run, facts: dict[str, Any], needed_tokens: int) -> VllmProcess:
     serving, settings, head_dir = run.config.serving, run.config.acceptance, run.served_head_dir
-    python = find_program(serving)
     has_gpu = torch.cuda.is_available()
     job = GenerateJob(
         name="vllm",
@@ -119,7 +118,6 @@ def vllm_process(run: Run, facts: dict[str, Any], needed_tokens: int) -> VllmPro
         max_new_tokens=settings.max_new_tokens,
         max_model_len=needed_tokens,
         speculative_config=speculative_config(facts, head_dir, settings.num_speculative_tokens),
-        hf_overrides=facts["hf_overrides"],
         dtype=str(settings.dtype),
         kv_cache_memory_bytes=None
         if has_gpu
@@ -127,7 +125,7 @@ def vllm_process(run: Run, facts: dict[str, Any], needed_tokens: int) -> VllmPro
         tensor_parallel_size=serving.tensor_parallel_size,
         device_type="cuda" if has_gpu else "cpu",
     )
-    return VllmProcess(str(python), job)
+    return VllmProcess(find_program(serving), job)
 
 
 def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -> LlamaProcess:

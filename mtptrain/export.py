@@ -73,11 +73,7 @@ def export(run: Run) -> None:
     # Write beside the final directory, so that an unfinished or unverified export never gets the final name.
     with replaced(output_dir, config, WRITTEN, "export.output_dir") as directory:
         facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
-        serving = {
-            "hf_overrides": form.hf_overrides,
-            "speculative_settings": form.speculative_settings,
-            "holds_target": form.holds_target,
-        }
+        serving = {"speculative_settings": form.speculative_settings, "holds_target": form.holds_target}
         write_head(directory, form, trained.head.state_dict())
         form.add_target(directory, run.target.directory)
         check_tensors(directory, form)

@@ -251,8 +251,6 @@ def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
         num_sequences = 2 * max(config.serving_bench.concurrency)
         size = cache_bytes(bench.target.config, bench.head_dir, bench.context_tokens, num_sequences)
         arguments += ["--kv-cache-memory-bytes", str(size)]
-    if bench.facts["hf_overrides"] is not None:
-        arguments += ["--hf-overrides", json.dumps(bench.facts["hf_overrides"])]
     if num_drafts:
         settings = speculative_config(bench.facts, bench.head_dir, num_drafts)
         arguments += ["--speculative-config", json.dumps(settings)]

@@ -42,8 +42,6 @@ class Format(ABC):
     """The engine's model class, as named in `config.json`."""
     method: str
     """The engine's name for this drafting method."""
-    hf_overrides: dict[str, object] | None = None
-    """Changes to the target's config that vLLM needs."""
     speculative_settings: dict[str, object] = {}  # noqa: RUF012 (never changed)
     """Settings of vLLM's `--speculative-config` besides method, model and number of tokens."""
     target_gguf: Path | None = None

@@ -1,6 +1,5 @@
 """Writes settings for vLLM 0.32 and SGLang 0.5.23 with the fastest number of drafts at each batch size."""
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +64,7 @@ def write_engine_settings(
     write_json(output_dir / VLLM_FILE, settings)
     parts = ["# The fastest number of drafts at each batch size", table(speeds, best), "## vLLM", said]
     served = str(served_model(facts, head_dir, target))
-    parts.append(f"```bash\n{vllm_command(output_dir / VLLM_FILE, served, facts)}\n```")
+    parts.append(f"```bash\n{vllm_command(output_dir / VLLM_FILE, served)}\n```")
     parts += ["## SGLang", sglang_part(output_dir / SGLANG_FILE, best, head_dir, target, head, target_config)]
     write_text(output_dir / README, "\n\n".join(parts) + "\n")
     found = ", ".join(f"{num_drafts} at {size}" for size, num_drafts in best.items())
@@ -90,11 +89,9 @@ def vllm_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tupl
     )
 
 
-def vllm_command(settings_path: Path, target: str, facts: dict[str, Any]) -> str:
-    overrides = facts["hf_overrides"]
-    end = "" if overrides is None else f" --hf-overrides {shlex.quote(json.dumps(overrides))}"
+def vllm_command(settings_path: Path, target: str) -> str:
     path = shlex.quote(str(settings_path.resolve()))
-    return f'vllm serve {shlex.quote(target)} --speculative-config "$(cat {path})"{end}'
+    return f'vllm serve {shlex.quote(target)} --speculative-config "$(cat {path})"'
 
 
 def sglang_part(

@@ -45,9 +45,8 @@ class VllmFormat(Format):
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
         settings = {"method": self.method, "model": str(directory), "num_speculative_tokens": num_speculative_tokens}
-        words = ["vllm", "serve", target, "--speculative-config", json.dumps(settings | self.speculative_settings)]
-        words += [] if self.hf_overrides is None else ["--hf-overrides", json.dumps(self.hf_overrides)]
-        return shlex.join(words)
+        settings |= self.speculative_settings
+        return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(settings)])
 
     def notes(self) -> list[str]:
         window = sliding_window(self.target) if has_window_in_all_layers(self.target) else None

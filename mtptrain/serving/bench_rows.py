@@ -40,7 +40,7 @@ class Row:
 
     def describe(self, speeds: Speeds, engine: str, costs: Sequence[RoundCost]) -> dict[str, Any]:
         """Returns the figures for the report. `costs` are those of `serving_bench.break_even`, if they are known."""
-        counts = self.counts
+        counts, names = self.counts, ("rounds", "drafted", "accepted_at", "acceptance_length")
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
             "concurrency": self.concurrency,
@@ -48,10 +48,7 @@ class Row:
             "output_tokens_per_s": self.latencies.output_tokens_per_s,
             "speed_up": self.speed_up(speeds),
             "predicted_speed_up": self.predicted_speed_up(engine, costs),
-            "rounds": None if counts is None else counts.rounds,
-            "drafted": None if counts is None else counts.drafted,
-            "accepted_at": None if counts is None else counts.accepted_at,
-            "acceptance_length": None if counts is None else counts.acceptance_length,
+            **{name: counts and getattr(counts, name) for name in names},
         }
 
 

@@ -34,7 +34,7 @@ Its classes of Qwen2, Gemma 3 and DeepSeek-V2 return none.
 FAMILIES_OF_OPENVINO = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose counters in OpenVINO GenAI were compared with ours. It finds no residual streams among the operations
 of a layer with experts."""
-REQUIRED = ("engine", "method", "hf_overrides", "head_sha256")
+REQUIRED = ("engine", "method", "head_sha256")
 """Entries of `serving.json` that every export has."""
 
 

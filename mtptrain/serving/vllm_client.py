@@ -34,8 +34,6 @@ class GenerateJob:
     become useless for all requests."""
     speculative_config: dict[str, Any] | None = None
     """vLLM's `--speculative-config`; None decodes without drafts."""
-    hf_overrides: dict[str, Any] | None = None
-    """Changes to the target's config that the engine needs."""
     stop_token_ids: Sequence[int] = ()
     dtype: str = "float32"
     max_num_seqs: int = 32
@@ -86,26 +84,25 @@ def vllm_version(python: Path) -> str | None:
     return None if found.returncode else found.stdout.strip()
 
 
-def generate(jobs: Sequence[GenerateJob], python: str | None = None) -> list[EngineRun]:
+def generate(jobs: Sequence[GenerateJob], python: Path) -> list[EngineRun]:
     """Run the jobs one after another in one process, each with its own engine, and return their results in order.
 
+    Args:
+        jobs: the jobs.
+        python: the interpreter that `find_python` has found.
+
     Raises:
-        UserError: the interpreter does not exist, or vLLM is not installed for it, or the process ended early. An
-            engine's own error is returned in its result instead.
+        UserError: the process ended early. An engine's own error is returned in its result instead.
     """
-    answer = run_worker(find_python(python), WORKER, ["generate"], [asdict(job) for job in jobs], "vLLM")
+    answer = run_worker(python, WORKER, ["generate"], [asdict(job) for job in jobs], "vLLM")
     return [_engine_run(answer["version"], result) for result in answer["results"]]
 
 
 def _engine_run(version: str, result: dict[str, Any]) -> EngineRun:
     if "error" in result:
         return EngineRun(version, [], None, None, result["error"])
-    counters = result["counters"]
-    counts = None
-    if counters:
-        counts = EngineCounts(
-            counters["num_drafts"], counters["num_draft_tokens"], counters["num_accepted_tokens_per_pos"]
-        )
+    counters, names = result["counters"], ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos")
+    counts = EngineCounts(*(counters[name] for name in names)) if counters else None
     return EngineRun(version, result["tokens"], counts, result["accepted_by_round"])
 
 
@@ -113,7 +110,8 @@ def _engine_run(version: str, result: dict[str, Any]) -> EngineRun:
 class VllmProcess:
     """Runs vLLM in a new process for each list of prompts."""
 
-    python: str | None
+    python: Path
+    """The interpreter that `find_python` has found."""
     job: GenerateJob
     """The engine's settings; its prompts are replaced."""
     name = "vLLM"
@@ -126,7 +124,7 @@ class VllmProcess:
         """Returns greedy answers to prompts of token ids, and how much the counters grew.
 
         Raises:
-            UserError: the interpreter does not exist, or vLLM is not installed for it, or the engine failed.
+            UserError: the engine failed.
         """
         job = replace(self.job, prompts=prompts, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
         (run,) = generate([job], self.python)

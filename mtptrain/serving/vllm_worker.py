@@ -156,9 +156,7 @@ def few_collections() -> Iterator[None]:
 def build(engine: Engine, **settings: Any) -> Any:
     """Returns an engine for token ids, without CUDA graphs or compilation."""
     check_platform(engine["device_type"])
-    optional = {
-        name: engine[name] for name in ("kv_cache_memory_bytes", "hf_overrides", "max_num_seqs") if engine.get(name)
-    }
+    optional = {name: engine[name] for name in ("kv_cache_memory_bytes", "max_num_seqs") if engine.get(name)}
     return LLM(
         model=engine["target_dir"],
         dtype=engine["dtype"],

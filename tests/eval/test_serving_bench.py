@@ -36,7 +36,7 @@ SPEEDS = {
     4: {0: 300.0, 1: 330.0, 3: 320.0},
     8: {0: 500.0, 1: 400.0, 3: 300.0},
 }
-FACTS = {"method": "eagle", "hf_overrides": None, "speculative_settings": {}}
+FACTS = {"method": "eagle", "speculative_settings": {}}
 
 
 def test_the_fastest_k_wins_and_the_smaller_of_two_equal_ones() -> None:

@@ -46,6 +46,7 @@ def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
 
 
 FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256": "before"}
+"""The facts of an earlier export, with an entry that exports no longer have."""
 
 
 def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_a_difference_names_its_prompt_once_by_its_id() -> None:
     theirs = EngineRun("0.32.0", [[3, 4]], counts, [[0, 0]])
     comparison = Comparison(ours, counts_of_all_rounds(ours.drafted), theirs, counts)
     divergence = Divergence("draft", 0, 1, 4, 9, 2.0, 0.25)
-    found = what_differs(["chat 7"], comparison, divergence, VllmProcess(None, GenerateJob("", "", (), 1, 1)))
+    found = what_differs(["chat 7"], comparison, divergence, VllmProcess(Path(), GenerateJob("", "", (), 1, 1)))
     assert "rounds (1 here, 2 there), accepted at 0 (1 here, 0 there)" in found
     first = "The first difference, for prompt id chat 7: draft token 1 is 4 for us and probably 9 for the engine; our"
     assert first in found

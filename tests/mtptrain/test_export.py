@@ -92,7 +92,6 @@ def test_an_export_holds_all_that_serving_needs(tmp_path: Path, target_of_four_l
         "engine": engine,
         "architecture": architecture,
         "method": method,
-        "hf_overrides": None,
         "speculative_settings": {},
         "holds_target": False,
         "head_sha256": file_sha256(tmp_path / "run/train/best/head.safetensors"),

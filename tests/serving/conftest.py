@@ -141,17 +141,13 @@ def served(
             "num_speculative_tokens": case.num_speculative_tokens,
             **facts["speculative_settings"],
         }
-        job = replace(
-            plain_job(str(case), on_disk, dtype=case.dtype),
-            speculative_config=draft,
-            hf_overrides=facts["hf_overrides"],
-        )
+        job = replace(plain_job(str(case), on_disk, dtype=case.dtype), speculative_config=draft)
         if facts["holds_target"]:
             del draft["model"]
             job = replace(job, target_dir=str(export))
         jobs.append(job)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(vllm.generate, jobs, vllm_python)
+        running = pool.submit(vllm.generate, jobs, Path(vllm_python))
         whole = {case: drafted_here(case, target_of, head_of) for case in whole_cases}
         runs = running.result()
     ours = {str(case): whole[replace(case, broken="")] for case in cases}
@@ -176,7 +172,7 @@ def served_with_plugin(
         jobs.append(replace(plain_job(str(case), on_disk), speculative_config=draft))
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parent / "vllm_plugin"))
-        runs = vllm.generate(jobs, vllm_python)
+        runs = vllm.generate(jobs, Path(vllm_python))
     ours = {case: drafted_here(case, target_of, head_of) for case in SEQUENTIAL_CASES}
     return {str(case): Served(ours[replace(case, broken="")], run) for case, run in zip(cases, runs, strict=True)}
 

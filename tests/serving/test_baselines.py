@@ -51,7 +51,7 @@ def served(vllm_python: str, target_of: Callable[[str], OnDisk], small_model: Pa
     runs: dict[str, EngineRun] = {}
     for method, draft in settings.items():
         job = replace(plain_job(method, target_of("llama")), speculative_config={"method": method, **draft})
-        (runs[method],) = vllm.generate([job], vllm_python)
+        (runs[method],) = vllm.generate([job], Path(vllm_python))
     return runs
 
 

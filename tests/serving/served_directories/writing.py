@@ -151,7 +151,6 @@ def write_served_head(directory: Path, target: Target, target_dir: Path, case: C
         (BREAKS | SEQUENTIAL_BREAKS)[case.head][case.broken](directory)
     return {
         "method": form.method,
-        "hf_overrides": form.hf_overrides,
         "speculative_settings": form.speculative_settings,
         "holds_target": form.holds_target,
     }

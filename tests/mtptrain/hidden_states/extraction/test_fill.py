@@ -2,6 +2,7 @@
 
 import errno
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_a_full_scratch_directory_is_named_unless_it_is_on_the_stores_disk(
     else:
         assert full.value.filename == str(tmp_path / "store")
         assert "of hidden states from this process, but is full; finished shards are kept" in str(full.value)
+
+
+def test_another_vllm_than_the_tested_one_is_warned_of_by_the_program_alone(
+    tmp_path: Path, tiny_target: Path, user_warnings: list[warnings.WarningMessage]
+) -> None:
+    settings, python = HiddenStatesConfig(dtype=Dtype.float32), fake_python(tmp_path, "#!/bin/sh\necho 0.33.0\n")
+    VllmStreams(tiny_target, (1, 2), settings, 3, tmp_path / "scratch", 0, "cpu", str(python))
+    assert user_warnings == []
 
 
 def test_a_full_disk_of_the_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
