@@ -41,11 +41,13 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
     """Choose the vocabulary, and write it with its manifest.
 
     Raises:
-        UserError: the target does not exist, or stage 1 has not been run, or the head needs no draft vocabulary, its
-            size is out of range, or the prompts were made with another tokenizer.
+        UserError: the target does not exist, or stage 1 has not been run, or the head needs no draft vocabulary or
+            keeps that of `head.init_from`, or the size is out of range or too small for the special tokens, or the
+            prompts were made with another tokenizer.
     """
     head, target = run.config.head, run.target
-    size, vocab_size = draft_vocab_size(head, target.config.vocab_size), target.config.vocab_size
+    vocab_size = target.config.vocab_size
+    size = draft_vocab_size(head, vocab_size)
     identity = run.identity(HEADS[head.name].resolve_capture_layers(head, target.config))
 
     counts = {split: count_predictable(run.documents(split), vocab_size) for split in Split}

@@ -100,8 +100,8 @@ class ConversationSource:
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
         rendered = [self._render(i) for i in indices]
-        texts = [rendering for item in rendered if not isinstance(item, str) for rendering in item]
-        encodings = iter(encode_renderings(self._tokenizer, texts))
+        renderings = [rendering for item in rendered if not isinstance(item, str) for rendering in item]
+        encodings = iter(encode_renderings(self._tokenizer, renderings))
         return [item if isinstance(item, str) else list(islice(encodings, len(item))) for item in rendered]
 
     def _messages(self, index: int) -> list[Message]:
@@ -138,6 +138,7 @@ class ResponsesSource(ConversationSource):
 
     def _messages(self, index: int) -> list[Message]:
         """Returns the messages; answers that are rendered otherwise than generated are not to be trained."""
+        # one entry per assistant message: `next` is not reached for others
         is_kept = iter(self._conversations.row(index)["texts_kept"])
         return [
             message if message["role"] != "assistant" or next(is_kept) else message | dict([NOT_TRAINED])
@@ -165,9 +166,9 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
             `responses`.
 
     Raises:
-        UserError: mtptrain responses has not finished, or, with any other source, a path does not exist, or no path is
-            given, a file has an unknown format, the target cannot render conversations, or the responses are those of
-            another target or to other conversations.
+        UserError: no path is given; with source `responses`: mtptrain responses has not finished, or the responses are
+            those of another target or of other `prompts.paths`; with any other source: a path does not exist or a file
+            has an unknown format; with conversations or responses: the chat template cannot be used.
         EndlessTemplate: the target's chat template takes too long.
     """
     if not prompts.paths:
@@ -178,11 +179,10 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
     if prompts.source is PromptSource.tokens:
         return TokenSource(read_token_rows(prompts.paths, prompts.metadata, prompts.split))
     tokenizer, similarity = target.tokenizer, prompts.near_duplicate_similarity
+    if not prompts.source.is_chat:
+        return TextSource(read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)
+    check_chat_template(tokenizer)
     if prompts.source is PromptSource.responses:
-        check_chat_template(tokenizer)
         return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer, similarity)
-    if prompts.source is PromptSource.conversations:
-        check_chat_template(tokenizer)
-        conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
-        return ConversationSource(conversations, tokenizer, similarity)
-    return TextSource(read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)
+    conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
+    return ConversationSource(conversations, tokenizer, similarity)

@@ -24,9 +24,9 @@ import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from rich.console import Console
 
 from mtptrain.command_line.program import command, program, quoted
+from mtptrain.command_line.stages import stages_of
 from mtptrain.config import CheckSize, PipelineConfig, load_config
 from mtptrain.run_dir import write_provenance, writing
 from mtptrain.utils.compile import set_compilation
@@ -73,6 +73,12 @@ def main(cfg: DictConfig) -> None:
         raise UserError(
             "check.size: must be tiny on a machine without a GPU, because the full checks take hours on a CPU, "
             "but is full; set check.size=tiny, or use a machine with a GPU"
+        )
+    without = {"responses": "prompts.source=conversations", "draft-vocab": "head.draft_vocab_size=null"}
+    if needed := [name for name, *_ in stages_of(config) if name in without]:
+        raise UserError(
+            "recipe: must need neither mtptrain responses nor mtptrain draft-vocab, which the check does not run, but "
+            f"needs {' and '.join(needed)}; use recipe=quickstart, or set {' '.join(without[name] for name in needed)}"
         )
     directory = config.stage_dir("gpu_check")
     with writing(directory):
@@ -158,9 +164,7 @@ def report(rows: list[Row], directory: Path, device: torch.device) -> int:
         if row.outcome is Outcome.skipped:
             print(f"*** SKIPPED {row.name}: {row.reason} ***")
     write_json(directory / "report.json", {**facts, "rows": [asdict(row) for row in rows]})
-    Console().print(
-        f"{num_failed} of {len(rows)} checks failed; {directory / 'report.json'}", soft_wrap=True, highlight=False
-    )
+    print(f"{num_failed} of {len(rows)} checks failed; {directory / 'report.json'}")
     return int(num_failed > 0)
 
 

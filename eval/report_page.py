@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from mtptrain.config import PipelineConfig
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_sealed, refuse_overwriting
+from mtptrain.utils.files import read_sealed, refuse_overwriting, write_text
 
 from .plots import colours_of, drawing, plots_of
 
@@ -69,8 +69,6 @@ DECODING_LEGEND = (
     "replaces finished prompts with new ones."
 )
 REPEAT = "repeat this measurement"
-PLAIN = "no drafts"
-"""Name of plain decoding on the page."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,10 @@ def write_run_page(config: PipelineConfig) -> None:
         return
     if "speed" not in report:  # missing, or an older format
         return
-    with drawing(directory / "report.html", path):
-        refuse_overwriting(directory / "report.html", "report.html", (TITLE,))
-        write_page(directory / "report.html", {str(directory): report}, sections_of(config, report))
+    page = directory / "report.html"
+    with drawing(page, path):
+        refuse_overwriting(page, page.name, (TITLE,), "move it away, or set acceptance.output_dir")
+        write_page(page, {str(directory): report}, sections_of(config, report))
 
 
 def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
@@ -157,7 +156,7 @@ def served_section(path: Path, report: ReportFigures) -> Section | None:
     columns = ["", "rounds", "drafted tokens", *(f"accepted at {depth}" for depth in depths), "acceptance length"]
     rows = []
     for name, each in (("ours", served["ours"]), (f"{served['engine']} {served['version']}", served["theirs"])):
-        counts = [f"{count:,}" for count in (each["rounds"], each["drafted"], *each["accepted_at"])]
+        counts = ["" if n is None else f"{n:,}" for n in (each["rounds"], each["drafted"], *each["accepted_at"])]
         rows.append([name, *counts, f"{each['acceptance_length']:.3f}", str(each["plain_greedy_answers"])])
     return Section(
         "Served by an engine, position by position",
@@ -185,7 +184,7 @@ def read_svg(path: Path) -> str:
 
 
 def write_page(path: Path, reports: Mapping[str, ReportFigures], sections: Sequence[Section] = ()) -> None:
-    path.write_text(render_page(reports, sections), encoding="utf-8")
+    write_text(path, render_page(reports, sections))
 
 
 def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section] = ()) -> str:
@@ -300,7 +299,7 @@ def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures
     for name, report in reports.items():
         prefix = f"{name}: " if len(reports) > 1 else ""
         for drafter, figures in {"head": report, **report["baselines"]}.items():
-            shown = {"head": f"head {report['head_name']}", "none": PLAIN}.get(drafter, drafter.replace("_", " "))
+            shown = {"head": f"head {report['head_name']}", "none": "no drafts"}.get(drafter, drafter.replace("_", " "))
             setting = f" ({report[drafter]})" if drafter in ("tree", "hybrid", "model") else ""
             of_run = {"run": name, "drafter": drafter}
             drafters[prefix + shown + setting] = {**figures, **report["speed"][drafter], **of_run}
@@ -309,20 +308,16 @@ def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures
 
 def has_comparable_speeds(reports: Mapping[str, ReportFigures]) -> bool:
     """Returns whether the tokens/s of the reports can be compared: whether batches, ranks and device are the same."""
-    return (
-        len(
-            {
-                (each["batch_size"], each.get("batch_tokens"), each["num_ranks"], each["device"])
-                for each in reports.values()
-            }
-        )
-        == 1
-    )
+    facts = {
+        (each["batch_size"], each.get("batch_tokens"), each["num_ranks"], each["device"]) for each in reports.values()
+    }
+    return len(facts) == 1
 
 
 def interval_sentence(figures: ReportFigures) -> str:
-    shown = length_interval(figures)
-    return "without an interval: all prompts are from one source" if figures["intervals"] is None else f"95 % {shown}"
+    if figures["intervals"] is None:
+        return "without an interval: all prompts are from one source"
+    return f"95 % {length_interval(figures)}"
 
 
 def length_interval(figures: ReportFigures) -> str:

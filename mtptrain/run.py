@@ -18,7 +18,7 @@ from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.template_kwargs import override_of
 from mtptrain.utils.distributed import Ranks, StopSignal
-from mtptrain.utils.files import read_sealed
+from mtptrain.utils.files import file_sha256, read_sealed
 
 
 class Run:
@@ -72,9 +72,13 @@ class Run:
             f"run mtptrain prompts again with target {self.target.path} and {override_of(expected.template_kwargs)}"
         )
         refuse_different_facts(prompts_file.parent / "manifest.json", vars(expected), vars(stored), remedy)
-        target = TargetIdentity.of(self.target)
-        return StoreIdentity.of(
-            target, capture_layers, settings.dtype, prompts_file, settings.store_dtype, settings.backend
+        return StoreIdentity(
+            TargetIdentity.of(self.target),
+            capture_layers,
+            str(settings.dtype),
+            file_sha256(prompts_file),
+            dtype=str(settings.store_dtype),
+            backend=str(settings.backend),
         )
 
     def hidden_states(self, identity: StoreIdentity, ranks: Ranks, stop: StopSignal) -> HiddenStates:

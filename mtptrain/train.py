@@ -255,7 +255,10 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
         if stopped_by:
             break
     if stopped_by and ranks.is_first and last_step == training.num_steps:  # not stopped before the first step
-        tqdm.write(f"step {progress.step}: {stopped_by.name}, checkpoint saved; repeat the command to resume")
+        tqdm.write(
+            f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command continues from it, unless it "
+            "sets train.resume=never"
+        )
     bar.close()
     tracer.close()
     if tracking is not None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, read_json
+from mtptrain.utils.files import read_json
 
 
 @dataclass(frozen=True)
@@ -89,21 +89,6 @@ class StoreIdentity:
     """Dtype of the stored states."""
     backend: str = "transformers"
     """Program that ran the target: transformers or vllm."""
-
-    @staticmethod
-    def of(
-        target: TargetIdentity,
-        capture_layers: tuple[int, ...],
-        compute_dtype: str,
-        prompts_file: Path,
-        dtype: str = "bfloat16",
-        backend: str = "transformers",
-    ) -> "StoreIdentity":
-        """Hashes `prompts_file` and returns the identity of its hidden states."""
-        prompts_sha256 = file_sha256(prompts_file)
-        return StoreIdentity(
-            target, tuple(capture_layers), str(compute_dtype), prompts_sha256, dtype=str(dtype), backend=str(backend)
-        )
 
     def facts(self) -> dict[str, object]:
         """Returns the values to compare, by their names in error messages."""

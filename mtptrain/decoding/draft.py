@@ -15,7 +15,8 @@ class Draft:
 
     tokens: torch.Tensor  # [B, P]
     is_proposed: torch.Tensor
-    """bool[B, P]: False for padding, in sequences with fewer than P proposals."""
+    """bool[B, P]: False for padding, in sequences with fewer than P proposals, and from the first draft on whose
+    confidence is below the threshold."""
     probs: torch.Tensor | None = None
     """Distributions [B, K, V] that the tokens of a chain were sampled from; None if they were chosen greedily."""
     parents: torch.Tensor | None = None

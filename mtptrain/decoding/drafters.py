@@ -275,7 +275,7 @@ class HybridDrafter:
         drafted = self.head.later_depths(first, sampler)
         tokens = torch.where(is_copied[:, None], copied.tokens, drafted.tokens)
         if drafted.probs is None:
-            return replace(drafted, tokens=tokens, logits=None)
+            return replace(drafted, tokens=tokens, logits=None, confidences=None)
         certain = F.one_hot(copied.tokens, drafted.probs.shape[-1]).to(drafted.probs.dtype)
         probs = torch.where(is_copied[:, None, None], certain, drafted.probs)
-        return replace(drafted, tokens=tokens, logits=None, probs=probs)
+        return replace(drafted, tokens=tokens, logits=None, confidences=None, probs=probs)

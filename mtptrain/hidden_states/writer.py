@@ -94,7 +94,7 @@ def begin_store(
         manifest = StoreManifest.read(directory)
         refuse_other(directory / MANIFEST, identity, manifest.identity, shard_tokens, manifest.shard_tokens)
         if all(has_length(directory / record.file, record) for record in manifest.shards):
-            _remove_unfinished(directory, len(manifest.shards), temporary=True)
+            _remove_unfinished(directory, len(manifest.shards), also_temporary=True)
             return manifest
         _reopen(directory, manifest)
     elif (directory / PLAN).exists():
@@ -111,15 +111,11 @@ def begin_store(
 def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
     """Remove the temporary files of these shards, and all files of those that are unfinished or truncated."""
     own = set(shards)
+    finished = finished_shards(directory, own)
     for path in list(directory.iterdir()):
         name = _SHARD.fullmatch(path.name)
-        if name is not None and int(name[1]) in own and (name[3] or not has_shard(directory, int(name[1]))):
+        if name is not None and int(name[1]) in own and (name[3] or int(name[1]) not in finished):
             path.unlink(missing_ok=True)
-
-
-def has_shard(directory: Path, index: int) -> bool:
-    """Returns whether a shard is finished, by this part or another, and has its full length."""
-    return index in finished_shards(directory, [index])
 
 
 def finished_shards(directory: Path, indices: Iterable[int]) -> set[int]:
@@ -193,7 +189,8 @@ class ShardFile:
             OSError: the disk is full.
         """
         first, end = self._tokens["document_offsets"][document : document + 2].tolist()
-        assert streams.shape[:2] == (end - first, self._num_captured + 1), "streams of another document"
+        expected = (end - first, self._num_captured + 1, self._hidden_size)
+        assert streams.shape == expected, "streams of another document or target"
         if not is_finite(streams):
             raise UserError(
                 f"{self._path}: hidden states must be finite, but those of document "
@@ -281,7 +278,8 @@ def finish_store(
         if not (directory / MANIFEST).exists():
             return None
         manifest = StoreManifest.read(directory)
-        _remove_unfinished(directory, num_shards, temporary=False)  # left by a part that began while another finished
+        # left by a part that began while another finished
+        _remove_unfinished(directory, num_shards, also_temporary=False)
         return manifest
     manifest = StoreManifest(
         schema_version=SCHEMA_VERSION,
@@ -297,7 +295,7 @@ def finish_store(
         _write_sealed(directory / MANIFEST, asdict(manifest))
     except FileNotFoundError:  # another part has just written it and removed the temporary files
         return StoreManifest.read(directory)
-    _remove_unfinished(directory, num_shards, temporary=True)
+    _remove_unfinished(directory, num_shards, also_temporary=True)
     return manifest
 
 
@@ -318,13 +316,13 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
 def _reopen(directory: Path, manifest: StoreManifest) -> None:
     """Turn a finished store that lost a shard into an unfinished one.
 
-    The manifest is deleted last, so that a kill is harmless.
+    The manifest is deleted last, so that a kill is harmless. Several parts may do this at the same time.
     """
     for record in manifest.shards:
         if has_length(directory / record.file, record):
             _write_sealed(record_path(directory / record.file), asdict(record))
     _write_plan(directory, manifest.identity, manifest.shard_tokens)
-    (directory / MANIFEST).unlink()
+    (directory / MANIFEST).unlink(missing_ok=True)
 
 
 def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
@@ -348,13 +346,16 @@ def _write_sealed(path: Path, content: dict[str, Any]) -> None:
     write_sealed(path, content, temporary=_temporary_path(path))
 
 
-def _remove_unfinished(directory: Path, num_shards: int, temporary: bool) -> None:
-    """Remove the plan and the records of a finished store, and its temporary files if `temporary`. All else stays."""
+def _remove_unfinished(directory: Path, num_shards: int, also_temporary: bool) -> None:
+    """Remove the plan and the records of a finished store, and its temporary files if `also_temporary`.
+
+    A file with a shard number that the store does not have is somebody else's, and stays.
+    """
     for path in list(directory.iterdir()):
         name = _SHARD.fullmatch(path.name)
         if name is not None and int(name[1]) < num_shards:
-            is_needless = temporary if name[3] else name[2] == "json"
+            is_needless = also_temporary if name[3] else name[2] == "json"
         else:
-            is_needless = path.name == PLAN or (temporary and _OTHER_TEMPORARY.fullmatch(path.name) is not None)
+            is_needless = path.name == PLAN or (also_temporary and _OTHER_TEMPORARY.fullmatch(path.name) is not None)
         if is_needless:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

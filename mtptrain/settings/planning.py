@@ -7,12 +7,12 @@ from mtptrain.utils.setting_bounds import at_least, share
 
 @dataclass
 class PlannerConfig:
-    """The hardware that `plan=true` plans for, and how much of its speed the programs reach or were measured at."""
+    """The hardware that `plan=true` plans for, and the programs' speed on it, as measured or as a share of its peak."""
 
     num_gpus: int = at_least(1, default=8)
-    """Number of GPUs of the run."""
+    """Number of GPUs of the run; a machine without a GPU counts as one."""
     gpu_memory_gb: float = at_least(1, default=80.0)
-    """Memory of one GPU."""
+    """Memory of one GPU, or of the machine without a GPU, in units of 10**9 bytes."""
     gpu_tflops: float = at_least(0.0, default=0.0)
     """Dense bf16 peak of one GPU; 0 measures the peak of this machine's GPU or CPU. Above 0, `auto` precision in a plan
     is that of GPUs."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
+from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads.files import STEP_NAME, with_defaults
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
@@ -58,7 +59,7 @@ def _remove(folder: Path) -> None:
 
 
 def describe_newest(directory: Path) -> str:
-    """Returns from where the same command would train on, for the line that ends an interrupted run."""
+    """Returns where the same command would resume, for the line that ends an interrupted run."""
     checkpoints = complete_checkpoints(directory)
     if not checkpoints:
         return (
@@ -67,7 +68,10 @@ def describe_newest(directory: Path) -> str:
         )
     newest = checkpoints[-1]
     step = int(newest.name.removeprefix("step_"))
-    return f"the newest checkpoint, of step {step}, is kept in {newest}; the same command continues from it"
+    return (
+        f"the newest checkpoint, of step {step}, is kept in {newest}; the same command continues from it, unless it "
+        "sets train.resume=never"
+    )
 
 
 def save_checkpoint(
@@ -128,7 +132,6 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
                     f"training resumes from {chosen or 'step 0'}",
                     flush=True,
                 )
-    if ranks.is_first:
         for folder, fault in faults.items():
             print(f"WARNING {fault}; training resumes from {chosen}", flush=True)
             _remove(folder.with_name(TORN + folder.name))
@@ -167,16 +170,8 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     if "head" in stored:
         stored["head"] = with_defaults(stored["head"])
     present = json.loads(json.dumps(facts))
-    different = [
-        f"{name} must be {stored.get(name)}, but is {value}"
-        for name, value in present.items()
-        if stored.get(name) != value
-    ]
-    if different:
-        raise UserError(
-            f"{folder}: to resume from this checkpoint, {'; '.join(different)}; restore these settings, or start again "
-            "in another run_dir"
-        )
+    remedy = "restore these settings to resume from this checkpoint, or start again in another run_dir"
+    refuse_different_facts(folder, {name: stored.get(name) for name in present}, present, remedy)
 
 
 def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:

@@ -11,6 +11,16 @@ from mtptrain.heads.files import best_or_last, kept_heads
 from mtptrain.training.checkpoint import Progress
 from mtptrain.training.metrics import METRICS, PHASES, read_metrics
 
+MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
+LIMITS = {
+    "data_wait": "reading the store (with train.stream, also extraction): a faster disk or "
+    "hidden_states.store_dtype=fp8 speeds up reading",
+    "forward": "the forward pass of the head's layers",
+    "loss": "the lm_head matmuls: head.draft_vocab_size (heads eagle3, peagle, dflash and dspark) makes them smaller",
+    "backward": "the backward pass of the head's layers",
+    "optimizer": "the optimizer: raise train.batch_tokens or train.micro_batches_per_step",
+}
+
 
 def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
     return {
@@ -46,7 +56,7 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
     records = [record for _, record in read_metrics(metrics) if "tokens_per_s" in record]
     if not records:  # the file was removed or emptied
         return []
-    median = {name: statistics.median(record[name] for record in records) for name in records[-1] if name in MEASURED}
+    median = {name: statistics.median(record[name] for record in records) for name in MEASURED}
     shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
     longest = max(shares, key=lambda name: shares[name])
     shown = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares.items())
@@ -58,14 +68,3 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
         ("limited by", LIMITS[longest]),
         ("peak memory", f"{records[-1]['peak_bytes'] / 1e9:.2f} GB"),
     ]
-
-
-MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
-LIMITS = {
-    "data_wait": "reading the store (with train.stream, also extraction): a faster disk or "
-    "hidden_states.store_dtype=fp8 speeds up reading",
-    "forward": "the forward pass of the head's layers",
-    "loss": "the lm_head matmuls: head.draft_vocab_size (heads eagle3, peagle and dflash) makes them smaller",
-    "backward": "the backward pass of the head's layers",
-    "optimizer": "the optimizer: raise train.batch_tokens or train.micro_batches_per_step",
-}

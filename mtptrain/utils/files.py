@@ -305,15 +305,15 @@ def remove_files(directory: Path, names: Collection[str]) -> None:
         directory.rmdir()
 
 
-def refuse_overwriting(path: Path, setting: str, marks: Collection[str]) -> None:
+def refuse_overwriting(path: Path, setting: str, marks: Collection[str], advice: str = "choose another name") -> None:
     """Raises UserError if a program would write its output to a file that exists, but has none of these texts."""
     if not path.exists():
         return
     content = path.read_bytes()[:MAX_TEXT_BYTES].decode(errors="replace") if path.is_file() else ""
     if not any(mark in content for mark in marks):
         raise UserError(
-            f"{setting}: must be a new file or an earlier output of this program, but {path} is something else; choose "
-            "another name"
+            f"{setting}: must be a new file or an earlier output of this program, but {path} is something else; "
+            f"{advice}"
         )
 
 

@@ -1,6 +1,7 @@
 """Tests the comparison of reports, and the pages that show them."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import asdict
@@ -132,7 +133,10 @@ def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, monkeypatch:
     compare.main()
 
 
-def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("drafted", "cell"), [(3060, "3,060"), (None, "")])  # OpenVINO does not count drafts
+def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
+    tmp_path: Path, drafted: int | None, cell: str
+) -> None:
     counts = {
         "rounds": 1020,
         "drafted": 3060,
@@ -143,7 +147,7 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
     served = {
         **MEASURED,
         "ours": counts,
-        "theirs": {**counts, "rounds": 1021},
+        "theirs": {**counts, "rounds": 1021, "drafted": drafted},
         "engine": "vllm",
         "version": "0.32.0",
         "prompts": 2,
@@ -153,7 +157,7 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
     write_other_report(tmp_path, "serving_check/report.json", served)
     page = page_of(tmp_path)
     assert (
-        "<td>vllm 0.32.0</td><td>1,021</td><td>3,060</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>"
+        f"<td>vllm 0.32.0</td><td>1,021</td><td>{cell}</td><td>903</td><td>702</td><td>501</td><td>3.065</td><td>2</td>"
         in page
     )
     assert "<pre>mtptrain serving-check &#39;serving.python=&lt;b&gt;&#39;</pre>" in page
@@ -229,9 +233,28 @@ def test_a_report_that_was_edited_is_a_warning_for_programs_that_have_measured(t
 def test_a_page_of_somebody_else_in_the_run_is_kept(tmp_path: Path) -> None:
     write_report(tmp_path / "acceptance/report.json", [8, 6])
     (tmp_path / "acceptance/report.html").write_text("mine")
-    with pytest.warns(UserWarning, match=r"report\.html: must be a new file or an earlier output of this program"):
+    with pytest.warns(
+        UserWarning,
+        match=r"report\.html: must be a new file or an earlier output of this program, but \S+ is something else; move "
+        r"it away, or set acceptance\.output_dir",
+    ):
         write_run_page(make_config(f"run_dir={tmp_path}"))
     assert (tmp_path / "acceptance/report.html").read_text() == "mine"
+
+
+def test_a_kill_while_a_page_is_written_leaves_the_earlier_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    write_report(tmp_path / "acceptance/report.json", [8, 6])
+    before = page_of(tmp_path)
+    write_report(tmp_path / "acceptance/report.json", [4, 4])
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        page_of(tmp_path)
+    assert (tmp_path / "acceptance/report.html").read_text() == before
 
 
 def test_answers_of_earlier_baselines_are_removed(tmp_path: Path) -> None:

@@ -127,10 +127,13 @@ def test_an_error_is_a_failed_row_and_the_exit_code_is_one(tmp_path: Path, capsy
     assert [row.outcome for row in rows] == [Outcome.failed, Outcome.failed, Outcome.skipped]
     assert rows[0].reason == "RuntimeError: no kernel image is available"
     assert rows[1].shown == "error of states 0.5; must be at most 0.02" and rows[2].shown == "not installed"
-    assert report(rows, tmp_path, CPU) == 1
+    directory = tmp_path / "run[bold]"
+    directory.mkdir()
+    assert report(rows, directory, CPU) == 1
     printed = capsys.readouterr().out
-    assert "no kernel image" in printed and "at most 0.02" in printed and "2 of 3 checks failed" in printed
-    assert report([Row(Outcome.passed, name="kernel")], tmp_path, CPU) == 0
+    assert "no kernel image" in printed and "at most 0.02" in printed
+    assert f"2 of 3 checks failed; {directory}/report.json" in printed
+    assert report([Row(Outcome.passed, name="kernel")], directory, CPU) == 0
 
 
 def test_the_programs_get_the_overrides_of_the_check_but_not_its_own() -> None:
@@ -138,9 +141,25 @@ def test_the_programs_get_the_overrides_of_the_check_but_not_its_own() -> None:
     assert forwarded(given) == ["recipe=quickstart", "serving.python=/python"]
 
 
-def test_the_full_size_is_refused_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        ([], ["check.size: must be tiny on a machine without a GPU", "but is full; set check.size=tiny"]),
+        (
+            ["check.size=tiny", "prompts.source=responses", "head=eagle3", "head.draft_vocab_size=64"],
+            [
+                "recipe: must need neither mtptrain responses nor mtptrain draft-vocab, which the check does not run, "
+                "but needs responses and draft-vocab; use recipe=quickstart, or set prompts.source=conversations "
+                "head.draft_vocab_size=null"
+            ],
+        ),
+    ],
+)
+def test_what_the_check_cannot_run_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], messages: list[str]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    result = run_program("eval.gpu_check", f"run_dir={tmp_path}/run")
+    result = run_program("eval.gpu_check", f"run_dir={tmp_path}/run", *overrides)
     assert result.returncode != 0
-    assert "check.size: must be tiny on a machine without a GPU" in result.stderr
-    assert "but is full; set check.size=tiny" in result.stderr
+    assert all(message in result.stderr for message in messages)
+    assert not (tmp_path / "run").exists()

@@ -176,7 +176,7 @@ def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_can
     assert slurm.state(jobs["train"]) == "FAILED"
     assert "Restarts=0" in slurm.run("scontrol", "show", "job", jobs["train"])
     log = (chain.run_dir / f"slurm/train-{jobs['train']}.out").read_text()
-    assert "to resume from this checkpoint, seed must be 0, but is 1" in log
+    assert "seed must be 0, but is 1; restore these settings to resume from this checkpoint" in log
 
 
 def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: Slurm) -> None:

@@ -19,7 +19,7 @@ from mtptrain.hidden_states.extraction import fill
 from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.stream import missing_open_shards
-from mtptrain.hidden_states.writer import has_shard
+from mtptrain.hidden_states.writer import finished_shards
 from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, read_store
@@ -71,7 +71,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
     assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
     assert not list(store_dir.glob("*.tmp"))
     shards = sorted(store_dir.glob("shard_*.safetensors"))  # the full disk may lack the record of the last shard
-    kept = {path.name: path.stat().st_mtime_ns for index, path in enumerate(shards) if has_shard(store_dir, index)}
+    kept = {shards[i].name: shards[i].stat().st_mtime_ns for i in finished_shards(store_dir, range(len(shards)))}
     assert len(kept) >= 5
 
     monkeypatch.undo()

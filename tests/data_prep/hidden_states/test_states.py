@@ -13,6 +13,7 @@ from mtptrain.hidden_states.extraction.transformers_streams import TransformersS
 from mtptrain.hidden_states.store import HiddenStore, verify
 from mtptrain.run import Run
 from mtptrain.target.loading import load_target
+from mtptrain.utils.files import file_sha256
 from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import CPU, LENGTHS, ONE_RANK, ConfigFor, make_documents, read_store
 
@@ -80,6 +81,8 @@ def test_the_manifest_tells_target_and_counts_and_nothing_of_the_run(prepared: C
     assert manifest.num_tokens == sum(LENGTHS)
     assert manifest.num_supervised_tokens == documents.loss_mask.sum()
     assert manifest.identity.target.path == config.target.path
+    assert manifest.identity.prompts_sha256 == file_sha256(config.stage_dir("prompts") / "train.safetensors")
+    assert Run(config).identity((1, 2)).capture_layers == (1, 2)
     assert set(asdict(manifest)) == {
         "schema_version",
         "identity",

@@ -113,6 +113,22 @@ def test_greedy_speculation_gives_exactly_plain_greedy_decodings_tokens(
     assert accepted > (300 if kind in ("model", COPY) else 0), "accept enough drafts, or the test shows little"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_hybrid_draft_has_neither_logits_nor_confidences_because_it_may_be_copied(
+    target: Target, temperature: float
+) -> None:
+    drafts: list[Draft] = []
+    head = HeadDrafter(random_head(target, "dspark"), target.parts, 3, sample_drafts=True)
+    decode(
+        target,
+        HybridDrafter(head, min_match=2),
+        random_prompts(2),
+        sampler=Sampler(temperature),
+        observe=lambda seen: drafts.append(seen.draft),
+    )
+    assert drafts and all(draft.logits is None and draft.confidences is None for draft in drafts)
+
+
 def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
     """Decoding must not use the functions that training compiles, because most rounds would compile them again."""
     frames = torch._dynamo.utils.counters["frames"]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from mtptrain.config import StoreDtype
-from mtptrain.data.identity import StoreIdentity
 from mtptrain.hidden_states.fp8 import encode
 from mtptrain.hidden_states.shard_format import bytes_per_token
 from mtptrain.hidden_states.store import HiddenStore
@@ -120,15 +119,6 @@ def test_the_manifest_says_what_the_states_are(tmp_path: Path) -> None:
     assert manifest["shards"][1]["num_documents"] == 2
     assert manifest["shards"][1]["num_tokens"] == 31
     assert manifest["shards"][1]["num_bytes"] == (tmp_path / "shard_00001.safetensors").stat().st_size
-
-
-def test_the_hash_of_the_prompts_is_of_their_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "train.safetensors"
-    path.write_bytes(b"abc")
-    identity = StoreIdentity.of(TARGET, (1, 2), "float32", path)
-    # The SHA-256 of "abc" is an example in FIPS 180-4.
-    assert identity.prompts_sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert identity.capture_layers == (1, 2)
 
 
 def test_a_million_tokens_cost_little_memory_beside_the_page_cache_and_little_disk_beside_the_states(

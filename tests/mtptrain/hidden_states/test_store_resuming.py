@@ -3,11 +3,13 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mtptrain.hidden_states import writer
 from mtptrain.hidden_states.store import HiddenStore, verify
-from mtptrain.hidden_states.writer import begin_store, finish_store, has_shard, shard_ranges
+from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards, shard_ranges
 from mtptrain.utils.errors import UserError
 from tests.mtptrain.hidden_states.small_store import (
     EVERY_SHARD,
@@ -39,7 +41,7 @@ def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: P
     (tmp_path / "shard_00001.json").unlink()  # as if the run had been killed before it wrote the record
     (tmp_path / "shard_00003.safetensors.node.77.tmp").write_bytes(b"half")
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    assert [has_shard(tmp_path, index) for index in range(4)] == [False, False, True, False]
+    assert finished_shards(tmp_path, range(4)) == {2}
     assert sorted(read_all(tmp_path)) == ["plan.json", "shard_00002.json", "shard_00002.safetensors"]
 
 
@@ -65,7 +67,7 @@ def test_resuming_reads_no_byte_of_a_finished_shard(tmp_path: Path) -> None:
         path = tmp_path / f"shard_{index:05d}.safetensors"
         path.write_bytes(bytes(path.stat().st_size))
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    assert [has_shard(tmp_path, index) for index in range(4)] == [True, True, True, False]
+    assert finished_shards(tmp_path, range(4)) == {0, 1, 2}
 
 
 def test_a_kill_before_the_rename_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +79,7 @@ def test_a_kill_before_the_rename_leaves_no_shard(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
     assert not (tmp_path / "shard_00000.safetensors").exists()
-    assert not has_shard(tmp_path, 0)
+    assert not finished_shards(tmp_path, [0])
 
 
 def test_a_kill_right_after_the_manifest_leaves_a_finished_store(tmp_path: Path) -> None:
@@ -95,7 +97,25 @@ def test_a_finished_store_that_lost_a_shard_is_completed_to_the_same_bytes(tmp_p
     (tmp_path / "shard_00001.safetensors").unlink()
     assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD) is None
     assert not (tmp_path / "manifest.json").exists()
-    assert [has_shard(tmp_path, index) for index in range(4)] == [True, False, True, True]
+    assert finished_shards(tmp_path, range(4)) == {0, 2, 3}
+    write_shard(tmp_path, 1, shards[1])
+    finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
+    assert read_all(tmp_path) == expected
+
+
+def test_two_parts_may_reopen_a_store_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = make_store(tmp_path)
+    expected = read_all(tmp_path)
+    (tmp_path / "shard_00001.safetensors").unlink()
+    write_plan = writer._write_plan
+
+    def after_the_other_part(directory: Path, *rest: Any) -> None:
+        monkeypatch.undo()
+        assert begin_store(directory, IDENTITY, SHARD_TOKENS, range(1, 4, 2)) is None
+        write_plan(directory, *rest)
+
+    monkeypatch.setattr(writer, "_write_plan", after_the_other_part)
+    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, range(0, 4, 2)) is None
     write_shard(tmp_path, 1, shards[1])
     finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
     assert read_all(tmp_path) == expected
@@ -114,7 +134,7 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
     for index in (0, 2):
         write_shard(directory, index, shards[index])
     assert finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
-    assert [has_shard(directory, index) for index in range(4)] == [True, True, True, False]
+    assert finished_shards(directory, range(4)) == {0, 1, 2}
     write_shard(directory, 3, shards[3])
     manifest = finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
     assert manifest == finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4), (
@@ -132,9 +152,7 @@ def test_a_part_that_begins_while_another_finishes_keeps_what_is_there(tmp_path:
     write_shard(tmp_path / "parts", 0, shards[0])
     assert begin_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, range(1, 4, 2)) is None
     assert finish_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is not None
-    assert has_shard(tmp_path / "parts", 1) and has_shard(tmp_path / "parts", 3), (
-        "the part must find both shards in the manifest"
-    )
+    assert finished_shards(tmp_path / "parts", [1, 3]) == {1, 3}, "the part must find both shards in the manifest"
     write_shard(tmp_path / "parts", 3, shards[3])
     assert finish_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is not None
     assert read_all(tmp_path / "parts") == read_all(tmp_path / "whole")
@@ -167,6 +185,12 @@ def test_states_that_are_not_finite_stop_the_run_with_their_document(
         ValueError, match=r"shard_00000.safetensors: hidden states must be finite, but those of document 101 of"
     ):
         write_shard(tmp_path, 0, tensors, dtype)
+
+
+def test_states_of_another_width_are_not_written(tmp_path: Path) -> None:
+    tensors = make_shard(0, range(0, 3))
+    with pytest.raises(AssertionError, match="streams of another document or target"):
+        write_shard(tmp_path, 0, {**tensors, "hidden_states": tensors["hidden_states"][:, : HIDDEN_SIZE // 2]})
 
 
 def test_a_shard_without_room_is_discarded_before_it_is_computed(

@@ -59,15 +59,15 @@ def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_an
     packing = {name: value for name, value in facts.items() if "packing" in name}
     seal_again(marker, head=facts["head"], **dict.fromkeys(packing, ...))
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
-    assert (
-        "to resume from this checkpoint, train.lr must be 0.003, but is 1e-06; the version of the packing of docu"
-        in result.stderr
-    )
-    assert "packing of documents must be None, but is 2; restore" in result.stderr
+    assert "step_00000002: train.lr must be 0.003, but is 1e-06; the version of the packing of docu" in result.stderr
+    assert "packing of documents must be None, but is 2; restore these settings to resume" in result.stderr
     seal_again(marker, **packing)
     result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
     assert result.returncode != 0
-    assert "to resume from this checkpoint, seed must be 0, but is 1; restore these settings" in result.stderr
+    assert (
+        "step_00000002: seed must be 0, but is 1; restore these settings to resume from this checkpoint"
+        in result.stderr
+    )
     result = run_program("mtptrain.train", *fresh_run[1], "train.resume=never")
     assert "train.resume: must be auto if a checkpoint exists, but is never" in result.stderr
     assert (fresh_run[0] / "train/checkpoints/step_00000002/complete.json").is_file()

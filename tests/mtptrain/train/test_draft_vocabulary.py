@@ -145,6 +145,6 @@ def test_a_checkpoint_of_another_draft_vocabulary_is_refused(eagle3_run: Run) ->
     result = run_program("mtptrain.train", *overrides, "train.max_steps=2")
     assert result.returncode != 0
     assert re.search(
-        r"to resume from this checkpoint, the sha256 of the draft vocabulary must be \w+, but is \w+; restore",
+        r"the sha256 of the draft vocabulary must be \w+, but is \w+; restore these settings to resume",
         result.stderr,
     )

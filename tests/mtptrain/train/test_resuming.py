@@ -67,7 +67,7 @@ def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_ch
     newest = complete_checkpoints(run_dir / "train/checkpoints")[-1]
     assert errors.endswith(
         f"\nstopped by Ctrl-C; the newest checkpoint, of step {int(newest.name[-8:])}, is kept in {newest}; the same "
-        "command continues from it\n"
+        "command continues from it, unless it sets train.resume=never\n"
     )
     assert "Traceback" not in errors
     assert 5 <= len(records(run_dir)) < 40

@@ -208,4 +208,7 @@ def test_settings_are_compared_with_the_checkpoint_that_is_loaded(
     seal_again(marker, seed=7)
     result = run_program("mtptrain.train", *settings)
     assert result.returncode != 0
-    assert "step_00000001: to resume from this checkpoint, seed must be 7, but is 0; restore" in result.stderr
+    assert (
+        "step_00000001: seed must be 7, but is 0; restore these settings to resume from this checkpoint"
+        in result.stderr
+    )

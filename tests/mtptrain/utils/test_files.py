@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mtptrain.utils.files import (
+    file_sha256,
     parse_json,
     read_json,
     refuse_lone_surrogates,
@@ -50,6 +51,12 @@ def test_a_json_object_without_a_required_entry_is_refused_by_name(tmp_path: Pat
     assert read_json(tmp_path / "a.json", required=["a"]) == {"a": 1}
     with pytest.raises(ValueError, match=r"a\.json: must have the entries a, b, but lacks b; do that"):
         read_json(tmp_path / "a.json", "do that", ["a", "b"])
+
+
+def test_the_hash_of_a_file_is_of_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    # The SHA-256 of "abc" is an example in FIPS 180-4.
+    assert file_sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 def test_a_safetensors_file_that_must_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from mtptrain.config import StoreDtype
 from mtptrain.hidden_states.extraction import overlapped_writer
 from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
-from mtptrain.hidden_states.writer import ShardFile, has_shard
+from mtptrain.hidden_states.writer import ShardFile, finished_shards
 
 NUM_DOCUMENTS, LENGTH, HIDDEN_SIZE = 6, 5, 8
 
@@ -50,7 +50,7 @@ def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_dis
                 writer.write(document, states())
             writer.finish()
             is_handed_over.set()  # no thread could write states before the whole first shard was handed over
-    assert has_shard(tmp_path, 0) and has_shard(tmp_path, 1)
+    assert finished_shards(tmp_path, [0, 1]) == {0, 1}
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -93,7 +93,7 @@ def test_no_more_states_wait_than_the_bound(tmp_path: Path, monkeypatch: pytest.
             most = max(most, handed_over - written)
         writer.finish()
     assert most <= 2
-    assert has_shard(tmp_path, 0)
+    assert finished_shards(tmp_path, [0]) == {0}
 
 
 @pytest.mark.parametrize("failing", ["write", "finish"])
