@@ -72,8 +72,6 @@ def export(run: Run) -> None:
 
     # Write beside the final directory, so that an unfinished or unverified export never gets the final name.
     with replaced(output_dir, config, WRITTEN, "export.output_dir") as directory:
-        facts = {"engine": config.export.engine, "architecture": form.architecture, "method": form.method}
-        serving = {"speculative_settings": form.speculative_settings, "holds_target": form.holds_target}
         write_head(directory, form, trained.head.state_dict())
         form.add_target(directory, run.target.directory)
         check_tensors(directory, form)
@@ -82,7 +80,14 @@ def export(run: Run) -> None:
         )
         write_text(directory / README, readme(run, form, measured, output_dir))
         hide_homes(directory)
-        written = {**facts, **serving, "head_sha256": trained.sha256}
+        written = {
+            "engine": config.export.engine,
+            "architecture": form.architecture,
+            "method": form.method,
+            "speculative_settings": form.speculative_settings,
+            "holds_target": form.holds_target,
+            "head_sha256": trained.sha256,
+        }
         own = ["config.json"] if form.has_config_json else []
         write_sealed(directory / SERVING, written, [*own, form.weights_name])
     print_summary(output_dir / form.weights_name, proof)
@@ -113,13 +118,13 @@ def check_tensors(directory: Path, form: Format) -> None:
     with torch.device("meta"):
         state = build_head(form.head, form.target).state_dict()
     expected = {name: tuple(tensor.shape) for name, tensor in form.tensors(state).items()}
-    path = directory / form.weights_name
     actual = {name: tuple(tensor.shape) for name, tensor in form.read(directory).items()}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise UserError(
-                f"{path}: {name} must be {describe_shape(expected.get(name))}, but is "
-                f"{describe_shape(actual.get(name))}; the engine would serve random weights; export again"
+                f"export: {form.weights_name}: {name} must be {describe_shape(expected.get(name))}, but is "
+                f"{describe_shape(actual.get(name))}; the engine would serve random weights; the export was not put in "
+                "place; report this with the run's config.yaml"
             )
 
 
@@ -165,20 +170,25 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
         f"```\n{launch}\n```",
         measured,
         *form.notes(),
-        *([mode_note(run.target.mode)] if config.prompts.source.is_chat else []),
+        *([mode_note(run.target.mode, config.export.engine)] if config.prompts.source.is_chat else []),
         *([IMAGE_NOTE] if run.target.has_image_encoder else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def mode_note(mode: str) -> str:
+def mode_note(mode: str, engine: ExportEngine) -> str:
     """Returns what the README says about the mode of the chat template that the head was trained in."""
     if mode == "{}":
         return "Trained on chats in the mode that the target's chat template has by default."
+    if engine in (ExportEngine.openvino, ExportEngine.transformers):  # they have no server
+        advice = "Pass them to `apply_chat_template`"
+    else:
+        at_start = f", or start vLLM with `--default-chat-template-kwargs '{mode}'`"
+        advice = f'Send them with each request, as `"chat_template_kwargs": {mode}`'
+        advice += at_start if engine is ExportEngine.vllm else ""
     return (
         f"Trained on chats with the chat template's arguments `{mode}`. In another mode, the target writes other text "
-        f'and accepts fewer drafts. Send them with each request, as `"chat_template_kwargs": {mode}`, or start vLLM '
-        f"with `--default-chat-template-kwargs '{mode}'`."
+        f"and accepts fewer drafts. {advice}."
     )
 
 

@@ -331,10 +331,10 @@ def write_member(directory: Path, family: str, settings: dict[str, Any]) -> Path
     return _write(directory, model)
 
 
-def write_image_model(directory: Path, family: str, settings: dict[str, Any]) -> Path:
+def write_image_model(directory: Path, family: str, settings: dict[str, Any], is_tied: bool = False) -> Path:
     """Write a random image+text model with the tokenizer of `make_target`."""
-    config = AutoConfig.for_model(family, **settings, tie_word_embeddings=False)
-    config.tie_word_embeddings = False
+    config = AutoConfig.for_model(family, **settings, tie_word_embeddings=is_tied)
+    config.tie_word_embeddings = is_tied
     return _write(directory, AutoModelForImageTextToText.from_config(config))
 
 

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mtptrain.target.form import find_form
@@ -82,9 +77,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
         )
     _check_sizes(config, path)
     check_rope(config)
-    generation_config = read_generation_config(target_dir)
-    if generation_config is not None:
-        _check_eos(generation_config, config.vocab_size, target_dir / "generation_config.json")
+    _check_eos(config, read_generation_config(target_dir), target_dir)
     if _ignores_windows(config):
         raise UserError(
             f"target.path: transformers must implement the sliding windows of {family!r}, but ignores "
@@ -108,9 +101,9 @@ def _text_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTr
     text = config.get_text_config(decoder=True)
     if text.model_type in PLAIN_TEXT_MODELS:
         left_out = ("model_type", "architectures", "layer_types", "dtype")
-        settings = {name: value for name, value in text.to_dict().items() if name not in left_out}
+        own = {name: value for name, value in text.to_dict().items() if name not in left_out}
         rope = {name: value for name, value in text.rope_parameters.items() if name not in ROPE_OF_THE_TARGET}
-        text = AutoConfig.for_model(PLAIN_TEXT_MODELS[text.model_type], **settings | {"rope_parameters": rope})
+        text = AutoConfig.for_model(PLAIN_TEXT_MODELS[text.model_type], **own | {"rope_parameters": rope})
     text._name_or_path = config.name_or_path or ""
     for name in ("quantization_config", "tie_word_embeddings"):
         if name in settings:
@@ -201,10 +194,10 @@ def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
 
 def read_generation_config(target_dir: Path) -> GenerationConfig | None:
     """Returns the target's generation_config.json, or None if it has none."""
-    has_file = (target_dir / "generation_config.json").is_file()
-    if not has_file:
+    path = target_dir / "generation_config.json"
+    if not path.is_file():
         return None
-    read_json(path := target_dir / "generation_config.json", DOWNLOAD_AGAIN)
+    read_json(path, DOWNLOAD_AGAIN)
     try:
         return GenerationConfig.from_pretrained(target_dir)
     except (ValueError, TypeError, AttributeError) as error:
@@ -213,23 +206,24 @@ def read_generation_config(target_dir: Path) -> GenerationConfig | None:
         ) from error
 
 
-def _check_eos(source: GenerationConfig, vocab_size: int, path: Path) -> None:
-    ids = source.eos_token_id
-    for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-        if not (isinstance(token, int) and 0 <= token < vocab_size):
+def _check_eos(config: PreTrainedConfig, generation_config: GenerationConfig | None, target_dir: Path) -> None:
+    name = "config.json" if _without_eos(generation_config) else "generation_config.json"
+    for token in eos_token_ids(config, generation_config):
+        if not (isinstance(token, int) and 0 <= token < config.vocab_size):
             raise UserError(
-                f"{path}: eos_token_id must be token ids below vocab_size={vocab_size}, but is {ids!r}; "
-                f"{DOWNLOAD_AGAIN}"
+                f"{target_dir / name}: eos_token_id must be token ids below vocab_size={config.vocab_size}, but is "
+                f"{token!r}; {DOWNLOAD_AGAIN}"
             )
 
 
 def eos_token_ids(config: PreTrainedConfig, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:
     """Returns the target's end-of-sequence tokens. Those of the generation config take precedence, as in engines."""
-    for source in (generation_config, config):
-        ids = None if source is None else source.eos_token_id
-        if ids not in (None, []):
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    return ()
+    ids = getattr(config if _without_eos(generation_config) else generation_config, "eos_token_id", None)
+    return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+
+
+def _without_eos(generation_config: GenerationConfig | None) -> bool:
+    return generation_config is None or generation_config.eos_token_id in (None, [])
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
@@ -256,7 +250,10 @@ def mlp_size(config: PreTrainedConfig) -> int:
 
 
 def largest(config: PreTrainedConfig, *names: str) -> int:
-    """Returns the first of these settings that a config has, and of one that differs by layer the largest; else 0."""
+    """Returns the first of these settings that the config has, or its largest value if it differs by layer.
+
+    Returns 0 if the config has none of them.
+    """
     values = [value for name in names if (value := getattr(config, name, None))]
     return int(max(values[0]) if isinstance(values[0], list | tuple) else values[0]) if values else 0
 
@@ -288,9 +285,9 @@ def head_dim(config: PreTrainedConfig) -> int:
 def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the RoPE of a head for a target, as one flat dict with `rope_type` and `rope_theta`.
 
-    It is that of the target's layers with full attention, without `ROPE_OF_THE_TARGET`: serving would otherwise rotate
-    a part of each attention head of a head that was trained to rotate them whole. A target without RoPE gives the
-    default one.
+    The settings are those of the target's layers with full attention, without `ROPE_OF_THE_TARGET`: heads are trained
+    to rotate whole attention heads, and engines would otherwise rotate a part of each. For a target without RoPE, they
+    are `DEFAULT_ROPE`.
     """
     parameters = _full_attention_rope(target_config)
     shared = {name: value for name, value in parameters.items() if name not in ROPE_OF_THE_TARGET}
@@ -308,15 +305,15 @@ def check_rope(config: PreTrainedConfig) -> None:
     """Refuse RoPE that depends on the length of the text, or that transformers computes otherwise than engines.
 
     Raises:
-        UserError: the target's RoPE changes with the length of the text, so that packed and cached forwards would
-            differ, or the config rotates a part of each attention head, which the family's code ignores.
+        UserError: the target's RoPE is unknown, or changes with the length of the text, so that packed and cached
+            forwards would differ, or the config rotates a part of each attention head, which the family's code ignores.
     """
     rope_parameters = _full_attention_rope(config)
     rope_type, name = rope_parameters["rope_type"], "partial_rotary_factor"
     if rope_type not in STATIC_ROPE_TYPES:
         raise UserError(
             f"target.path: the target's RoPE must be one of {', '.join(STATIC_ROPE_TYPES)}, but is {rope_type!r}, "
-            "which changes with the length of the text; choose another target"
+            "which is unknown, or changes with the length of the text; choose another target"
         )
     share = rope_parameters.get(name) or getattr(config, name, None) or 1
     if share != 1 and rope_type != "proportional" and find_form(config).rotary_dim == head_dim(config):

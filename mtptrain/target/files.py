@@ -62,7 +62,7 @@ class TargetFiles:
     @property
     def has_image_encoder(self) -> bool:
         """Whether the checkpoint holds an image+text model, of which the target is the language model."""
-        return "text_config" in read_json(self.directory / "config.json")
+        return not {"text_config", "vision_config"}.isdisjoint(read_json(self.directory / "config.json"))
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -1,6 +1,7 @@
 """Compares a target's weight files with the hub's hashes of them."""
 
 import re
+import warnings
 from pathlib import Path
 
 from tqdm import tqdm
@@ -13,18 +14,25 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def verify_weights(target_dir: Path) -> None:
-    """Compare weight files with their sha256 on the hub. A file is skipped if huggingface_hub recorded no hash of it.
+    """Compare weight files with their sha256 on the hub. Warns of files of which huggingface_hub recorded no hash.
 
-    Reads all remaining files completely, which takes minutes for a large target.
+    Reads all other files completely, which takes minutes for a large target.
 
     Raises:
         UserError: no file has a known hash, or the hash of a file differs from the hub's.
     """
-    known = {path: sha256 for path in weight_files(target_dir) if (sha256 := hub_sha256(path))}
+    files = weight_files(target_dir)
+    known = {path: sha256 for path in files if (sha256 := hub_sha256(path))}
     if not known:
         raise UserError(
             f"target.verify: the hub's hashes of the weights must be known, but {target_dir} has none; download the "
             "target with huggingface_hub, or set target.verify=false"
+        )
+    if unknown := [path.name for path in files if path not in known]:
+        warnings.warn(
+            f"target.verify: all {len(files)} weight files should have a known hash, but {len(unknown)} have none, "
+            f"such as {unknown[0]}; download them with huggingface_hub",
+            stacklevel=2,
         )
     for path, wanted in tqdm(known.items(), desc="weights", unit="file"):
         if (found := file_sha256(path)) != wanted:

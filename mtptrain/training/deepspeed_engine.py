@@ -32,12 +32,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
 """Suffixes that a parameter's name gets for the weight itself and for its Adam moments."""
 
-REFUSED_ZERO_SETTINGS = {
-    "offload_optimizer": "the trainer computes the gradient norm itself (compute_grad_norm=false), which DeepSpeed "
-    "does not support with an offloaded optimizer",
-    "round_robin_gradients": "DeepSpeed may then return the fp32 weights of the wrong parameters, and checkpoints "
-    "would store them",
-    "compute_grad_norm": "the trainer computes the gradient norm itself",
+REFUSED_SETTINGS = {
+    "zero_optimization.offload_optimizer": "the trainer computes the gradient norm itself (compute_grad_norm=false), "
+    "which DeepSpeed does not support with an offloaded optimizer",
+    "zero_optimization.round_robin_gradients": "DeepSpeed may then return the fp32 weights of the wrong parameters, "
+    "and checkpoints would store them",
+    "zero_optimization.compute_grad_norm": "the trainer computes the gradient norm itself",
+    "bf16.check_grad_overflow": "DeepSpeed would skip a step with an overflow, at which the trainer stops",
 }
 SET_BY_TRAINER = (
     "train_batch_size",
@@ -46,6 +47,9 @@ SET_BY_TRAINER = (
     "gradient_allreduce_op",
     "gradient_clipping",
     "optimizer",
+    "scheduler",
+    "steps_per_print",
+    "zero_allow_untested_optimizer",
 )
 
 
@@ -74,11 +78,10 @@ def check_deepspeed(config: dict[str, Any]) -> None:
             "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; remove it and set "
             "deepspeed=zero1"
         )
-    for name, why in REFUSED_ZERO_SETTINGS.items():
-        if zero.get(name):
-            raise UserError(
-                f"deepspeed.zero_optimization.{name}: must not be set, but is {zero[name]}: {why}; remove it"
-            )
+    for name, why in REFUSED_SETTINGS.items():
+        section, _, key = name.partition(".")
+        if value := config.get(section, {}).get(key):
+            raise UserError(f"deepspeed.{name}: must not be set, but is {value}: {why}; remove it")
     if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
         raise UserError(
             "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: the trainer computes "
@@ -168,7 +171,7 @@ def build_engine(
     return engine
 
 
-def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool = True) -> dict[str, Any]:
+def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool) -> dict[str, Any]:
     """Returns DeepSpeed's config, changed to accumulate the gradients of several micro-batches in fp32 on each rank.
 
     The config is returned unchanged for one micro-batch and for fp32 weights, which do not need this, and for ZeRO 1,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.config import PipelineConfig
+from mtptrain.config import ExportEngine, PipelineConfig
 from mtptrain.convert import mimo
 from mtptrain.convert.export_proof import (
     TOKENS,
@@ -122,6 +122,11 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
     readme = (tmp_path / "run/export/vllm/README.md").read_text()
     assert """--default-chat-template-kwargs '{"enable_thinking": false}'""" in readme
     assert """`"chat_template_kwargs": {"enable_thinking": false}`""" in readme
+    config.export.engine = ExportEngine.transformers
+    export(Run(config))
+    readme = (tmp_path / "run/export/transformers/README.md").read_text()
+    assert "Pass them to `apply_chat_template`." in readme and "vLLM" not in readme
+    config.export.engine = ExportEngine.vllm
     head = random_head(config.head, read_target_config(target))
     facts = {TARGET_WEIGHTS: weights_fingerprint(target), "template_kwargs": "{}"}
     save_head(tmp_path / "run/train/best", head.state_dict(), config.head, facts)

@@ -241,9 +241,11 @@ def test_rope_equals_transformers_with_the_targets_scaling(rope: dict[str, objec
     torch.testing.assert_close(ours, reference[0], atol=1e-6, rtol=0)
 
 
-def test_a_rope_that_changes_with_the_text_is_refused() -> None:
-    config = LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(ValueError, match=r"target\.path: the target's RoPE must be one of .* but is 'dynamic'"):
+@pytest.mark.parametrize("kind", ["dynamic", "lama3"])
+def test_a_rope_that_is_unknown_or_changes_with_the_text_is_refused(kind: str) -> None:
+    config = LlamaConfig(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+    message = rf"target\.path: the target's RoPE must be one of .* but is '{kind}', which is unknown, or changes with"
+    with pytest.raises(ValueError, match=message):
         Rope(64, config)
 
 

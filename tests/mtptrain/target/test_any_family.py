@@ -120,9 +120,11 @@ def test_a_model_that_mtptrain_cannot_run_is_refused_with_the_reason(tmp_path: P
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", IMAGE_MODELS)
-def test_the_language_model_of_an_image_model_reads_text_as_the_whole_does(tmp_path: Path, name: str) -> None:
-    write_image_model(tmp_path, *IMAGE_MODELS[name])
+@pytest.mark.parametrize(("name", "is_tied"), [*((name, False) for name in IMAGE_MODELS), ("qwen2_5_vl", True)])
+def test_the_language_model_of_an_image_model_reads_text_as_the_whole_does(
+    tmp_path: Path, name: str, is_tied: bool
+) -> None:
+    write_image_model(tmp_path, *IMAGE_MODELS[name], is_tied)
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
     if name == "kimi_k25":  # as published; transformers writes names of its own
         path = tmp_path / "model.safetensors"

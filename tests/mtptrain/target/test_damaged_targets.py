@@ -65,11 +65,13 @@ def test_a_config_that_cannot_be_read_is_named(target: Path, name: str, content:
         ("num_key_value_heads", 0, "num_key_value_heads must be at least 1, but is 0"),
         ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, but they are 1 and"),
         ("vocab_size", "many", "must be readable by transformers, which reports .*'vocab_size' expected int, got str"),
+        ("eos_token_id", 500, "eos_token_id must be token ids below vocab_size=260, but is 500; download it again"),
         ("num_attention_heads", 7, "must be readable by transformers, which reports .*not a multiple"),
     ],
 )
 def test_a_size_that_cannot_be_is_refused_by_name(target: Path, setting: str, value: object, message: str) -> None:
     change_json(target / "config.json", **{setting: value})
+    (target / "generation_config.json").unlink()  # its eos_token_id would take precedence
     with pytest.raises(ValueError, match=rf"/config\.json: {message}"):
         read_target_config(target)
 

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
-from mtptrain.target.families import (
-    eos_token_ids,
-    read_generation_config,
-    read_target_config,
-)
+from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
+from mtptrain.target.files import TargetFiles
 from tests.conftest import make_target
+from tests.families import IMAGE_MODELS
 
 
 @pytest.mark.parametrize(
@@ -33,3 +32,24 @@ def test_end_of_sequence_tokens_come_from_the_generation_config_first(
     if generation is not None:
         path.write_text(json.dumps(generation))
     assert eos_token_ids(read_target_config(tmp_path), read_generation_config(tmp_path)) == expected
+
+
+@pytest.mark.parametrize(("name", "is_flat"), [("qwen3_vl", False), ("qwen2_5_vl", False), ("qwen2_5_vl", True)])
+def test_the_language_model_of_an_image_model_is_tied_and_quantised_as_the_whole_is(
+    tmp_path: Path, name: str, is_flat: bool
+) -> None:
+    """Older configs have the settings of the language model beside those of the whole."""
+    family, settings = IMAGE_MODELS[name]
+    AutoConfig.for_model(family, **settings).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    whole = json.loads(path.read_text())
+    text = whole["text_config"]
+    del text["model_type"], text["tie_word_embeddings"]
+    if is_flat:
+        whole = {**text, **{key: value for key, value in whole.items() if key != "text_config"}}
+    method = {"quant_method": "awq", "bits": 4}
+    for is_tied in (True, False):
+        path.write_text(json.dumps({**whole, "tie_word_embeddings": is_tied, "quantization_config": method}))
+        target = TargetFiles(tmp_path)
+        assert target.config.tie_word_embeddings == is_tied and target.config.quantization_config == method
+        assert target.has_image_encoder and target.config.model_type in ("qwen2", "qwen3")

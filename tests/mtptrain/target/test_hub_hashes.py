@@ -43,6 +43,14 @@ def test_a_flipped_byte_is_found_by_the_hubs_hash(
         verify_weights(target)
 
 
+def test_a_file_without_a_known_hash_is_pointed_out(tmp_path: Path, tiny_target: Path) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    in_own_directory(target)
+    shutil.copy(target / NAME, target / "other.safetensors")
+    with pytest.warns(UserWarning, match=r"^target\.verify: all 2 weight files .*, but 1 have none, such as other"):
+        verify_weights(target)
+
+
 def test_weights_without_known_hashes_cannot_be_verified(tiny_target: Path) -> None:
     with pytest.raises(ValueError, match=r"^target\.verify: the hub's hashes .* must be known, but .* has none"):
         verify_weights(tiny_target)

@@ -129,6 +129,14 @@ def test_the_norm_of_many_values_is_exact_to_fp32() -> None:
             r"wrong parameters",
         ),
         (
+            {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True, "check_grad_overflow": True}},
+            r"deepspeed\.bf16\.check_grad_overflow: must not be set, but is True: .* skip a step with an overflow",
+        ),
+        *(
+            ({name: 1}, rf"deepspeed\.{name}: must not be set, but is 1: the trainer sets it itself; remove it")
+            for name in ("scheduler", "steps_per_print", "zero_allow_untested_optimizer")
+        ),
+        (
             {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
             r"deepspeed\.data_types\.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: .* set "
             r"deepspeed=zero2",
