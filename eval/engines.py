@@ -86,13 +86,7 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
     if serving.url is not None:
         server = running_server(serving)
-        if server.max_model_len < needed_tokens:
-            flag = "--max-model-len" if serving.engine is ServingEngine.vllm else "-c"
-            raise UserError(
-                f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
-                "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
-                f"{server.max_model_len}; start it with {flag} {needed_tokens}"
-            )
+        check_server_context(server, needed_tokens)
         if isinstance(server, LlamaServer):
             check_served_file(server, run.target.gguf)
             head_file = run.served_head_dir / GgufFormat.weights_name
@@ -141,6 +135,17 @@ def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -
     head = head_file, method, settings.num_speculative_tokens
     arguments = server_arguments(gguf, needed_tokens, 1, is_exact, head)
     return LlamaProcess(program, arguments, output_dir / "llama-server.log", may_round)
+
+
+def check_server_context(server: VllmServer | LlamaServer, needed_tokens: int) -> None:
+    """Refuse a running server whose context is too short for the longest prompt with its answer and drafts."""
+    if server.max_model_len < needed_tokens:
+        raise UserError(
+            f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
+            "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
+            f"{server.max_model_len}; start it with {'-c' if isinstance(server, LlamaServer) else '--max-model-len'} "
+            f"{needed_tokens}"
+        )
 
 
 def check_served_file(server: LlamaServer, gguf: Path | None) -> None:

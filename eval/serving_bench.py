@@ -44,7 +44,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
-from .engines import check_served_file, find_program, require_gguf, running_server
+from .engines import check_served_file, check_server_context, find_program, require_gguf, running_server
 from .plots import drawing, plot_serving
 from .serving_speed.break_even_measurement import measure_break_even
 from .serving_speed.engine_runs import Bench, drafting_depths, measure
@@ -68,24 +68,25 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     """Returns the checked inputs.
 
     Raises:
-        UserError: the Python interpreter does not exist or has no vLLM, or the prompts do not exist or do not fit the
-            context of the target or the head, or the export does not exist or holds another head, or the server does
-            not respond or does not fit the settings.
+        UserError: the engine's program does not exist, or the prompts do not exist or do not fit the context of the
+            target or the head, or the export does not exist or holds another head, or the server does not respond or
+            does not fit the settings, or the report of `serving_bench.break_even` is damaged.
     """
     config, serving = run.config, run.config.serving
     most_drafts = max(drafting_depths(config))
     prompts = list(run.measured_prompts(2 * most_drafts).input_ids.values())
-    program = find_program(serving)
+    server = None if serving.url is None else running_server(serving)
+    program = None if isinstance(server, LlamaServer) else find_program(serving)  # vLLM's also sends the requests
     if serving.engine is ServingEngine.llama_cpp:
         require_gguf(run)
     if serving.engine is ServingEngine.openvino:
         check_openvino(config.head.name, config.serving_bench.concurrency, config.acceptance.temperature)
     head_dir = run.served_head_dir
-    if serving.url is not None:
-        server = running_server(serving)
+    if server is not None:
         bench = Bench(config, output_dir, run.target, prompts, program, None, {}, head_dir, server)
         check_server(bench)
         return bench
+    read_costs(config, run.target)  # refuses a damaged report, which would otherwise stop `write_results`
     head = run.head(getattr(torch, config.acceptance.dtype), torch.device("cpu"))
     check_head_context(head.head, prompts, config.acceptance.max_new_tokens, most_drafts, "head")
     facts = read_serving_facts(head_dir, serving.engine, head.sha256)
@@ -96,22 +97,15 @@ def check_server(bench: Bench) -> None:
     """Refuse a running server that serves another model, or whose context is too short."""
     server, target = bench.server, bench.target
     assert server is not None
+    is_own_export = Path(server.root).resolve() == bench.head_dir.resolve()  # that of a MiMo head holds the target
     if isinstance(server, LlamaServer):
         check_served_file(server, target.gguf)
-    is_own_export = Path(server.root).resolve() == bench.head_dir.resolve()  # that of a MiMo head holds the target
-    is_own_file = target.gguf is not None and Path(server.root).name == target.gguf.name
-    if not is_own_export and not is_own_file and not is_same_model(server.root, target):
+    elif not is_own_export and not is_same_model(server.root, target):
         raise UserError(
             f"serving.url: the server must serve {target.path}, but {server.shown_url} serves {server.root}; ask "
             "another server, or set target.path"
         )
-    if server.max_model_len < bench.context_tokens:
-        raise UserError(
-            f"serving.url: the server's context must hold {bench.context_tokens} tokens (the longest prompt, "
-            "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
-            f"{server.max_model_len}; start it with {'-c' if isinstance(server, LlamaServer) else '--max-model-len'} "
-            f"{bench.context_tokens}"
-        )
+    check_server_context(server, bench.context_tokens)
 
 
 def is_same_model(root: str, target: TargetFiles) -> bool:
@@ -134,7 +128,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
         "command": command(),
         "date": date.today().isoformat(),
         "engine": str(config.serving.engine),
-        "version": version if bench.server is None else bench.server.version,
+        "version": version,
         "url": hide_passwords(config.serving.url),
         "target": config.target.path,
         "head": None if bench.server else config.head.name,
@@ -151,7 +145,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     }
     path = bench.output_dir / "report.json"
     write_sealed(path, report)
-    print_table(bench, rows, str(report["version"]), costs)
+    print_table(bench, rows, version, costs)
     remove_engine_settings(bench.output_dir)
     if bench.server is None and bench.engine is ServingEngine.vllm:
         served = bench.target.name_for_engines

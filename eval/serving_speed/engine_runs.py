@@ -45,8 +45,8 @@ class Bench:
     output_dir: Path
     target: TargetFiles
     prompts: list[list[int]]
-    program: Path
-    """`llama-server`, or the Python that has the engine."""
+    program: Path | None
+    """`llama-server`, or the Python that has the engine; None with a running `llama-server`."""
     head_sha256: str | None
     """None for a running server, which does not report its head."""
     facts: dict[str, Any]
@@ -114,6 +114,7 @@ def load_generator(bench: Bench) -> Generator:
         return LlamaLoadGenerator()
     if bench.engine is ServingEngine.openvino:
         return nullcontext()
+    assert bench.program is not None
     return LoadGenerator([bench.program, BENCH_WORKER, "load"], bench.output_dir / "load.log")
 
 
@@ -207,16 +208,18 @@ def engine(
     bench: Bench, num_drafts: int | None, generator: LoadGenerator | LlamaLoadGenerator | None, converted: Path
 ) -> Iterator[LoadedServer | OpenvinoEngine]:
     """Runs an engine with K drafts per round, or yields the running server."""
+    if bench.server is not None:
+        assert generator is not None
+        yield LoadedServer(bench.server, generator)
+        return
+    assert bench.program is not None and num_drafts is not None
     log_path, timeout_s = bench.output_dir / f"server_K{num_drafts}.log", bench.config.serving_bench.start_timeout_s
     if generator is None:
         serving = bench.config.serving
         models = OpenvinoModels(bench.program, bench.target.directory, bench.head_dir, serving.openvino_weights)
-        with OpenvinoEngine(models, num_drafts or 0, converted, log_path) as openvino:
+        with OpenvinoEngine(models, num_drafts, converted, log_path) as openvino:
             models.warn_of_untested(openvino.version)
             yield openvino
-    elif bench.server is not None or num_drafts is None:
-        assert bench.server is not None
-        yield LoadedServer(bench.server, generator)
     elif bench.engine is ServingEngine.llama_cpp:
         command = ["run", str(bench.program), *llama_arguments(bench, num_drafts)]
         with ManagedServer(sys.executable, command, log_path, timeout_s, LlamaServer, "llama-server") as llama:

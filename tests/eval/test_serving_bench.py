@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from eval.serving_bench import check_server, is_same_model, write_results
+from eval.serving_bench import check_server, is_same_model, prepare, write_results
 from eval.serving_speed.engine_runs import Bench, check_device, server_arguments
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
+from mtptrain.run import Run
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
 from mtptrain.serving.depth_choice import (
     best_fixed_num_drafts,
@@ -22,6 +23,7 @@ from mtptrain.serving.depth_choice import (
     per_batch_size,
     why_fixed,
 )
+from mtptrain.serving.llama_server import LlamaServer
 from mtptrain.serving.load_generator import Latencies, Spread
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import read_target_config
@@ -199,15 +201,21 @@ def test_an_engine_without_drafts_loads_the_export_where_that_holds_the_target(
 @pytest.fixture
 def bench_of(
     config_for: Callable[..., PipelineConfig], tiny_target: Path, tmp_path: Path
-) -> Iterator[Callable[[Path], Bench]]:
-    """Returns a function that makes the inputs for a running server, given the model with which it was started."""
+) -> Iterator[Callable[..., Bench]]:
+    """Returns a function that makes the inputs for a running server, given the model with which it was started.
+
+    The server is llama.cpp's if the target's GGUF file is given, too.
+    """
     with FakeServer() as fake:
         threading.Thread(target=fake.serve_forever, daemon=True).start()
 
-        def build(root: Path) -> Bench:
+        def build(root: Path, gguf: Path | None = None) -> Bench:
             models = {"data": [{"id": "a", "root": str(root), "max_model_len": 512}]}
             fake.answers["/v1/models"] = json.dumps(models).encode()
-            target, server = TargetFiles(tiny_target, str(tiny_target)), VllmServer(address(fake))
+            facts = {"build_info": "b11434-x", "model_path": str(root), "model_ftype": "all F32"}
+            fake.answers["/props"] = json.dumps({**facts, "default_generation_settings": {"n_ctx": 512}}).encode()
+            target = TargetFiles(tiny_target, str(tiny_target), given_gguf=str(gguf) if gguf else None)
+            server = (VllmServer if gguf is None else LlamaServer)(address(fake))
             inputs = [[1] * 8], Path(sys.executable), None, {}, tmp_path / "export", server
             return Bench(config_for("serving_bench.concurrency=[1]"), tmp_path / "bench", target, *inputs)
 
@@ -216,7 +224,7 @@ def bench_of(
 
 
 def test_a_server_of_the_runs_own_export_is_accepted_although_it_holds_other_weights(
-    bench_of: Callable[[Path], Bench], tiny_target: Path, tmp_path: Path
+    bench_of: Callable[..., Bench], tiny_target: Path, tmp_path: Path
 ) -> None:
     """An export of MiMo's layer holds the target with another layer, and vLLM serves the export itself."""
     for name in ("export", "other"):
@@ -229,8 +237,19 @@ def test_a_server_of_the_runs_own_export_is_accepted_although_it_holds_other_wei
         check_server(bench_of(tmp_path / "other"))
 
 
+def test_a_llama_server_is_known_by_its_file_whatever_its_name(bench_of: Callable[..., Bench], tmp_path: Path) -> None:
+    gguf, served = tmp_path / "target.gguf", tmp_path / "served.gguf"
+    for path in (gguf, served):
+        path.write_bytes(b"weights")
+    check_server(bench_of(served, gguf))
+    check_server(bench_of(tmp_path / "elsewhere/target.gguf", gguf))
+    served.write_bytes(b"others")
+    with pytest.raises(ValueError, match=r"must serve \S+/target\.gguf, but \S+ serves \S+/served\.gguf, which is an"):
+        check_server(bench_of(served, gguf))
+
+
 def test_a_running_servers_report_leaves_no_settings_of_an_earlier_run_and_claims_neither_head_nor_prediction(
-    bench_of: Callable[[Path], Bench],
+    bench_of: Callable[..., Bench],
     config_for: Callable[..., PipelineConfig],
     tiny_target: Path,
     tmp_path: Path,
@@ -284,6 +303,14 @@ def test_a_sweep_that_cannot_be_run_is_refused(override: str, message: str) -> N
             ["serving.engine=llama_cpp", "serving.tensor_parallel_size=2"],
             "serving.tensor_parallel_size: must be left out with other engines than vLLM, but is 2 with serving.engi",
         ),
+        (
+            ["serving.url=http://127.0.0.1:9", "serving.engine=llama_cpp", "serving.llama_server=/none"],
+            "serving.url: must be a running llama.cpp server, but http://127.0.0.1:9 does",
+        ),
+        (
+            ["serving.url=http://127.0.0.1:9", "serving.engine=openvino", "serving.openvino_python=/none"],
+            "serving.url: must be the address of a server of vllm or llama_cpp, but serving.engine is openvino",
+        ),
         (["serving.python=/none"], "serving.python: must be a Python with vLLM, but /none does not exist"),
         ([f"serving.python={sys.executable}"], f"serving.python: must be a Python with vLLM, but {sys.executable} has"),
         (
@@ -299,3 +326,14 @@ def test_bad_input_is_refused_before_anything_starts(
     result = run_program("eval.serving_bench", *settings, *overrides)
     assert result.returncode == 1 and message in result.stderr, result.stderr
     assert not (run_dir / "serving_bench").exists()
+
+
+def test_a_damaged_report_of_costs_is_refused_before_an_engine_starts(
+    fresh_run: tuple[Path, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.serving_bench.find_program", lambda _: Path("python"))
+    run_dir, settings = fresh_run
+    (run_dir / "serving_bench/break_even").mkdir(parents=True)
+    (run_dir / "serving_bench/break_even/report.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"break_even/report\.json: must have the entries subject, rows"):
+        prepare(Run(make_config(*settings)), run_dir / "serving_bench")

@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
             "/version": json.dumps({"version": "0.32.0"}),
             "/metrics": METRICS.format(**counters, finished=number * self.server.finished_per_request),
         }
-        self.reply(texts[self.path])
+        self.reply(texts.get(self.path, ""))
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
