@@ -202,7 +202,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             settings,
             int(extraction.documents.lengths.max()),
             scratch_root(config) / f"{scratch_prefix(config)}{ranks.rank}.tmp",
-            device_index=ranks.local_rank,
+            local_rank=ranks.local_rank,
             device_type=ranks.device.type,
             python=config.serving.python,
         )

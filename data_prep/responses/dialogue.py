@@ -17,7 +17,7 @@ from os.path import commonprefix
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import EndlessTemplate, render_prompt, render_text
+from mtptrain.data.chat_template import render_text, tokenize_rendered
 from mtptrain.data.rows import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
@@ -59,7 +59,10 @@ class Response:
     stop_token_id: int | None = None
     """End-of-sequence token of the response; None if it was cut off or the token is unknown."""
     text: str = ""
-    """The answer if there are no token ids; otherwise the text that the server decoded from them."""
+    """The answer if there are no token ids; otherwise the text that the server decoded from them.
+
+    Empty if the target ran in this process.
+    """
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Dialogue:
         self._questions = questions(messages)
         self._limits = limits
         self._history: list[Message] = []
+        self._prompt = ""
         self._prompt_ids: list[int] = []
 
     def next_prompt(self) -> Prompt | None:
@@ -149,12 +153,11 @@ class Dialogue:
             return None
         self._history = [*self.regenerated.messages, *self._questions[turn]]
         try:
-            self._prompt_ids = render_prompt(self._tokenizer, self._history)
-        except EndlessTemplate:  # a ValueError, too, but no other conversation would fare better
-            raise
-        except ValueError:
+            self._prompt = render_text(self._tokenizer, self._history, is_prompt=True)
+        except TemplateError:
             self._end_before(Ending.template)
             return None
+        self._prompt_ids = tokenize_rendered(self._tokenizer, self._prompt)
         if len(self._prompt_ids) + self._limits.max_new_tokens > self._limits.context_tokens:
             self._end_before(Ending.context)
             return None
@@ -172,7 +175,7 @@ class Dialogue:
             return self._end_before(Ending.empty)
         try:
             content, is_text_kept, are_tokens_kept = message_content(
-                self._tokenizer, self._history, self._prompt_ids, response, text
+                self._tokenizer, self._history, self._prompt, self._prompt_ids, response, text
             )
         except TemplateError:
             return self._end_before(Ending.template)
@@ -244,6 +247,7 @@ def _squashed(text: str) -> str:
 def message_content(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
+    prompt: str,
     prompt_ids: Sequence[int],
     response: Response,
     text: str,
@@ -260,7 +264,6 @@ def message_content(
     Raises:
         TemplateError: the template rejects the response.
     """
-    prompt = render_text(tokenizer, messages, is_prompt=True)
     with_probe = render_text(tokenizer, [*messages, {"role": "assistant", "content": _PROBE}])
     response_start = prompt[len(commonprefix([prompt, with_probe])) :]  # noqa: RUF071 (texts, not paths)
     contents = dict.fromkeys((text, response_start + text))

@@ -14,9 +14,6 @@ from ..conversations import Conversations
 from ..prompts_report import group_refusals
 from .dialogue import questions
 
-QUIET_ROWS = 10_000
-"""Minimum number of rows for which a progress bar is shown."""
-
 
 @dataclass
 class Survey:
@@ -59,10 +56,7 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
     """
     survey = Survey(refused=dict(conversations.refused))
     digests = {path: hashlib.sha256() for path in paths}
-    num_rows = len(conversations.names)
-    for row, name in enumerate(
-        tqdm(conversations.names, desc="conversations", unit="row", disable=num_rows < QUIET_ROWS)
-    ):
+    for row, name in enumerate(tqdm(conversations.names, desc="conversations", unit="row", delay=2.0)):
         messages = conversations.messages(row)
         digests[conversations.origins[row][0].path].update(_line(name, messages))
         try:

@@ -204,7 +204,7 @@ def bench_vllm(
         config.hidden_states,
         longest,
         directory / "scratch",
-        device_index=0,
+        local_rank=0,
         device_type="cuda" if torch.cuda.is_available() else "cpu",
         python=config.serving.python,
     ) as vllm:

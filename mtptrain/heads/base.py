@@ -39,7 +39,7 @@ class Correction:
     """A correction of the logits of drafts by the tokens before them, of low rank r: features @ weight^T."""
 
     features: torch.Tensor
-    """[T, M, r]."""
+    """[..., r]: [T, M, r] in training, [R, r] in a block of logits, [B, r] in decoding."""
     weight: torch.Tensor
     """[D, r]."""
     num_candidates: int | None = None
@@ -62,7 +62,9 @@ class Head(nn.Module, ABC):
 
     `forward` is the training pass. `draft_first` and `draft_next` are the inference passes: they must compute the same
     states as `forward` at the same depth, from the same inputs. `mtptrain.heads.layer_head.LayerHead` implements all
-    three for heads of one decoder layer. See docs/add_a_head.md.
+    three for heads of one decoder layer. A head that corrects its logits implements `correction` for training and
+    `corrected` for inference, and one with a confidence `confidence`, `confidence_of` and `calibrate`. See
+    docs/add_a_head.md.
     """
 
     Config: ClassVar[type[Any]]
@@ -234,6 +236,8 @@ class Head(nn.Module, ABC):
     def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns a draft's logits [B, D], corrected by the token before it.
 
+        A head that chooses each draft among candidates returns -inf for all other tokens.
+
         Args:
             logits: the logits [B, D] of `states`.
             states: the states of the draft's depth [B, H].
@@ -261,10 +265,10 @@ class Head(nn.Module, ABC):
 
     def target_probs(self, draft_probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Convert distributions over the draft vocabulary [..., D] to distributions over the target's [..., V]."""
-        if self.draft_token_ids is None:
+        ids = self.draft_token_ids
+        if ids is None:
             return draft_probs
-        zeros = draft_probs.new_zeros(*draft_probs.shape[:-1], vocab_size)
-        return zeros.index_copy_(-1, self.draft_token_ids, draft_probs)
+        return draft_probs.new_zeros(*draft_probs.shape[:-1], vocab_size).index_copy_(-1, ids, draft_probs)
 
     def _run(self, function: Callable[..., R], *args: Any) -> R:
         """Call the function, with activation checkpointing if it is enabled."""

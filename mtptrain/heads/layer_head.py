@@ -115,8 +115,9 @@ class LayerHead(Head):
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
         """Run depth 0 over the verified tokens; see `Head.draft_first`.
 
-        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask tokens follow
-        the one at `verified.last_index`. They replace rejected tokens, whose slots later rounds overwrite anyway.
+        A head with `mask_hidden` drafts all other depths in the same forward: K - 1 mask tokens follow the one at
+        `verified.last_index`, in place of the rejected or padding tokens there. Their keys go to slots after the newest
+        token, which the next round overwrites.
         """
         fused, next_tokens = self.fuse(verified.states.read_by(self.read_layers)), verified.next_tokens  # [B, S, H]
         embeddings, positions, last_index = parts.embed(next_tokens), verified.positions, verified.last_index

@@ -1,8 +1,9 @@
 """The parts of the loss that couple the depths of a draft position.
 
-A block of logits holds the depths of one target token, which belong to different draft positions. So a first pass
-without gradients computes two numbers for each draft. From these follow the values of the coupled parts, and the
-weights with which the second pass adds the gradients of single drafts.
+Depth k at draft position t and depth 0 at t + k share a target token, so a block of logits holds them together. The
+depths of one draft position are therefore spread over several blocks, but the gradient of a coupled part needs all of
+them. So a first pass without gradients computes the `Agreement` of every draft; from it follow the values of the
+coupled parts, and the weights with which the second pass adds the gradients of single drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from mtptrain.training.teacher import teach
 class Agreement(NamedTuple):
     """How each draft agrees with the target."""
 
-    overlap: torch.Tensor  # f32[T, M], the probability that a sampled draft is accepted
+    overlap: torch.Tensor  # f32[T, M], the probability that a sampled draft is accepted, without a selector's scores
     target_ce: torch.Tensor  # f32[T, M], -log q(x) of the target's most likely token x; 0 if it is outside
     is_inside: torch.Tensor  # bool[T, M], whether the target's most likely token is in the head's vocabulary
 
@@ -50,8 +51,8 @@ def agreement(
         added = None if correction is None else replace(correction, features=block.rows(correction.features))
         drafted = compare(corrected_logits(rows, lm_head, added), teacher, {}, num_depths, 0.0)
         is_inside = (teacher.tokens >= 0).repeat(num_depths)
-        for rows, x in zip((drafted.overlap, drafted.target_ce, is_inside), found, strict=True):
-            block.write(rows.unflatten(0, (num_depths, -1)), x)
+        for values, x in zip((drafted.overlap, drafted.target_ce, is_inside), found, strict=True):
+            block.write(values.unflatten(0, (num_depths, -1)), x)
     return found
 
 
@@ -88,7 +89,11 @@ def _e2e(found: Agreement, weights: torch.Tensor) -> CoupledPart:
 
 
 def _dpace(found: Agreement, is_draft: torch.Tensor, weights: torch.Tensor) -> CoupledPart:
-    """The value at depth j is the cross-entropy times sum_{m >= j} f_0 ... f_m, with f_i = q_i(x) / 2 + 1 / 2."""
+    """The value at depth j is the cross-entropy times the sum of f_0 ... f_m over the depths m >= j that count.
+
+    Here f_i = q_i(x) / 2 + 1 / 2, where q_i(x) is the head's probability, at depth i, of the target's most likely token
+    x; 0 if x is outside the vocabulary.
+    """
     factors = (torch.exp(-found.target_ce) * found.is_inside + 1) / 2
     products = factors.cumprod(0) * is_draft
     following = products.flip(0).cumsum(0).flip(0)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,7 +22,7 @@ from mtptrain.config import Dtype, HiddenStatesConfig
 from mtptrain.hidden_states.extraction.vllm_streams import (
     ENVIRONMENT,
     VllmStreams,
-    _Window,
+    _SentShard,
     engine_environment,
     visible_devices,
 )
@@ -79,7 +80,7 @@ def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_mos
             states = read_all(shard)
             found.append(states)
             # Files that are left belong to the next shard, which the engine may have started.
-            left = {path.name.split("_")[1] for path in scratch_dir.glob("window_*")}
+            left = {path.name.split("_")[1] for path in scratch_dir.glob("shard_*")}
             assert left <= {f"{number + 1:05d}"}
     assert not scratch_dir.exists()
     assert_equal_bits(found[2], found[0])
@@ -101,7 +102,7 @@ def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(
         ),
         streams_of(target_dir, vllm_python, scratch_dir) as streams,
     ):
-        (scratch_dir / "window_00000_000005.safetensors").mkdir()
+        (scratch_dir / "shard_00000_000005.safetensors").mkdir()
         for shard in streams.extract([A]):
             read_all(shard)
     assert not scratch_dir.exists()
@@ -128,6 +129,27 @@ def test_an_engine_that_is_killed_is_reported(target_dir: Path, vllm_python: str
         os.kill(streams._process.pid, signal.SIGKILL)
         for shard in shards:
             read_all(shard)
+
+
+class EndedProcess(subprocess.Popen[str]):
+    """A process that has ended before anything is sent to it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.wait()
+
+
+def test_an_engine_that_ends_at_once_leaves_nothing(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"  # says that it has vLLM
+    python.write_text('#!/bin/sh\n[ "$1" = -I ] || exit 3\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(subprocess, "Popen", EndedProcess)
+    streams = streams_of(target_dir, str(python), tmp_path / "rank")
+    with pytest.raises(UserError, match="but its process ended with status 3"), streams:
+        pass
+    assert not (tmp_path / "rank").exists() and streams._process.stdout is not None and streams._process.stdout.closed
 
 
 USER = """
@@ -260,10 +282,10 @@ PROMPT = np.array([5, 6, 7], dtype=np.int32)
 def test_states_that_are_not_of_every_token_of_the_prompt_are_refused(
     shape: tuple[int, ...], token_ids: list[int], message: str
 ) -> None:
-    window = _Window(7, [PROMPT, PROMPT], Path())
-    window.check(1, torch.zeros(3, 2, 4), torch.from_numpy(PROMPT), 2)
+    shard = _SentShard(7, [PROMPT, PROMPT], Path())
+    shard.check(1, torch.zeros(3, 2, 4), torch.from_numpy(PROMPT), 2)
     with pytest.raises(UserError, match=message):
-        window.check(1, torch.zeros(shape), torch.tensor(token_ids), 2)
+        shard.check(1, torch.zeros(shape), torch.tensor(token_ids), 2)
 
 
 def test_every_rank_has_gpus_of_its_own() -> None:

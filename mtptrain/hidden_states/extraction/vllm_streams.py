@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from mtptrain.config import HiddenStatesConfig
 from mtptrain.serving.exports import WITHOUT_STREAMS
 from mtptrain.serving.server_process import SHOWN_LINES
 from mtptrain.serving.vllm_client import WORKER, find_python
-from mtptrain.target.families import key_heads, read_target_config, sliding_window
+from mtptrain.target.families import head_dim, key_heads, read_target_config, sliding_window
 from mtptrain.target.form import find_form
 from mtptrain.utils.errors import UserError
 
@@ -64,6 +64,7 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
             the target has multi-head latent attention.
     """
     family, reason = target_config.model_type, ""
+    head_size = target_config.hidden_size // target_config.num_attention_heads
     if family in WITHOUT_STREAMS["vllm"]:
         reason = "has layers that vLLM cannot capture"
     elif find_form(target_config).keeps_states:
@@ -72,24 +73,13 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
         reason = "has multi-head latent attention, whose cache has no room for hidden states"
     elif family in ("qwen2", "qwen3") and sliding_window(target_config) is not None:
         reason = "has a sliding window in some of its layers, which vLLM does not support for this family"
-    elif family == "qwen2" and (head_size := _head_size(target_config)) != _default_head_size(target_config):
-        reason = (
-            f"has head_dim={head_size}, but vLLM uses hidden_size / "
-            f"num_attention_heads={_default_head_size(target_config)}"
-        )
+    elif family == "qwen2" and head_dim(target_config) != head_size:
+        reason = f"has head_dim={head_dim(target_config)}, but vLLM uses hidden_size / num_attention_heads={head_size}"
     if reason:
         raise UserError(
             "hidden_states.backend: the target must be one that vLLM extracts hidden states from, but family "
             f"{family!r} {reason}; set hidden_states.backend=transformers"
         )
-
-
-def _head_size(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or _default_head_size(config))
-
-
-def _default_head_size(config: PreTrainedConfig) -> int:
-    return int(config.hidden_size // config.num_attention_heads)
 
 
 class VllmStreams:
@@ -106,7 +96,7 @@ class VllmStreams:
         settings: HiddenStatesConfig,
         max_document_tokens: int,
         scratch_dir: Path,
-        device_index: int,
+        local_rank: int,
         device_type: str,
         python: str | None,
     ) -> None:
@@ -119,7 +109,7 @@ class VllmStreams:
             settings: the settings of the stage.
             max_document_tokens: number of tokens in the longest document.
             scratch_dir: a folder for this rank only. It is created here and removed at the end.
-            device_index: the local rank. Its engine uses the GPUs after those of the lower ranks.
+            local_rank: the rank on its node. Its engine uses the GPUs after those of the lower ranks.
             device_type: `cuda` if this rank has a GPU: its engine then refuses to run on CPUs.
             python: `serving.python`.
 
@@ -131,7 +121,7 @@ class VllmStreams:
         target_config = read_target_config(target_dir)
         check_vllm_can_extract(target_config)
         self._python = find_python(python, warns=False)  # the program has looked for it before, and warned
-        self._environment = engine_environment(os.environ, device_index, settings.tensor_parallel_size)
+        self._environment = engine_environment(os.environ, local_rank, settings.tensor_parallel_size)
         self._layer_ids = sorted(set(layers))  # the engine's order
         self._columns = [self._layer_ids.index(layer) for layer in layers]
         self._engine = {
@@ -152,7 +142,11 @@ class VllmStreams:
                 text=True,
                 env=self._environment,
             )
-        self._send(self._engine)
+        try:
+            self._send(self._engine)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -181,27 +175,27 @@ class VllmStreams:
             OSError: the disk is full.
             UserError: the engine failed, or its states do not match the prompt.
         """
-        running: _Window | None = None
+        running: _SentShard | None = None
         for number, prompts in enumerate(shards):
-            window = _Window(number, prompts, self.scratch_dir)
+            sent = _SentShard(number, prompts, self.scratch_dir)
             self._send(
-                {"prompts": [prompt.tolist() for prompt in prompts], "paths": [str(path) for path in window.paths]}
+                {"prompts": [prompt.tolist() for prompt in prompts], "paths": [str(path) for path in sent.paths]}
             )
             if running:
                 yield self._read(running)
-            running = window
+            running = sent
         if running:
             yield self._read(running)
 
-    def _read(self, window: "_Window") -> Iterator[tuple[int, torch.Tensor]]:
+    def _read(self, shard: "_SentShard") -> Iterator[tuple[int, torch.Tensor]]:
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             self._raise_failure()
-        for index, path in enumerate(window.paths):
+        for index, path in enumerate(shard.paths):
             tensors = load_file(path)
             path.unlink()
             states, token_ids = tensors["hidden_states"], tensors["token_ids"]
-            window.check(index, states, token_ids, len(self._layer_ids))
+            shard.check(index, states, token_ids, len(self._layer_ids))
             yield index, states if self._columns == list(range(len(self._layer_ids))) else states[:, self._columns]
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -212,7 +206,7 @@ class VllmStreams:
         except BrokenPipeError:
             self._raise_failure()
 
-    def _raise_failure(self) -> None:
+    def _raise_failure(self) -> NoReturn:
         status = self._process.wait()
         lines = (self.scratch_dir / LOG).read_text(errors="replace").splitlines()
         if (
@@ -232,11 +226,11 @@ class VllmStreams:
 
 
 @dataclass(frozen=True)
-class _Window:
+class _SentShard:
     """A shard that was sent to the engine."""
 
     number: int
-    """Index of the shard among those that this rank extracts in this run."""
+    """Index of the shard among those of this call of `extract`."""
     prompts: Sequence[NDArray[np.int32]]
     scratch_dir: Path
 
@@ -244,7 +238,7 @@ class _Window:
     def paths(self) -> list[Path]:
         """The file of each prompt."""
         return [
-            self.scratch_dir / f"window_{self.number:05d}_{index:06d}.safetensors" for index in range(len(self.prompts))
+            self.scratch_dir / f"shard_{self.number:05d}_{index:06d}.safetensors" for index in range(len(self.prompts))
         ]
 
     def check(self, index: int, states: torch.Tensor, token_ids: torch.Tensor, num_streams: int) -> None:
@@ -338,9 +332,7 @@ def cpu_cache_bytes(
     Hidden states share a pool of blocks with keys and values. A block has a page in every layer, but states fill
     only one of its pages (`get_kv_cache_groups` in vLLM 0.32).
     """
-    page_bytes: int = (  # keys and values
-        CPU_BLOCK_TOKENS * 2 * key_heads(target_config) * _head_size(target_config) * itemsize
-    )
+    page_bytes = CPU_BLOCK_TOKENS * 2 * key_heads(target_config) * head_dim(target_config) * itemsize  # keys and values
     num_layers: int = target_config.num_hidden_layers
     state_bytes: int = num_streams * target_config.hidden_size * itemsize
     scale = -(-state_bytes // page_bytes)  # pages grow until one holds the states of a token
