@@ -134,7 +134,8 @@ def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -
     is_exact = settings.dtype == Dtype.float32
     head = head_file, method, settings.num_speculative_tokens
     arguments = server_arguments(gguf, needed_tokens, 1, is_exact, head)
-    return LlamaProcess(program, arguments, output_dir / "llama-server.log", may_round)
+    timeout_s = run.config.serving_bench.start_timeout_s
+    return LlamaProcess(program, arguments, output_dir / "llama-server.log", timeout_s, may_round)
 
 
 def check_server_context(server: VllmServer | LlamaServer, needed_tokens: int) -> None:

@@ -24,6 +24,8 @@ MAX_BODY_BYTES = 64 * 2**20
 """Maximum size of an answer."""
 UNKNOWN_PATH = (404, 405, 501)
 """Statuses with which a server says that it has no such page. llama.cpp answers 501 without `--metrics`."""
+NO_PROXY = {"all://127.0.0.1": None, "all://localhost": None}
+"""The addresses that a client asks without the proxy of the environment: servers of this machine."""
 Counters = dict[tuple[str, int | None], int]
 """A server's counters, by name and draft position (None for counters without positions)."""
 _SAMPLE = re.compile(r'^(?:vllm|llamacpp):(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')
@@ -43,7 +45,7 @@ class EngineServer:
         """The address as messages show it."""
         # A compressed answer can be a thousand times as long as what arrives, so ask for one that is not compressed.
         headers = {"Accept-Encoding": "identity"}
-        self._client = httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, follow_redirects=True)
+        self._client = httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, follow_redirects=True, mounts=NO_PROXY)
 
     def counters(self) -> Counters:
         """Returns every counter by name and position, summed over engines and other labels."""

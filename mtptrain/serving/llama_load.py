@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from mtptrain.serving.engine_server import REQUEST_TIMEOUT_S
+from mtptrain.serving.engine_server import NO_PROXY, REQUEST_TIMEOUT_S
 from mtptrain.serving.load_generator import Latencies, Load
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json, write_json
@@ -56,7 +56,7 @@ class LlamaLoadGenerator:
         limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)
         pool = ThreadPoolExecutor(load.concurrency)
         try:
-            with httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+            with httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits, mounts=NO_PROXY) as client:
                 start = time.perf_counter()
                 jobs = [
                     pool.submit(_ask, client, load, prompts[index % len(prompts)], load.seed + index)

@@ -26,8 +26,6 @@ EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 EXACT_DRAFT = ("-ctkd", "f32", "-ctvd", "f32")
 """Arguments for keys and values in fp32. By default they are rounded to f16, which changes some answers."""
 VERSION_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 600.0
-"""Seconds that a server may take to load the target."""
 RULE = (
     "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
     "answer: ours are counted by the same rules."
@@ -43,10 +41,12 @@ def find_llama_server(path: str | None) -> Path:
     on_path = shutil.which("llama-server")
     found = Path(path) if path else DEFAULT_SERVER if DEFAULT_SERVER.is_file() or on_path is None else Path(on_path)
     if llama_version(found) is None:
+        does, why = "does not exist", ""
+        if found.exists():
+            does, why = "does not print its version", f"run `{found} --version` to see why, "
         raise UserError(
-            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} "
-            f"{'is another file' if found.exists() else 'does not exist'}; run `make .engines/llama_cpp/.installed`, "
-            "or set serving.llama_server=PATH"
+            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} {does}; {why}run `make "
+            ".engines/llama_cpp/.installed`, or set serving.llama_server=PATH"
         )
     return found
 
@@ -135,6 +135,7 @@ class LlamaServer(LlamaCpp, EngineServer):
         self.may_round = "all F32" not in weights
         self.counters()  # the page of metrics exists only with --metrics
         build = re.match(r"b(\d+)-", self.version)
+        # Built from sources without a Git history, such as a package's, llama.cpp says b0.
         if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
             warnings.warn(
                 f"{self.shown_url}: llama.cpp should be {WRITTEN_FOR['llama_cpp']}, the only version that mtptrain was "
@@ -181,7 +182,7 @@ class LlamaServer(LlamaCpp, EngineServer):
             raise UserError(
                 f"{self.shown_url}: the target's GGUF file must end answers at the tokens of the target's "
                 f"generation_config.json, {list(stop_token_ids)}, but the server {does}; convert the target again, or "
-                "correct eos_token_id there"
+                "correct eos_token_id in generation_config.json"
             )
 
 
@@ -192,6 +193,8 @@ class LlamaProcess(LlamaCpp):
     program: Path
     arguments: Sequence[str]
     log_path: Path
+    timeout_s: float
+    """Seconds that the server may take to load the target."""
     may_round: bool
 
     def generate(
@@ -204,7 +207,7 @@ class LlamaProcess(LlamaCpp):
         """
         command = ["run", str(self.program), *self.arguments]
         with ManagedServer(
-            sys.executable, command, self.log_path, START_TIMEOUT_S, LlamaServer, "llama-server"
+            sys.executable, command, self.log_path, self.timeout_s, LlamaServer, "llama-server"
         ) as server:
             return server.generate(prompts, max_new_tokens, stop_token_ids)
 

@@ -42,7 +42,7 @@ class WorkerProcess:
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
-                env=ENVIRONMENT | dict(os.environ),
+                env=ENVIRONMENT | dict(os.environ) | {"no_proxy": _addresses_without_proxy()},
                 stdin=subprocess.PIPE,
                 stdout=log if stdout is None else stdout,
                 stderr=log if stdout is not None else subprocess.STDOUT,
@@ -103,16 +103,17 @@ class ManagedServer(Generic[Server]):
             UserError: the server ended, or did not answer in time.
         """
         port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
         address = ["--host", "127.0.0.1", "--port", str(port)]
         command = [self._python, BENCH_WORKER, *self._arguments, *address]
         self._worker = WorkerProcess(command, self._log_path)
         try:
-            self._wait(f"http://127.0.0.1:{port}/health")
+            self._wait()
         except BaseException:
             self._worker.end()
             raise
         try:
-            return self._connect(f"http://127.0.0.1:{port}")
+            return self._connect(self._url)
         except BaseException as error:
             self._end(error)
             raise
@@ -126,7 +127,8 @@ class ManagedServer(Generic[Server]):
         """End the server after an error, or None.
 
         Raises:
-            UserError: it had ended by itself, so that it could not answer.
+            UserError: it had ended by itself, so that it could not answer, or the error is about its answers: users
+                know it by its name and its log, not by the address that it has here.
         """
         process = self._worker.process
         if isinstance(error, UserError):
@@ -134,12 +136,17 @@ class ManagedServer(Generic[Server]):
                 process.wait(ENDING_S)
         has_ended = process.poll() is not None
         self._worker.end()
-        if isinstance(error, UserError) and has_ended:
+        if not isinstance(error, UserError):
+            return
+        if has_ended:
             raise self._worker.ended(self._name, "must run until all prompts are answered") from error
+        message = str(error).removeprefix("serving.url: ").removeprefix(f"{self._url}: ")
+        if message != str(error):
+            raise UserError(f"{self._name}, whose log is {self._log_path}: {message}") from error
 
-    def _wait(self, url: str) -> None:
+    def _wait(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while not _answers(url):
+        while not _answers(f"{self._url}/health"):
             if self._worker.process.poll() is not None:
                 raise self._worker.ended(self._name, "must start")
             if time.monotonic() > deadline:
@@ -150,8 +157,14 @@ class ManagedServer(Generic[Server]):
             time.sleep(POLL_S)
 
 
+def _addresses_without_proxy() -> str:
+    """Returns the user's `no_proxy` and this machine: load generators must not ask a proxy for our server."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    return given if given == "*" else f"{given},127.0.0.1,localhost"
+
+
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5.0).is_success
+        return httpx.get(url, timeout=5.0, trust_env=False).is_success
     except httpx.TransportError:
         return False

@@ -232,7 +232,7 @@ class ServingBenchConfig:
     server_args: list[str] = field(default_factory=list)
     """Further arguments of `vllm serve` or `llama-server` for each that is started, such as `[--enforce-eager]`."""
     start_timeout_s: float = at_least(1, default=1800.0)
-    """Seconds that an engine may take to load the target and answer."""
+    """Seconds that an engine may take to load the target and answer. mtptrain serving-check gives llama.cpp as long."""
     output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/serving_bench`."""
 

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from mtptrain.serving.found_engines import describe_engines
+from mtptrain.serving.llama_server import find_llama_server
 from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.utils.errors import UserError
 
 
 def program(path: Path, text: str) -> str:
@@ -31,6 +33,8 @@ def test_versions_are_named_with_what_is_known_of_them(tmp_path: Path, version: 
     assert found.splitlines() == [known, *others]
     other = program(tmp_path / "other", "echo hello")
     assert "llama.cpp: not found" in describe_engines(ServingConfig(python=python, llama_server=other))
+    with pytest.raises(UserError, match=f"but {other} does not print its version; run `{other} --version` to see why"):
+        find_llama_server(other)
 
 
 def test_an_engine_that_is_missing_is_said_to_be(tmp_path: Path) -> None:

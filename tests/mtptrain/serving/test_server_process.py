@@ -6,13 +6,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mtptrain.serving.engine_server import EngineServer
-from mtptrain.serving.llama_server import LlamaServer
-from mtptrain.serving.load_generator import LoadGenerator
+from mtptrain.serving.llama_load import LlamaLoadGenerator
+from mtptrain.serving.llama_server import LlamaProcess, LlamaServer
+from mtptrain.serving.load_generator import Load, LoadGenerator
 from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.utils.errors import UserError
@@ -36,15 +38,21 @@ def test_a_load_generator_that_ends_names_its_log_and_its_last_lines(tmp_path: P
 
 
 SERVER = """
-import http.server, os, sys
+import http.server, os, sys, urllib.request
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        if self.path != "/health":
+        if self.path in ("/props", "/metrics"):
             print("out of memory", flush=True)
             os._exit(3)
+        self.send_response(200 if self.path == "/health" else 500)
+        self.end_headers()
+        self.wfile.write(str(urllib.request.proxy_bypass("127.0.0.1")).encode())
+
+    def do_POST(self):
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(b'data: {"stop": true, "tokens_predicted": 7}')
 
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 """
@@ -65,6 +73,39 @@ def test_a_server_that_ends_while_it_is_asked_names_its_log_and_no_address(
     assert str(tmp_path / "log") in str(ended.value) and "out of memory" in str(ended.value)
 
 
+def test_a_server_that_runs_on_is_named_with_its_log_and_other_errors_stay_as_they_are(tmp_path: Path) -> None:
+    def server() -> ManagedServer[NamedServer]:
+        command = ["run", sys.executable, "-c", SERVER]
+        return ManagedServer(PYTHON, command, tmp_path / "log", 60, NamedServer, "llama-server")
+
+    message = r"^llama-server, whose log is \S+/log: must answer every request, but http\S+/slots answers 500: "
+    with pytest.raises(UserError, match=message), server() as running:
+        running.read("/slots", bytes)
+    message = r"^llama-server, whose log is \S+/log: the server must serve no other requests"
+    with pytest.raises(UserError, match=message), server() as running:
+        raise UserError(f"{running.shown_url}: the server must serve no other requests")
+    with pytest.raises(UserError, match=r"^load\.log: "), server():
+        raise UserError("load.log: must be another file")
+
+
+@pytest.mark.parametrize("direct", ["", "example.org"])
+def test_no_proxy_stands_between_a_server_of_this_machine_and_those_that_ask_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, direct)
+    (tmp_path / "prompts.json").write_text("[[1]]")
+    command = ["run", sys.executable, "-c", SERVER]
+    with ManagedServer(PYTHON, command, tmp_path / "log", 60, NamedServer, "llama-server") as running:
+        assert running.read("/health", bytes) == b"True"
+        paths = {"prompts_path": str(tmp_path / "prompts.json"), "result_path": str(tmp_path / "result.json")}
+        load = Load("load", running.url, "", num_requests=1, concurrency=1, max_new_tokens=7, sampling={},
+                    ignore_eos=True, seed=0, **paths)  # fmt: skip
+        assert LlamaLoadGenerator().run(load).output_tokens == 7
+
+
 def sleeping_python(directory: Path) -> Path:
     """Returns the path of a fake Python that ignores its arguments, starts a sleeping child and waits."""
     path = directory / "python"
@@ -73,10 +114,21 @@ def sleeping_python(directory: Path) -> Path:
     return path
 
 
-def test_a_server_that_does_not_answer_in_time_is_killed_with_its_children(tmp_path: Path) -> None:
+def start_vllm(python: Path, log_path: Path) -> None:
+    ManagedServer(python, ["serve", "target"], log_path, 1, VllmServer, "vllm serve").__enter__()
+
+
+def generate_by_llama_cpp(program: Path, log_path: Path) -> None:
+    LlamaProcess(program, [], log_path, timeout_s=1, may_round=False).generate([[1]], 1, [])
+
+
+@pytest.mark.parametrize("start", [start_vllm, generate_by_llama_cpp])
+def test_a_server_that_does_not_answer_in_time_is_killed_with_its_children(
+    tmp_path: Path, start: Callable[[Path, Path], None]
+) -> None:
     python = sleeping_python(tmp_path)
     with pytest.raises(UserError, match=r"serving_bench\.start_timeout_s: the server must answer within 1 s, but"):
-        ManagedServer(python, ["serve", "target"], tmp_path / "server.log", 1, VllmServer, "vllm serve").__enter__()
+        start(python, tmp_path / "server.log")
     wait_until_ended(int((tmp_path / "child").read_text()))
 
 
