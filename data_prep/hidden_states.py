@@ -24,7 +24,7 @@ import torch
 from omegaconf import DictConfig
 
 from mtptrain.command_line.program import program
-from mtptrain.config import Backend, PipelineConfig, load_config
+from mtptrain.config import Backend, PipelineConfig, StoreDtype, load_config
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
@@ -34,6 +34,7 @@ from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import target_costs
+from mtptrain.planning.plan import scratch_bytes_per_token
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
@@ -71,10 +72,8 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
     Every rank must call this.
 
     Raises:
-        UserError: stage 1 has not been run, or the backend is vllm and the Python for it does not exist, or the prompts
-            do not fit the target, the target's embeddings, final norm or lm_head are quantised, vLLM is not installed
-            or cannot extract from the target, the directory holds states extracted with different settings or inputs,
-            or the disk is too small.
+        UserError: one of the errors of `prepare_extraction`, the weights do not fit the devices or differ from the
+            hub's, the folder holds states of other settings or inputs, or the disk is too small.
         OSError: the disk became full; finished shards are kept.
     """
     config = run.config
@@ -201,7 +200,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             layers,
             settings,
             int(extraction.documents.lengths.max()),
-            scratch_root(config) / f"{scratch_prefix(config)}{ranks.rank}.tmp",
+            scratch_root(config) / f"{scratch_prefix(config, settings.part)}{ranks.rank}.tmp",
             local_rank=ranks.local_rank,
             device_type=ranks.device.type,
             python=config.serving.python,
@@ -215,13 +214,13 @@ def scratch_root(config: PipelineConfig) -> Path:
     return Path(config.hidden_states.scratch_dir or config.stage_dir("hidden_states"))
 
 
-def scratch_prefix(config: PipelineConfig) -> str:
-    """Returns the prefix of this part's temporary directories, one per rank.
+def scratch_prefix(config: PipelineConfig, part: int | str) -> str:
+    """Returns the prefix of a part's temporary folders, one per rank.
 
-    It identifies the store, because other runs may use the same parent directory.
+    It identifies the store, because other runs may use the same parent folder.
     """
     store = hashlib.sha256(str(config.stage_dir("hidden_states").resolve()).encode()).hexdigest()[:12]
-    return f"mtptrain_{store}_{config.hidden_states.part}_"
+    return f"mtptrain_{store}_{part}_"
 
 
 def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
@@ -229,20 +228,17 @@ def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
 
     It is 0 with transformers, or if `hidden_states.scratch_dir` is set.
     """
-    settings = extraction.config.hidden_states
-    if settings.backend is not Backend.vllm or settings.scratch_dir is not None:
+    if extraction.config.hidden_states.scratch_dir is not None:
         return 0
     largest = max(num_tokens(extraction.documents, [shard]) for shard in extraction.shards)
-    itemsize: int = getattr(torch, settings.dtype.value).itemsize
-    hidden_size, num_captured, _ = extraction.layout
-    return 2 * largest * hidden_size * (1 + num_captured) * itemsize * ranks.world_size
+    token_bytes = scratch_bytes_per_token(extraction.config, extraction.target.config, extraction.capture_layers)
+    return 2 * largest * token_bytes * ranks.world_size
 
 
 def remove_scratch(config: PipelineConfig) -> None:
-    """Remove temporary files left by killed runs of this part, or of all parts if `num_parts` is now 1."""
-    prefix = scratch_prefix(config)
-    if config.hidden_states.num_parts == 1:
-        prefix = prefix.removesuffix(f"{config.hidden_states.part}_") + r"\d+_"
+    """Remove temporary folders left by killed runs of this part, or of all parts if `num_parts` is now 1."""
+    settings = config.hidden_states
+    prefix = scratch_prefix(config, settings.part if settings.num_parts > 1 else r"\d+")
     for path in list(scratch_root(config).glob("mtptrain_*.tmp")):
         if re.fullmatch(rf"{prefix}\d+\.tmp", path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -251,8 +247,8 @@ def remove_scratch(config: PipelineConfig) -> None:
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
     """Returns the shards of this part that are not computed yet. Ranks share the search for finished shards."""
     complete = finished_shards(store_dir, list(own)[ranks.rank :: ranks.world_size])
-    everyone = {index for indices in ranks.gather(complete) for index in indices}
-    return [index for index in own if index not in everyone]
+    finished = {index for indices in ranks.gather(complete) for index in indices}
+    return [index for index in own if index not in finished]
 
 
 def fullest_windows(extraction: Extraction) -> list[int]:
@@ -286,7 +282,7 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
         for shards in (extraction.select(unwritten), extraction.select(written))
     )
     missing_bytes = max(0, needed_bytes - written_bytes)
-    scratch = scratch_bytes(extraction, ranks)
+    scratch_size_bytes = scratch_bytes(extraction, ranks)
     free_bytes = shutil.disk_usage(store_dir).free
     total_tokens = int(documents.document_offsets[-1])
     print(
@@ -295,17 +291,19 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
         f"{free_bytes / 1e9:.3f} GB",
         flush=True,
     )
-    if unwritten and missing_bytes + scratch > free_bytes:
-        backend = (
-            f" and {scratch / 1e9:.3f} GB for vLLM's temporary files (hidden_states.scratch_dir moves them)"
-            if scratch
-            else ""
-        )
+    if unwritten and missing_bytes + scratch_size_bytes > free_bytes:
+        scratch_note, needs_less = "", "lower prompts.max_train_tokens and run mtptrain prompts again"
+        if scratch_size_bytes:
+            size = f"{scratch_size_bytes / 1e9:.3f} GB"
+            scratch_note = f" and {size} for vLLM's temporary files (hidden_states.scratch_dir moves them)"
+        if extraction.windows:  # only these must fit, however many tokens there are
+            needs_less = "lower train.stream_shards or hidden_states.shard_tokens"
+        if extraction.config.hidden_states.store_dtype is not StoreDtype.fp8:
+            needs_less = f"set hidden_states.store_dtype=fp8, or {needs_less}"
         raise UserError(
-            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{backend}, but "
+            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{scratch_note}, but "
             f"only {free_bytes / 1e9:.3f} GB are; free more, or move run_dir to a larger disk. To need less, delete "
-            f"{store_dir} and set hidden_states.store_dtype=fp8, or lower prompts.max_train_tokens and run "
-            "mtptrain prompts again"
+            f"{store_dir} and {needs_less}"
         )
 
 

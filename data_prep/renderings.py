@@ -92,7 +92,8 @@ def render_conversation(
     trained = _trained_answers(messages, () if is_generated else special)
     num_untrained = sum(NOT_TRAINED in message.items() for message in messages)
     messages = [dict(item for item in message.items() if item != NOT_TRAINED) for message in messages]
-    template = require_chat_template(tokenizer)
+    _, tools = without_tools(messages)
+    template = require_chat_template(tokenizer, tools)
     try:
         whole, turns = _render_all(tokenizer, messages)
         if "strftime_now" in template and _render(tokenizer, messages)[0] != whole:
@@ -114,7 +115,7 @@ def render_conversation(
     inserted = 0 if is_generated else sum(_has_inserted_text(turn, trained[turn.number], special) for turn in located)
     left_out = len(trained) - sum(rendering.answers for rendering in renderings)
     first = replace(
-        renderings[0], turn=0, answers_left_out=left_out, answers_untrained=num_untrained, answers_inserted=inserted
+        renderings[0], answers_left_out=left_out, answers_untrained=num_untrained, answers_inserted=inserted
     )
     return [first, *renderings[1:]]
 
@@ -133,12 +134,14 @@ def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) ->
     parts = {"reasoning_content", "tool_calls"}
     if not all(message["content"].strip() or parts & message.keys() for message in trained.values()):
         raise ConversationRefused("an answer without text")
-    reasoning = [message.get("reasoning_content", "") for message in trained.values()]
-    calls = [json.dumps(message.get("tool_calls", ""), ensure_ascii=False) for message in trained.values()]
+    texts = []
+    for message in trained.values():
+        calls = json.dumps(message.get("tool_calls", ""), ensure_ascii=False)
+        texts += [message.get("reasoning_content", ""), message["content"], calls]
     for token in sorted(set(forbidden)):
-        if any(token in text for text in (*reasoning, *calls, *(message["content"] for message in trained.values()))):
+        if any(token in text for text in texts):
             raise ConversationRefused(f"an answer with the special token {token} in its text")
-    if any(tag in text for text in reasoning for tag in (OPEN, CLOSE)):
+    if any(tag in message.get("reasoning_content", "") for message in trained.values() for tag in (OPEN, CLOSE)):
         raise ConversationRefused(f"reasoning with {OPEN} or {CLOSE} in its text")
     return trained
 
@@ -160,16 +163,18 @@ def _refuse_rewritten(turn: _Turn, message: Message) -> None:
         )
     if any(word not in generated for call in message.get("tool_calls", []) for word in call_words(call)):
         raise ConversationRefused("a tool call that the chat template does not render")
+    # A think tag stands in the message, or the template adds it, in the prompt or in the answer. `opened` counts the
+    # tags of both; a prompt that ends with `</think>` has opened a block too.
     begins = bool(reasoning) or content.lstrip().startswith(OPEN)
     opened = prompt.endswith((OPEN, CLOSE)) + generated.count(OPEN)
-    if begins and opened > content.count(OPEN) + bool(reasoning):
+    if begins and opened > content.count(OPEN) + bool(reasoning):  # both wrote one
         raise ConversationRefused("an answer with the think tags of both the message and the chat template")
-    if opened < content.count(OPEN) or generated.count(CLOSE) < content.count(CLOSE):
+    if opened < content.count(OPEN) or generated.count(CLOSE) < content.count(CLOSE):  # the template drops one
         raise ConversationRefused("an answer whose think tags the chat template does not render")
     is_open = prompt.endswith(OPEN) or OPEN in generated.partition(CLOSE)[0]
-    if CLOSE in content.partition(OPEN)[0] and not is_open:
+    if CLOSE in content.partition(OPEN)[0] and not is_open:  # it closes a block that nobody opened
         raise ConversationRefused(f"an answer with {CLOSE} but no {OPEN}")
-    if (prompt.endswith(OPEN) or content.lstrip().startswith(OPEN)) and CLOSE not in generated:
+    if (prompt.endswith(OPEN) or content.lstrip().startswith(OPEN)) and CLOSE not in generated:  # it never closes
         raise ConversationRefused(f"an answer with {OPEN} but no {CLOSE}")
 
 
@@ -233,7 +238,8 @@ def _has_blocks(template: str) -> bool:
 
 def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Turn | None:
     """Returns the last message as generated, or None if the template does not render it after its prompt."""
-    has_blocks = _has_blocks(require_chat_template(tokenizer))
+    _, tools = without_tools(messages)
+    has_blocks = _has_blocks(require_chat_template(tokenizer, tools))
     try:
         prompt, _ = _render(tokenizer, messages[:-1], add_generation_prompt=True)
         text, blocks = _render(tokenizer, messages, return_assistant_tokens_mask=has_blocks)
@@ -294,7 +300,7 @@ def _cover(whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
         text = whole if not renderings and _spans_in(whole, last) else last.text
         contained = _contained_turns(text, missing)
         spans = [span for turn in sorted(contained) for span in contained[turn]]
-        renderings.append(Rendering(text, spans, len(contained), last.number))
+        renderings.append(Rendering(text, spans, len(contained), last.number if renderings else 0))
         missing = [turn for turn in missing if turn.number not in contained]
     return renderings
 

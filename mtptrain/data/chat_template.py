@@ -35,19 +35,21 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the chat template of a tokenizer.
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None = None) -> str:
+    """Returns the chat template of a tokenizer: of several, the one for conversations with or without these tools.
 
     Raises:
-        UserError: the tokenizer has none.
+        UserError: the tokenizer has none, or none of several is the default.
     """
-    if not tokenizer.chat_template:
+    given = tokenizer.chat_template
+    if not given or (isinstance(given, dict) and "default" not in given):
+        has = f"only {', '.join(sorted(given))}, no default" if given else "none"
         raise UserError(
             "target.path: the tokenizer must have a chat template to render messages, but that of "
-            f"{tokenizer.name_or_path} has none; choose an instruction-tuned target, add chat_template.jinja to its "
+            f"{tokenizer.name_or_path} has {has}; choose an instruction-tuned target, add chat_template.jinja to its "
             "directory, or use plain text"
         )
-    template: str = tokenizer.get_chat_template()
+    template: str = tokenizer.get_chat_template(tools=tools)
     return template
 
 

@@ -15,10 +15,10 @@ from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.questions import SYSTEM_ROLES
 from mtptrain.data.refusal import ConversationRefused as ConversationRefused
 from mtptrain.data.tool_calls import CALL_KEYS, RESULT_KEYS, TOOL_COLUMNS, read_calls, read_hermes, read_tools
+from mtptrain.data.tool_calls import Message as Message
 from mtptrain.settings.data import ROLES as KNOWN_ROLES
 from mtptrain.utils.files import unique_keys
 
-Message = dict[str, Any]
 Row = Mapping[str, Any]
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")

@@ -40,7 +40,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not _is_name(function.get("name")):
             raise ConversationRefused("a tool without a name")
-        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+        flat = {key: each for key, each in tool.items() if (key, each) != ("type", "function")}
+        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": flat})
     return _as_json(tools)
 
 
@@ -51,7 +52,8 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         value: a call or a list of them, as an object or as its JSON text.
 
     Raises:
-        ConversationRefused: a call has no name, its arguments are not an object, or it has a key that is not read.
+        ConversationRefused: a call has no name, its arguments are not an object or stand in it twice, or it has a key
+            that is not read.
     """
     calls = []
     listed = _parsed(value, "a tool call")
@@ -64,8 +66,11 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         }
         if not isinstance(function, Mapping) or not _is_name(function.get("name")):
             raise ConversationRefused("a tool call without a name")
-        arguments = function.get("arguments", function.get("parameters"))
-        arguments = {} if arguments in (None, "") else _parsed(arguments, "the arguments of a tool call")
+        function = {key: each for key, each in function.items() if each is not None}
+        if {"arguments", "parameters"} <= function.keys():
+            raise ConversationRefused("a tool call with both arguments and parameters")
+        arguments = function.get("arguments", function.get("parameters", ""))
+        arguments = {} if arguments == "" else _parsed(arguments, "the arguments of a tool call")
         if not isinstance(arguments, Mapping):
             raise ConversationRefused("arguments of a tool call that are not an object")
         outer.setdefault("type", "function")
@@ -88,7 +93,8 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
         tools: those of the row's columns; if there are none, they are read from Hermes' system prompt.
 
     Raises:
-        ConversationRefused: a call cannot be read, or stands before text, or another system prompt describes the tools.
+        ConversationRefused: a call cannot be read, is not closed, or stands before text, or another system prompt
+            describes the tools.
     """
     preambles = [HERMES_SYSTEM.fullmatch(message["content"]) for message in messages if message["role"] == "system"]
     tools = tools or [tool for preamble in preambles if preamble for tool in _tools_in_text(preamble[1])]
@@ -103,7 +109,9 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
         elif message["role"] == "assistant" and "<tool_call>" in content and "tool_calls" not in message:
             text, _, rest = content.partition("<tool_call>")
             if CALL_IN_TEXT.sub("", "<tool_call>" + rest).strip():
-                raise ConversationRefused("an answer with text after a tool call")
+                is_closed = content.count("<tool_call>") == content.count("</tool_call>")
+                reason = "text after a tool call" if is_closed else "a tool call that is not closed, or closed twice"
+                raise ConversationRefused(f"an answer with {reason}")
             calls = [call for found in CALL_IN_TEXT.findall(content) for call in read_calls(found)]
             read.append({**message, "content": text.strip(), "tool_calls": calls})
         else:

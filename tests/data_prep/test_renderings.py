@@ -231,6 +231,17 @@ def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> Non
     )
 
 
+@pytest.mark.parametrize(("tools", "end"), [({}, "\n"), ({"tools": [{"function": {"name": "weather"}}]}, "")])
+def test_the_template_for_tools_says_what_the_assistant_generates_where_there_are_tools(
+    tools: Message, end: str
+) -> None:
+    tokenizer = tokenizer_of(QWEN3)
+    tokenizer.chat_template = {"default": QWEN3, "tool_use": "{{ tools[0].function.name }}" + QWEN3_BLOCKS}
+    [question, answer] = chat("1?", "odd|one")
+    [rendering] = render_conversation(tokenizer, [{**question, **tools}, answer])
+    assert generated_parts(rendering) == [f"<think>\nodd\n</think>\n\none<|im_end|>{end}"]
+
+
 def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_answers() -> None:
     messages = chat("1?", "odd|one", "2?", "even|two", "bye")
     renderings = render_conversation(TOKENIZERS["qwen3"], messages)

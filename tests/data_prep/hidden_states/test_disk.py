@@ -90,7 +90,7 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     with pytest.raises(
         ValueError,
         match=r"hidden_states: 0.000 GB must be free for the hidden states, but only 0.000 GB are; free more, "
-        r".*store_dtype=fp8",
+        r".* delete \S+ and set hidden_states\.store_dtype=fp8, or lower prompts\.max_train_tokens and run",
     ):
         extract_hidden_states(Run(config), ONE_RANK)
     assert "267 tokens x 133 bytes" in capsys.readouterr().out
@@ -103,10 +103,12 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
 def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
     config = prepared("hidden_states.backend=vllm", "hidden_states.dtype=float32")
     by_transformers = prepare_extraction(Run(prepared()))
-    extraction = replace(by_transformers, config=config, shards=[range(0, 3), range(3, 10)], capture_layers=(1, 2))
+    extraction = replace(by_transformers, config=config, shards=[range(0, 3), range(3, 10)], capture_layers=(0, 1))
     two_ranks = Ranks(rank=0, world_size=2, local_rank=0)
     assert extraction.target.config.hidden_size == 64
     assert scratch_bytes(extraction, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4
+    last_is_captured = replace(extraction, capture_layers=(1, 2))
+    assert scratch_bytes(last_is_captured, two_ranks) == 2 * 2 * (267 - 62) * 64 * 2 * 4
     config.hidden_states.scratch_dir = "/dev/shm"
     assert scratch_bytes(extraction, two_ranks) == 0
     assert scratch_bytes(by_transformers, two_ranks) == 0
@@ -129,7 +131,8 @@ def test_streamed_shards_on_the_disk_make_room_for_later_ones(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tests that a restart needs free space only if a shard of the open windows is missing."""
-    config = prepared("train.stream=true", "train.stream_shards=1", "train.epochs=1", lengths=[40] * 20)
+    streamed = ("train.stream=true", "train.stream_shards=1", "train.epochs=1", "hidden_states.store_dtype=fp8")
+    config = prepared(*streamed, lengths=[40] * 20)
     store_dir = config.stage_dir("hidden_states")
 
     def write_open_windows(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
@@ -143,5 +146,6 @@ def test_streamed_shards_on_the_disk_make_room_for_later_ones(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     extract_hidden_states(Run(config), ONE_RANK)
     next(store_dir.glob("shard_*.safetensors")).unlink()
-    with pytest.raises(ValueError, match="must be free for the hidden states"):
+    message = r"must be free for the hidden states, .* delete \S+ and lower train\.stream_shards or hidden_states"
+    with pytest.raises(ValueError, match=message):
         extract_hidden_states(Run(config), ONE_RANK)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
@@ -37,11 +38,14 @@ def test_a_prompt_ends_where_the_assistant_begins_to_answer() -> None:
     )
 
 
-def test_a_prompt_without_a_chat_template_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("template", "has"), [(None, "none"), ({"tool_use": "", "rag": ""}, "only rag, tool_use, no default")]
+)
+def test_a_prompt_without_a_chat_template_is_refused(template: Any, has: str) -> None:
     with pytest.raises(
-        ValueError, match=r"the tokenizer must have a chat template .* has none; choose an instruction-tuned"
+        ValueError, match=rf"the tokenizer must have a chat template .* has {has}; choose an instruction-tuned"
     ):
-        render_prompt(make_tokenizer(chat_template=None), [{"role": "user", "content": "hi"}])
+        render_prompt(make_tokenizer(template), [{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(

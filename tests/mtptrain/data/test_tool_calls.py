@@ -42,6 +42,7 @@ def hermes_row(**columns: Any) -> dict[str, Any]:
 
 
 ARGUMENTS = CALL["function"]["arguments"]  # type: ignore[index]
+UNCLOSED = "an answer with a tool call that is not closed, or closed twice"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,9 @@ ARGUMENTS = CALL["function"]["arguments"]  # type: ignore[index]
         openai_row(content=None, tool_calls=[{**CALL, "index": 0, "id": None}]),
         openai_row(content=None, function_call={"name": "weather", "arguments": json.dumps(ARGUMENTS)}),
         openai_row(content=None, tool_calls=[{"name": "weather", "parameters": ARGUMENTS}]),
+        openai_row(tool_calls=[{"function": {"name": "weather", "arguments": None, "parameters": ARGUMENTS}}]),
         openai_row(tools=json.dumps([FUNCTION]), content=None, tool_calls=[CALL]),
+        openai_row(tools=[{"type": "function", **FUNCTION}], content=None, tool_calls=[CALL]),
         openai_row(tools=json.dumps([json.loads(json.dumps(TOOL))]), content=None, tool_calls=[CALL]),
         {**openai_row(tools=None, content=None, tool_calls=[CALL]), "functions": [FUNCTION]},
         sharegpt_row(TEXT_CALL, json.dumps([FUNCTION])),
@@ -128,6 +131,10 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
             openai_row(content=None, tool_calls=[{"name": "f", "retries": 3}]),
             "a tool call with retries, which is not read",
         ),
+        (
+            openai_row(content=None, tool_calls=[{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}]),
+            "a tool call with both arguments and parameters",
+        ),
         (openai_row(tools=[{"description": "x"}], content="yes"), "a tool without a name"),
         (openai_row(tools="weather", content="yes"), "tools in text that is not JSON"),
         ({**openai_row(content="yes"), "functions": [{"name": "f"}]}, "different tools in two places"),
@@ -137,6 +144,8 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
             "a user message that calls a tool, but only answers do",
         ),
         (sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call> Y", [TOOL], "gpt"), "an answer with text after a tool call"),
+        (sharegpt_row(f"<tool_call>{TEXT_CALL}", [TOOL], "gpt"), UNCLOSED),
+        (sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call></tool_call>", [TOOL], "gpt"), UNCLOSED),
         (
             {**openai_row(content="yes"), "system": "Choose one of <tools>.</tools>"},
             "a system prompt with <tools>, which the chat template writes itself",
