@@ -7,15 +7,16 @@
 - *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM and the target is not random;
 - *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
 
-The candidates of each table take turns, except vLLM, which needs its own process. Torch uses one thread, torchrun's
-default for each rank. The writer adds two threads, and reading fp8 without decoding adds one that reads ahead.
-Extraction runs over documents of random tokens with log-normal lengths; the stores of *reading* have documents of 2,048
-tokens.
+The candidates of each table take turns, except vLLM, which needs its own process and the GPU's memory. Torch uses one
+thread, torchrun's default for each rank. The writer adds `hidden_states.writer_threads` threads and one that hashes
+shards, and reading fp8 without decoding adds one that reads ahead. Extraction runs over documents of random tokens with
+log-normal lengths; the stores of *reading* have documents of 2,048 tokens.
 
     python -m eval.bench.extraction recipe=quickstart
     python -m eval.bench.extraction recipe=quickstart bench.target=8b bench.documents=256     # on a GPU, random weights
 """
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -31,21 +32,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.command_line.program import program
 from mtptrain.config import BenchConfig, PipelineConfig, StoreDtype, load_config
-from mtptrain.data.identity import StoreIdentity, TargetIdentity
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
-from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
+from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.extraction.transformers_streams import (
-    PACKED,
     TransformersStreams,
     forward_documents,
     token_budget_batches,
 )
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.store import HiddenStore
-from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
 from mtptrain.run import Run
-from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.training.batches import BatchSchedule
@@ -54,7 +51,7 @@ from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
-from .random_data import random_documents, random_store
+from .random_data import random_documents, random_store, write_store
 from .train_steps import GPU_TARGETS, GPU_VOCAB, fastest, target_of
 
 PLAIN_BATCH = 8
@@ -69,14 +66,17 @@ def main(cfg: DictConfig) -> None:
     device = init_ranks(config.distributed_timeout_hours).device
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as directory:
-        figures = bench_writing(config, device, Path(directory)) | bench_reading(config.bench, Path(directory))
+        figures = bench_writing(config, device, Path(directory))
+        gc.collect()  # vLLM needs the memory of the target
+        torch.cuda.empty_cache()
+        figures |= bench_vllm(config, Path(directory)) | bench_reading(config.bench, Path(directory))
     print_tables(config, device, figures)
     if config.bench.out:
         write_json(Path(config.bench.out), figures)
 
 
 def bench_writing(config: PipelineConfig, device: torch.device, directory: Path) -> ExtractionFigures:
-    """Returns tokens/s of every candidate, and the MFU of the bare forward."""
+    """Returns tokens/s of every candidate but vLLM, and the MFU of the bare forward."""
     target = load_bench_target(config, device)
     documents = random_documents(config, target.config.vocab_size)
     layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
@@ -100,7 +100,7 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
     figures["mfu"] = (
         counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
     )
-    return figures | bench_vllm(config, documents, layers, directory)
+    return figures
 
 
 def load_bench_target(config: PipelineConfig, device: torch.device) -> Target:
@@ -130,7 +130,6 @@ def seconds_of(candidates: Mapping[str, Callable[[], object]], repeats: int, dev
 
 
 def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:
-    target.model.set_attn_implementation(PACKED)
     for batch in token_budget_batches(documents.lengths.tolist(), batch_tokens, target.form.keeps_states):
         forward_documents(target, [torch.from_numpy(documents.tokens(i)) for i in batch])
 
@@ -143,35 +142,17 @@ def fill_store(
     directory: Path,
     dtype: StoreDtype,
 ) -> None:
-    """Writes a complete store, as stage 2 does."""
-    if isinstance(streams, TransformersStreams):
-        streams.target.model.set_attn_implementation(PACKED)
+    """Writes a store of about four shards, which is removed."""
     num_captured = len(HEADS[config.head.name].resolve_capture_layers(config.head, target))
-    shards = shard_ranges(documents.lengths, max(1, len(documents.input_ids) // 4))
-    identity = StoreIdentity(
-        TargetIdentity("bench", None, "", "", "", ""), tuple(range(num_captured)), "", "", dtype=dtype.value
-    )
+    shard_tokens, layout = max(1, len(documents.input_ids) // 4), (target.hidden_size, num_captured, dtype)
     with tempfile.TemporaryDirectory(dir=directory) as store:
-        begin_store(Path(store), identity, 1, range(len(shards)))
-        fill_shards(
-            streams,
-            documents,
-            dict(enumerate(shards)),
-            Path(store),
-            target.hidden_size,
-            num_captured,
-            dtype,
-            "",
-            show=False,
-        )
-        assert finish_store(Path(store), identity, 1, target.hidden_size, len(shards))
+        write_store(Path(store), streams, documents, shard_tokens, layout, config.hidden_states.writer_threads)
 
 
 @torch.inference_mode()
 def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], directory: Path) -> None:
     """Extracts states in padded batches of eight, in the order of the documents, and saves a file per document."""
-    target.model.set_attn_implementation("sdpa")
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
+    with target.attention("sdpa"), tempfile.TemporaryDirectory(dir=directory) as folder:
         for start in range(0, len(documents), PLAIN_BATCH):
             prompts = [
                 torch.from_numpy(documents.tokens(i)).long()
@@ -185,32 +166,34 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
                 torch.save({"input_ids": prompt, "hidden_states": states}, Path(folder) / f"{start + row}.pt")
 
 
-def bench_vllm(
-    config: PipelineConfig, documents: Documents, layers: tuple[int, ...], directory: Path
-) -> ExtractionFigures:
-    """Returns tokens/s of the vLLM backend, excluding startup, or no figure without vLLM or with random weights."""
+def bench_vllm(config: PipelineConfig, directory: Path) -> ExtractionFigures:
+    """Returns tokens/s of the vLLM backend, excluding startup.
+
+    There is no figure with random weights, without vLLM, or if vLLM cannot extract from the target.
+    """
     if config.bench.target is not None:
         return {}
-    try:
-        find_python(config.serving.python)
-    except UserError as missing:
-        print(f"vLLM is left out: {missing}")
-        return {}
     target = Run(config).target
-    after_layers, longest = (*layers, int(target.config.num_hidden_layers)), int(documents.lengths.max())
-    with VllmStreams(
-        target.directory,
-        after_layers,
-        config.hidden_states,
-        longest,
-        directory / "scratch",
-        local_rank=0,
-        device_type="cuda" if torch.cuda.is_available() else "cpu",
-        python=config.serving.python,
-    ) as vllm:
+    documents = random_documents(config, target.config.vocab_size)
+    layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
+    try:
+        streams = VllmStreams(
+            target.directory,
+            (*layers, int(target.config.num_hidden_layers)),
+            config.hidden_states,
+            int(documents.lengths.max()),
+            directory / "scratch",
+            local_rank=0,
+            device_type="cuda" if torch.cuda.is_available() else "cpu",
+            python=config.serving.python,
+        )
+    except UserError as refused:
+        print(f"vLLM is left out: {refused}")
+        return {}
+    with streams as vllm:
         run = {"vllm": lambda: fill_store(vllm, config, target.config, documents, directory, StoreDtype.bfloat16)}
         seconds = seconds_of(run, config.bench.repeats, torch.device("cpu"))
-    return {"vllm_tokens_per_s": num_tokens(documents, [range(len(documents))]) / seconds["vllm"]}
+    return {"vllm_tokens_per_s": len(documents.input_ids) / seconds["vllm"]}
 
 
 def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.data.identity import StoreIdentity, TargetIdentity
 from mtptrain.data.prompt_files import Documents
-from mtptrain.hidden_states.extraction.fill import fill_shards
+from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
 
@@ -29,14 +29,36 @@ def random_store(directory: Path, dtype: StoreDtype, num_tokens: int, length: in
     documents = Documents.from_list(
         [(i, rng.integers(0, 1000, length), np.ones(length)) for i in range(num_tokens // length)]
     )
-    shards = shard_ranges(documents.lengths, num_tokens // 2)
-    identity = StoreIdentity(TargetIdentity("bench", None, "", "", "", ""), (), "", "", dtype=dtype.value)
-    begin_store(directory, identity, num_tokens // 2, range(len(shards)))
-    fill_shards(
-        RandomStreams(hidden_size), documents, dict(enumerate(shards)), directory, hidden_size, 0, dtype, "", show=False
-    )
-    finish_store(directory, identity, num_tokens // 2, hidden_size, len(shards))
+    write_store(directory, RandomStreams(hidden_size), documents, num_tokens // 2, (hidden_size, 0, dtype))
     return HiddenStore.open(directory)
+
+
+def write_store(
+    directory: Path,
+    streams: Streams,
+    documents: Documents,
+    shard_tokens: int,
+    layout: tuple[int, int, StoreDtype],
+    writer_threads: int = 1,
+) -> None:
+    """Writes a complete store, as stage 2 does.
+
+    Args:
+        directory: the store's directory.
+        streams: the backend.
+        documents: all prompts.
+        shard_tokens: as in `shard_ranges`.
+        layout: hidden size, number of captured layers and stored dtype.
+        writer_threads: number of threads that write states.
+    """
+    hidden_size, num_captured, dtype = layout
+    target, shards = TargetIdentity("bench", None, "", "", "", ""), shard_ranges(documents.lengths, shard_tokens)
+    identity = StoreIdentity(target, tuple(range(num_captured)), "", "", dtype=dtype.value)
+    begin_store(directory, identity, shard_tokens, range(len(shards)))
+    fill_shards(
+        streams, documents, dict(enumerate(shards)), directory, *layout, "", show=False, writer_threads=writer_threads
+    )
+    assert finish_store(directory, identity, shard_tokens, hidden_size, len(shards))
 
 
 class RandomStreams:

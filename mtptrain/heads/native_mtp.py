@@ -168,7 +168,7 @@ class NativeMtpHead(Head):
         earlier: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, ...]:
         """Returns the states that `logits` reads, the states to feed back, and the keys and values of one depth."""
-        keys = DepthKeys(packing, self.form.masks[0] or FULL, earlier)
+        keys = DepthKeys(packing, positions, self.form.masks[0] or FULL, earlier)
         states = self._layer(hidden_states[None], embeddings[None], positions[None], depth_keys=keys)
         assert keys.made is not None, "the layer's attention is the registered one"
         return *(x[0] for x in states), *keys.made

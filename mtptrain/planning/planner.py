@@ -283,6 +283,11 @@ def _setting_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"train.batch_tokens: must be at least the {longest:,} tokens of the longest document, but is "
             f"{config.train.batch_tokens:,}; raise it, or lower prompts.max_document_tokens{again}"
         )
+    if plan.workload.is_counted and plan.workload.documents < per_step:
+        warnings.append(
+            f"train.micro_batches_per_step: must be at most the {plan.workload.documents:,} documents, but is "
+            f"{per_step}; lower it, or train on more documents"
+        )
     if per_step % num_gpus:
         warnings.append(
             f"train.micro_batches_per_step: must be a multiple of the {num_gpus} GPUs of planner.num_gpus, but is "

@@ -67,6 +67,7 @@ def estimate_steps(config: PipelineConfig, documents: Documents | None, tokens: 
 
     The documents are packed as in training from a whole store, except that a document's length is taken as its cost. If
     there are none yet, or one is longer than `batch_tokens`, all steps of an epoch but the last are assumed to be full.
+    The number is 0 if there are fewer documents than a step has micro-batches, which training refuses.
     """
     train = config.train
     if train.max_steps:

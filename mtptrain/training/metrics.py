@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import wandb
+from tqdm import tqdm
 
 from mtptrain.config import PipelineConfig, Tracker
 from mtptrain.training.batches import Batch
@@ -186,7 +187,7 @@ class Tracer:
     """Writes a trace of the sixth, seventh and eighth step of this process, if `path` is not None."""
 
     def __init__(self, path: Path | None) -> None:
-        self._profiler = None
+        self._profiler, self._path = None, path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler = torch.profiler.profile(
@@ -202,3 +203,8 @@ class Tracer:
     def close(self) -> None:
         if self._profiler is not None:
             self._profiler.stop()
+            if (num_steps := self._profiler.step_num) < 6:
+                tqdm.write(
+                    f"train.profile: this process must make at least six steps for {self._path}, a trace of its sixth "
+                    f"to eighth step, but made {num_steps}; train for more steps"
+                )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.locks import release_locks
 
 T = TypeVar("T")
@@ -106,20 +107,27 @@ def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
 
     Args:
         timeout_hours: how long ranks wait for each other before they fail, in all groups.
+
+    Raises:
+        UserError: there are more ranks than GPUs.
     """
     global _waiting_group
     ranks = Ranks(
         int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     )
-    if ranks.device.type == "cuda":
+    is_on_gpu = ranks.device.type == "cuda"
+    if is_on_gpu and ranks.local_rank >= (num_gpus := torch.cuda.device_count()):
+        raise UserError(
+            f"--nproc-per-node: must be at most {num_gpus}, the number of GPUs that this process sees, but LOCAL_RANK "
+            f"is {ranks.local_rank}; start fewer ranks"
+        )
+    if is_on_gpu:
         torch.cuda.set_device(ranks.device)
     if ranks.world_size > 1 and not dist.is_initialized():
         timeout = timedelta(hours=timeout_hours)
         _set_default_timeout(timeout)
-        if ranks.device.type == "cuda":
-            dist.init_process_group("nccl", timeout=timeout)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("nccl" if is_on_gpu else "gloo", timeout=timeout)
+        if not is_on_gpu:
             close_at_exit()
         _waiting_group = dist.new_group(backend="gloo", timeout=timeout)
         close_at_exit(_waiting_group)

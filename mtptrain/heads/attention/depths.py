@@ -1,7 +1,7 @@
 """Computes the attention of a decoder layer of transformers: in training at one depth, in decoding over a cache.
 
-In training, a layer with full attention uses the kernels of all heads. Windows, chunks, sinks and soft caps are
-computed from stored scores, in blocks of rows.
+In training, a layer with full attention uses `depth_attention`, as every other head does. Layers with windows, chunks,
+sinks or soft caps store their scores, for one block of draft positions at a time.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from mtptrain.target.causal_attention import (
     MaskOf,
     causal_or_masked_attention,
     refuse_keywords,
+    tempered,
 )
 
 DEPTHS_OR_CACHE = "mtptrain_depths_or_cache"
@@ -32,6 +33,8 @@ class DepthKeys:
     """The keys and values that one depth of a training step reads, and those that it makes."""
 
     packing: Packing
+    positions: torch.Tensor
+    """The positions of the layer's tokens, i64[N or M]."""
     mask: MaskOf
     """The earlier tokens that the layer's tokens see."""
     earlier: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -43,7 +46,7 @@ class DepthKeys:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, extras: Extras
     ) -> torch.Tensor:
-        """Returns the attention output of rows [N or M, heads, value head_dim]; zeros where there is no draft position.
+        """Returns the attention output [N or M, heads, value head_dim]; zeros at tokens that are no draft positions.
 
         Args:
             query: rotated queries [N or M, heads, head_dim], of all tokens at depth 0.
@@ -59,7 +62,9 @@ class DepthKeys:
         (keys, values), *own = (*self.earlier, self.made)
         own_keys, own_values = [each[0] for each in own], [each[1] for each in own]
         if extras or self.mask != FULL:
-            out = blocks_attention(query[:num_drafts], keys, values, own, self.packing, self.mask, extras)
+            out = blocks_attention(
+                query[:num_drafts], keys, values, own_keys, own_values, self.packing, self.mask, extras
+            )
         else:
             out = depth_attention(query[:num_drafts], keys, values, own_keys, own_values, self.packing)
         return F.pad(out[..., :value_dim], (0, 0, 0, 0, 0, len(query) - num_drafts))
@@ -69,7 +74,8 @@ def blocks_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    own: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
     packing: Packing,
     mask: MaskOf,
     extras: Extras,
@@ -80,7 +86,8 @@ def blocks_attention(
         query: queries of depth k [M, heads, head_dim].
         keys: depth-0 keys of all tokens, draft positions first [N, kv heads, head_dim].
         values: depth-0 values in the same order [N, kv heads, head_dim].
-        own: keys and values of depths 1 .. k, each [M, kv heads, head_dim].
+        own_keys: keys of depths 1 .. k, each [M, kv heads, head_dim].
+        own_values: values of depths 1 .. k, each [M, kv heads, head_dim].
         packing: documents and draft positions.
         mask: which earlier tokens a token sees.
         extras: what else changes the scores.
@@ -89,19 +96,19 @@ def blocks_attention(
         The attention output [M, heads, head_dim].
     """
     drafting, outs = packing.positions[packing.draft_positions], []
-    first_row, first_token = 0, 0
+    first_draft, first_token = 0, 0
     for length, count in zip(packing.document_lengths, packing.document_drafts, strict=True):
         tokens = packing.key_indices[first_token : first_token + length]
         size = max(1, MOST_SCORES // (length * query.shape[1]))
-        for start in range(first_row, first_row + count, size):
-            rows = slice(start, min(start + size, first_row + count))
-            own_block = [x[rows] for each in own for x in each]
+        for start in range(first_draft, first_draft + count, size):
+            block = slice(start, min(start + size, first_draft + count))
+            block_keys, block_values = ([each[block] for each in own] for own in (own_keys, own_values))
             attended: torch.Tensor = checkpoint(
-                _attend_block, query[rows], drafting[rows], keys[tokens], values[tokens], mask, extras, *own_block,
-                use_reentrant=False, preserve_rng_state=False,
+                _attend_block, query[block], drafting[block], keys[tokens], values[tokens], block_keys, block_values,
+                mask, extras, use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
             outs.append(attended)
-        first_row, first_token = first_row + count, first_token + length
+        first_draft, first_token = first_draft + count, first_token + length
     return torch.cat(outs)
 
 
@@ -110,16 +117,17 @@ def _attend_block(
     drafting: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
     mask: MaskOf,
     extras: Extras,
-    *own: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the output of rows [R, heads, head_dim] that draft from positions [R] of a document.
+    """Returns the output [R, heads, head_dim] of the draft positions [R] of a document.
 
     The document's keys and values [S, kv heads, head_dim] are those of positions 0 .. S - 1.
     """
     key_positions = torch.arange(len(keys), device=query.device)
-    depths = torch.arange(1, len(own) // 2 + 1, device=query.device)
+    depths = torch.arange(1, len(own_keys) + 1, device=query.device)
     positions = (drafting + len(depths))[:, None]  # those of the queries
     of_keys = torch.cat([key_positions.expand(len(query), -1), drafting[:, None] + depths], -1)  # [R, keys]
     is_seen = (of_keys <= drafting[:, None]) | (torch.arange(of_keys.shape[1], device=query.device) >= len(keys))
@@ -127,10 +135,10 @@ def _attend_block(
         is_seen &= positions - of_keys < mask.window
     if mask.chunk is not None:
         is_seen &= positions // mask.chunk == of_keys // mask.chunk
-    rows = query.unflatten(1, (keys.shape[1], -1))  # [R, kv heads, groups, head_dim]
-    scores = torch.einsum("rhgd,nhd->rhgn", rows, keys)
-    for key in own[::2]:
-        scores = torch.cat([scores, torch.einsum("rhgd,rhd->rhg", rows, key)[..., None]], -1)
+    queries = query.unflatten(1, (keys.shape[1], -1))  # [R, kv heads, groups, head_dim]
+    scores = torch.einsum("rhgd,nhd->rhgn", queries, keys)
+    for key in own_keys:
+        scores = torch.cat([scores, torch.einsum("rhgd,rhd->rhg", queries, key)[..., None]], -1)
     scores = scores.float() * query.shape[-1] ** -0.5
     if extras.softcap is not None:
         scores = torch.tanh(scores / extras.softcap) * extras.softcap
@@ -140,7 +148,7 @@ def _attend_block(
         scores = torch.cat([scores, sinks.expand(len(query), -1, -1, 1)], -1)
     weights = scores.softmax(-1).to(values.dtype)
     out = torch.einsum("rhgn,nhd->rhgd", weights[..., : len(keys)], values)
-    for depth, value in enumerate(own[1::2]):
+    for depth, value in enumerate(own_values):
         out = out + weights[..., len(keys) + depth, None] * value[:, :, None]
     return out.flatten(1, 2)
 
@@ -164,7 +172,7 @@ def depths_or_cache_attention(
         query: [B, heads, S, head_dim]; B = 1 with `depth_keys`.
         key: [B, kv heads, slots, head_dim].
         value: [B, kv heads, slots, value head_dim].
-        attention_mask: None.
+        attention_mask: must be None.
         depth_keys: the keys of a training step; None in decoding.
         scaling: scale of the scores.
         softcap: soft cap of the scores.
@@ -177,7 +185,8 @@ def depths_or_cache_attention(
     if depth_keys is None:
         kwargs |= {"softcap": softcap, "s_aux": s_aux}
         return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, **kwargs)  # type: ignore[arg-type]
-    refuse_keywords(module, kwargs)
+    refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
+    query = tempered(module, query, depth_keys.positions[None], num_read=0)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, (kv) heads, head_dim]
     return depth_keys.attend(query, key, value, scaling, Extras(softcap, s_aux))[None], None
 

@@ -54,7 +54,7 @@ def documents_or_cache_attention(
         query: [B, heads, S, head_dim]; B = 1 with `documents`.
         key: [B, kv heads, slots, head_dim].
         value: [B, kv heads, slots, value head_dim].
-        attention_mask: None.
+        attention_mask: must be None.
         documents: the packed documents in training; None in decoding.
         scaling: scale of the scores; with `documents` it must be 1 / sqrt(head_dim).
         kwargs: those of `causal_or_masked_attention` in decoding; others must be among `UNUSED_KEYWORDS`.
@@ -64,7 +64,7 @@ def documents_or_cache_attention(
     """
     if documents is None:
         return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, **kwargs)  # type: ignore[arg-type]
-    refuse_keywords(module, kwargs)
+    refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, (kv) heads, head_dim]
     return depth_attention(query, key, value, [], [], documents)[None], None
 

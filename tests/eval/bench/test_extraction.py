@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
-from tests.conftest import run_program
+import pytest
+
+from eval.bench.extraction import bench_vllm
+from tests.conftest import make_config, make_target, run_program
 
 TINY = (
     "bench.documents=9",
@@ -43,6 +46,14 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
         "vLLM is left out: serving.python: must be a Python with vLLM",
     ):
         assert word in result.stdout.replace("\n", " ")
+
+
+def test_vllm_is_left_out_for_a_target_from_which_it_cannot_extract(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target_dir = make_target(tmp_path, "qwen2", num_attention_heads=2, head_dim=64)
+    assert bench_vllm(make_config(f"target.path={target_dir}", *TINY), tmp_path) == {}
+    assert "vLLM is left out: hidden_states.backend: the target must be one that vLLM" in capsys.readouterr().out
 
 
 def test_an_unknown_target_of_the_bench_is_refused(tmp_path: Path) -> None:

@@ -159,10 +159,11 @@ def test_every_depth_is_that_of_the_familys_own_layer(tmp_path: Path, family: st
         torch.testing.assert_close(drafted, plain, atol=2e-5, rtol=1e-4)
 
 
-# Others with a scale of their own, sinks, a window, and a soft cap with a window.
-@pytest.mark.parametrize("family", [*MODULES, "granite", "gpt_oss", "mistral", "gemma2"])
+# Others with a scale of their own, sinks, a window, a soft cap with a window, and a temperature of each position.
+@pytest.mark.parametrize("family", [*MODULES, "granite", "gpt_oss", "mistral", "gemma2", "llama4_text"])
 def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(tmp_path: Path, family: str) -> None:
-    config, state = write_checkpoint(tmp_path, family)
+    settings = {"moe_layers": [], "floor_scale": 2} if family == "llama4_text" else {}
+    config, state = write_checkpoint(tmp_path, family, **settings)
     parts, head = load_frozen_parts(tmp_path), build_head(NativeMtpHead.Config(ttt_steps=DEPTHS), config)
     head.load_state_dict(state)
     lengths = [TOKENS, 5]
@@ -199,9 +200,9 @@ def test_blocks_of_stored_scores_attend_as_the_kernels_do(points: bool, monkeypa
     )
     num_drafts = len(packing.draft_positions)
     query, keys, values = (torch.randn(n, h, 8, generator=generator) for n, h in ((num_drafts, 4), (25, 2), (25, 2)))
-    own = [tuple(torch.randn(num_drafts, 2, 8, generator=generator) for _ in range(2)) for _ in range(2)]
-    plain = depth_attention(query, keys, values, *zip(*own, strict=True), packing)
-    torch.testing.assert_close(blocks_attention(query, keys, values, own, packing, FULL, Extras()), plain)
+    own = [[torch.randn(num_drafts, 2, 8, generator=generator) for _ in range(2)] for _ in range(2)]
+    plain = depth_attention(query, keys, values, *own, packing)
+    torch.testing.assert_close(blocks_attention(query, keys, values, *own, packing, FULL, Extras()), plain)
 
 
 def cast(head: NativeMtpHead) -> NativeMtpHead:

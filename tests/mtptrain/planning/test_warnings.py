@@ -46,6 +46,15 @@ def test_settings_that_do_not_fit_are_warned_of(
     assert message in warnings_for(make_plan(config), config)
 
 
+def test_fewer_documents_than_micro_batches_are_warned_of(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
+    run_dir, overrides = tiny_run
+    settings = (f"run_dir={run_dir}", "train.max_steps=0", "train.micro_batches_per_step=1000", "planner.num_gpus=1")
+    plan = make_plan(config := make_config(*overrides, *settings))
+    assert plan.num_steps == 0
+    message = f"train.micro_batches_per_step: must be at most the {plan.workload.documents} documents, but is 1000; "
+    assert message in warnings_for(plan, config)
+
+
 WINDOWS = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000")
 """With these settings, at most three windows of two shards, 600,000 tokens, are on disk."""
 

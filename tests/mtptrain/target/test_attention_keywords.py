@@ -5,11 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from mtptrain.heads.attention.depths import DepthKeys, depths_or_cache_attention
 from mtptrain.heads.attention.documents import documents_or_cache_attention
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.transformers_streams import PackedDocuments, packed_attention
-from mtptrain.target.causal_attention import SeenSlots, causal_or_masked_attention
+from mtptrain.target.causal_attention import FULL, SeenSlots, causal_or_masked_attention
 
+PACKING = Packing.of_spans([3], [(0, 0, 3)])
 SEEN = SeenSlots((None,), None, torch.arange(3)[None])
 
 
@@ -19,7 +21,9 @@ SEEN = SeenSlots((None,), None, torch.arange(3)[None])
         (causal_or_masked_attention, {"seen_slots": SEEN}),
         (packed_attention, {"packed_documents": PackedDocuments.of([3], torch.device("cpu"))}),
         (documents_or_cache_attention, {"seen_slots": SEEN}),
-        (documents_or_cache_attention, {"documents": Packing.of_spans([3], [(0, 0, 3)])}),
+        (documents_or_cache_attention, {"documents": PACKING}),
+        (depths_or_cache_attention, {"seen_slots": SEEN}),
+        (depths_or_cache_attention, {"depth_keys": DepthKeys(PACKING, torch.arange(3), FULL, [])}),
     ],
 )
 def test_every_attention_function_refuses_a_keyword_that_it_does_not_know(
@@ -33,3 +37,5 @@ def test_every_attention_function_refuses_a_keyword_that_it_does_not_know(
     assert attention(module, x, x, x, **given) is not None
     with pytest.raises(ValueError, match="Identity passes position_bias"):
         attention(module, x, x, x, **given, position_bias=torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="Identity passes attention_mask"):
+        attention(module, x, x, x, **{**given, "attention_mask": torch.zeros(3, 3)})

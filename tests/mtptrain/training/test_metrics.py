@@ -11,7 +11,7 @@ import torch
 import wandb
 
 from mtptrain.training.flops import StepFlops, _now
-from mtptrain.training.metrics import StepMeter, Tracking, track_report
+from mtptrain.training.metrics import StepMeter, Tracer, Tracking, track_report
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
@@ -46,6 +46,18 @@ def test_the_peak_of_a_cpu_counts_only_the_time_in_which_this_process_computes()
     before = _now(torch.device("cpu"))
     time.sleep(0.5)  # as if other programs had the cores
     assert _now(torch.device("cpu")) - before < 0.25
+
+
+@pytest.mark.parametrize("num_steps", [5, 6])
+def test_a_run_that_is_too_short_for_a_trace_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int
+) -> None:
+    tracer = Tracer(tmp_path / "trace.json")
+    for _ in range(num_steps):
+        tracer.step_done()
+    tracer.close()
+    message = f"must make at least six steps for {tmp_path}/trace.json, a trace of its sixth to eighth step, but made 5"
+    assert (message in capsys.readouterr().out) == (num_steps == 5)
 
 
 START_OF_TRAINING = """

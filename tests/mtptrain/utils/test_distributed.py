@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mtptrain.utils import distributed
 from mtptrain.utils.distributed import StopSignal, cpu_ranks, free_port, init_ranks
+from mtptrain.utils.errors import UserError
 from tests.programs import FORKED, ranks_environment
 
 
@@ -27,6 +28,15 @@ def test_a_cpu_gets_a_rank_per_core_as_far_as_work_and_memory_allow_unless_the_c
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(distributed.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 10**9))
     assert cpu_ranks(setting, num_jobs, weights_bytes) == expected
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    message = "^--nproc-per-node: must be at most 2, the number of GPUs that this process sees, but LOCAL_RANK is 2; "
+    with pytest.raises(UserError, match=message):
+        init_ranks()
 
 
 LATE_S, SHORT_S = 5.0, 3.0
