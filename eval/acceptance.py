@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.command_line.program import command, program
+from mtptrain.command_line.tables import wide_console
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker, load_config
 from mtptrain.convert.draft_model import load_draft_model
 from mtptrain.convert.warm_start import RunHead
@@ -284,8 +285,7 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
             rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]
             figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
             table.add_row(label, *(f"{figure:.3f}" for figure in figures), str(acceptance.prompts), *more)
-    console = Console()
-    console.width = max(console.width, 75 + 8 * len(depths) + max(map(len, measured)))
+    console = wide_console(75 + 8 * len(depths) + max(map(len, measured)))
     console.print(table)
     if len(measured["head"].sources) == 1:
         console.print("no confidence intervals: all prompts come from one file or question; add prompts from another")

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from mtptrain.command_line.tables import wide_console
 from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError, errors_as_lines
 from mtptrain.utils.files import read_sealed, refuse_overwriting
@@ -130,9 +130,7 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
         row = table_row(each, num_depths, has_speed)
         trained = ("" if each.get(key) is None else f"{each[key]:{form}}" for key, form in TRAINED.values())
         table.add_row(name, row["length"], row["interval"], *row["cells"], *trained)
-    console = Console()
-    console.width = max(console.width, 105 + 8 * num_depths + max(map(len, drafters)))
-    console.print(table)
+    wide_console(105 + 8 * num_depths + max(map(len, drafters))).print(table)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
-from mtptrain.target.families import eos_token_ids
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
@@ -199,7 +198,7 @@ class Measurement:
             num_speculative_tokens=self.settings.num_speculative_tokens,
             max_new_tokens=self.settings.max_new_tokens,
             sampler=candidate.sampler,
-            eos_token_ids=eos_token_ids(self.target.config, self.target.model.generation_config),
+            eos_token_ids=self.target.eos_token_ids,
             batch_size=len(batch),
             clock=share.clock,
             observe=candidate.quality,

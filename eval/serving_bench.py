@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 
 from mtptrain.command_line.program import command, program
+from mtptrain.command_line.tables import wide_console
 from mtptrain.config import load_config
 from mtptrain.convert.engine_settings import remove_engine_settings, write_engine_settings
 from mtptrain.decoding.prompts import check_head_context
@@ -192,9 +192,7 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str, costs: Sequence
             "" if row.counts is None else f"{row.counts.acceptance_length:.3f}",
             end_section=row.concurrency == rows[-1].concurrency,
         )
-    console = Console()
-    console.width = max(console.width, 108 if costs else 88)
-    console.print(table)
+    wide_console(108 if costs else 88).print(table)
 
 
 if __name__ == "__main__":

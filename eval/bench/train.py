@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.command_line.program import program
+from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
@@ -302,11 +303,10 @@ GPU_COLUMNS = {
 
 
 def print_tables(figures: TrainFigures) -> None:
-    console, title = (
-        Console(),
-        f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.3g} TFLOP/s in {figures['dtype']}",
+    console = wide_console(120)
+    title = (
+        f"Training step, {figures['device']}, matmul peak {figures['matmul_tflops']:.3g} TFLOP/s in {figures['dtype']}"
     )
-    console.width = max(console.width, 120)
     print_table(console, figures.get("steps"), STEP_COLUMNS, title)
     print_table(console, figures.get("lengths"), LENGTH_COLUMNS, "One document")
     print_table(console, figures.get("gpu"), GPU_COLUMNS, title)

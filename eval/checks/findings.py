@@ -5,8 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+from mtptrain.command_line.tables import wide_console
 
 
 class Outcome(StrEnum):
@@ -68,7 +70,7 @@ def run_check(name: str, check: Check) -> Row:
         finding = check()
     except Exception as error:
         finding = Finding(Outcome.failed, reason=f"{type(error).__name__}: {error}")
-    return Row(finding.outcome, finding.figure, finding.bound, finding.reason, name, time.perf_counter() - started)
+    return Row(**vars(finding), name=name, seconds=time.perf_counter() - started)
 
 
 STYLES = {Outcome.passed: "green", Outcome.failed: "bold red", Outcome.skipped: "yellow"}
@@ -78,7 +80,5 @@ def print_rows(rows: list[Row], title: str) -> None:
     table = Table("check", "", "measured", "allowed", "s", title=title)
     for row in rows:
         outcome = f"[{STYLES[row.outcome]}]{row.outcome}[/]"
-        table.add_row(row.name, outcome, row.shown.replace("[", "\\["), row.bound, f"{row.seconds:.0f}")
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(table)
+        table.add_row(row.name, outcome, escape(row.shown), row.bound, f"{row.seconds:.0f}")
+    wide_console(120).print(table)

@@ -20,7 +20,6 @@ from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.run import Run
 from mtptrain.serving.divergence import first_answer_divergence
 from mtptrain.serving.vllm_client import find_python
-from mtptrain.target.families import eos_token_ids
 from mtptrain.target.loading import load_target
 from mtptrain.training.batches import pack_states
 from mtptrain.training.checkpoint import complete_checkpoints
@@ -185,7 +184,7 @@ class Stages:
                 num_speculative_tokens=drafter.draft_slots,
                 max_new_tokens=settings.max_new_tokens,
                 sampler=Sampler(),
-                eos_token_ids=eos_token_ids(target.config, target.model.generation_config),
+                eos_token_ids=target.eos_token_ids,
                 batch_size=settings.batch_size,
             )
             return [generation.tokens for generation in generations]

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from mtptrain.command_line.program import command, quoted, stage_command
+from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.formats import format_for
 from mtptrain.decoding.prompts import check_head_context
@@ -295,6 +295,4 @@ def print_table(costs: Sequence[RoundCost], head_name: str) -> None:
             "" if usual is None else "{:.1f} to {:.1f}".format(*usual),
             end_section=following is None or following.batch_size != cost.batch_size,
         )
-    console = Console()
-    console.width = max(console.width, 100)
-    console.print(table)
+    wide_console(100).print(table)

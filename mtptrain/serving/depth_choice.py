@@ -39,12 +39,11 @@ def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:
     """
     sizes = sorted(best)
     ranges: list[list[int]] = []
-    for first, following in zip([1, *sizes[1:]], [*sizes[1:], sizes[-1] + 1], strict=True):
-        num_drafts = best[sizes[0]] if first == 1 else best[first]
-        if ranges and ranges[-1][2] == num_drafts:
+    for size, first, following in zip(sizes, [1, *sizes[1:]], [*sizes[1:], sizes[-1] + 1], strict=True):
+        if ranges and ranges[-1][2] == best[size]:
             ranges[-1][1] = following - 1
         else:
-            ranges.append([first, following - 1, num_drafts])
+            ranges.append([first, following - 1, best[size]])
     return ranges
 
 

@@ -1,4 +1,4 @@
-"""Finds out how a family of models is built: one forward of its code without weights, in which nothing is looked up.
+"""Finds out how a model is built by running its code once without weights, instead of keeping a list of families.
 
 A model of any size is built on the meta device, where tensors have shapes and no values. Its decoder layers pass their
 input on, except the last one, which returns random states; only the final norm and a small lm_head have values. So one
@@ -290,8 +290,8 @@ class _Probe:
         states, bias, numbers = self.post_norm[0], self.lm_head.bias, sorted(set(_numbers(self.config.to_dict())))
         raw = F.linear(states, self.lm_head.weight)
         # A bias tells a factor before lm_head from one after it.
-        columns = torch.stack([raw, raw if bias is None else bias.expand_as(raw)], -1).flatten(0, 1).double()
-        columns = columns[:, :1] if bias is None else columns
+        terms = [raw] if bias is None else [raw, bias.expand_as(raw)]
+        columns = torch.stack(terms, -1).flatten(0, 1).double()
         candidates = []
         for cap in (None, *(number for number in numbers if number > logits.abs().max())):
             uncapped = logits.double() if cap is None else torch.atanh(logits.double() / cap) * cap

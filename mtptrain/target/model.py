@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mtptrain.target.causal_attention import CAUSAL_OR_MASKED, SeenSlots
+from mtptrain.target.families import eos_token_ids
 from mtptrain.target.few_rows import FrozenLinear, use_few_rows
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
@@ -53,6 +54,10 @@ class Target:
     @property
     def device(self) -> torch.device:
         return self.parts.embed_tokens.device
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return eos_token_ids(self.config, self.model.generation_config)
 
     @torch.no_grad()
     def forward(

@@ -22,7 +22,6 @@ from mtptrain.decoding.prompts import (
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, fill_head
-from mtptrain.target.families import eos_token_ids
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.target.model import Target
@@ -115,7 +114,7 @@ class Validation:
             num_speculative_tokens=num_speculative_tokens,
             max_new_tokens=self.config.train.validation_new_tokens,
             sampler=Sampler(),
-            eos_token_ids=eos_token_ids(self._loaded.config, self._loaded.model.generation_config),
+            eos_token_ids=self._loaded.eos_token_ids,
             batch_size=self.config.acceptance.batch_size,
             batch_tokens=self.config.acceptance.batch_tokens,
             description=description,
