@@ -3,8 +3,9 @@
 Reads `run_dir/export/<engine>/` (or `serving.head_dir`, or `export.output_dir`), the trained head, and the prompts of
 `mtptrain acceptance`. With `serving.url`, it starts no engine and reads no export, but asks that server.
 Writes `report.json` to `run_dir/serving_check/` and prints a table. In float32 all counters and answers must be equal,
-or the program ends with status 1. With `acceptance.dtype=bfloat16`, or a quantised target, the two sides round
-differently, so only the acceptance lengths must agree, within 2 %.
+or the program ends with status 1. With bfloat16, or weights that the target or the engine rounds, the acceptance
+lengths along the engine's answers must agree within 2 % and two drafts, and the first different token must be explained
+by rounding.
 
     mtptrain serving-check recipe=quickstart serving.engine=vllm
     mtptrain serving-check recipe=quickstart serving.engine=llama_cpp target.gguf=TARGET.gguf
@@ -21,10 +22,10 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 
 from mtptrain.command_line.program import command, program
+from mtptrain.command_line.tables import wide_console
 from mtptrain.config import Dtype, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import generate_in_batches
@@ -39,7 +40,6 @@ from mtptrain.serving.divergence import Divergence, first_answer_divergence, fir
 from mtptrain.serving.engine import Engine, EngineCounts, EngineRun
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.settings.evaluation import ServingEngine
-from mtptrain.target.families import eos_token_ids
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.distributed import init_ranks
@@ -53,7 +53,7 @@ InputIds = dict[str, list[int]]
 MADE_NONE = {"llama.cpp": ": no drafts were made, as llama-server makes none without --spec-type"}
 """Why an engine may draft nothing without saying so."""
 ROUNDING_TOLERANCE, ROUNDED_DRAFTS = 0.02, 2
-"""Largest allowed relative difference of acceptance lengths in bf16 or with quantised weights, and the number of drafts
+"""Largest allowed relative difference of acceptance lengths in bf16 or with rounded weights, and the number of drafts
 that may be accepted differently beside it."""
 FEW_DRAFTS = 30
 """Number of accepted drafts below which lengths within the tolerance say little."""
@@ -87,14 +87,13 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     write_provenance(output_dir, config)
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     limits = settings.num_speculative_tokens, settings.max_new_tokens, ours.stop_token_ids
-    counted, rule = engine.counted(ours.drafted, *limits)
-    is_quantised = engine.may_round or getattr(run.target.config, "quantization_config", None) is not None
-    may_round = settings.dtype == Dtype.bfloat16 or is_quantised
-    counts = check_counts(theirs.counts, counted, config, engine)
-    comparison = Comparison(ours, counted, theirs, counts)
+    our_counts, rule = engine.counted(ours.drafted, *limits)
+    has_rounded_weights = engine.may_round or getattr(run.target.config, "quantization_config", None) is not None
+    may_round = settings.dtype == Dtype.bfloat16 or has_rounded_weights
+    comparison = Comparison(ours, our_counts, theirs, check_counts(theirs.counts, our_counts, config, engine))
     if not comparison.is_equal and may_round:
-        followed, _ = engine.counted(follow_answers(run, prompts, theirs.tokens, ours.stop_token_ids), *limits)
-        comparison = replace(comparison, followed=followed)
+        followed = follow_answers(run, prompts, theirs.tokens, ours.stop_token_ids)
+        comparison = replace(comparison, our_counts_on_their_answers=engine.counted(followed, *limits)[0])
     divergence = None if comparison.is_equal else explain(run, list(prompts.values()), comparison)
 
     served = {"command": command(), **report(config, comparison, divergence), "rule": rule}
@@ -104,10 +103,10 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     write_run_page(config)
     if not comparison.is_equal and comparison.is_near and (divergence is None or divergence.is_rounding):
         print(
-            f"the two sides differ by rounding, as {'quantised weights' if is_quantised else settings.dtype} may: "
+            f"the two sides differ by rounding, as {'rounded weights' if has_rounded_weights else settings.dtype} may: "
             f"on the engine's answers, our acceptance length and its own agree within {TOLERANCE}"
         )
-        if (accepted := sum(comparison.counts.accepted_at)) < FEW_DRAFTS:
+        if (accepted := sum(comparison.their_counts.accepted_at)) < FEW_DRAFTS:
             print(
                 f"{accepted} accepted drafts are too few to tell a right head from a wrong one: raise "
                 "acceptance.num_prompts, or train the head further"
@@ -139,7 +138,7 @@ def decode_here(run: Run, prompts: InputIds) -> OurRun:
     return OurRun(
         drafted,
         [generation.tokens for generation in plain],
-        eos_token_ids(target.config, target.model.generation_config),
+        target.eos_token_ids,
         found.sha256,
     )
 
@@ -162,7 +161,7 @@ def decode(
         num_speculative_tokens=drafter.draft_slots,
         max_new_tokens=settings.max_new_tokens,
         sampler=Sampler(),
-        eos_token_ids=eos_token_ids(target.config, target.model.generation_config),
+        eos_token_ids=target.eos_token_ids,
         batch_size=settings.batch_size,
         batch_tokens=settings.batch_tokens,
         description=name,
@@ -188,20 +187,20 @@ def follow_answers(
 
 
 def check_counts(
-    counts: EngineCounts | None, counted: EngineCounts, config: PipelineConfig, engine: Engine
+    theirs: EngineCounts | None, ours: EngineCounts, config: PipelineConfig, engine: Engine
 ) -> EngineCounts:
-    """Returns the counts. Raises UserError if the server does not draft `num_speculative_tokens` tokens a round."""
-    if counts is not None and counts.rounds == counted.rounds == 0:
-        return counted  # the answers are too short for drafts
-    num_drafts = 0 if counts is None else len(counts.accepted_at)
-    if counts is None or num_drafts != config.acceptance.num_speculative_tokens:
+    """Returns the engine's counts. Raises UserError if it does not draft `num_speculative_tokens` tokens a round."""
+    if theirs is not None and theirs.rounds == ours.rounds == 0:
+        return ours  # the answers are too short for drafts
+    num_drafts = 0 if theirs is None else len(theirs.accepted_at)
+    if theirs is None or num_drafts != config.acceptance.num_speculative_tokens:
         setting = "serving.engine" if config.serving.url is None else "serving.url"
         raise UserError(
             f"{setting}: the engine must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts "
             f"{num_drafts}; set acceptance.num_speculative_tokens, or start a server with the command of the export's "
-            f"README{MADE_NONE[engine.name] if num_drafts == 0 and engine.name in MADE_NONE else ''}"
+            f"README{MADE_NONE.get(engine.name, '') if num_drafts == 0 else ''}"
         )
-    return counts
+    return theirs
 
 
 @dataclass(frozen=True)
@@ -209,12 +208,13 @@ class Comparison:
     """The results of our own loop and of the engine."""
 
     ours: OurRun
-    counted: EngineCounts
+    our_counts: EngineCounts
     """Our counters, by the engine's rules."""
     theirs: EngineRun
-    counts: EngineCounts
+    their_counts: EngineCounts
     """The engine's counters."""
-    followed: EngineCounts | None = None
+    our_counts_on_their_answers: EngineCounts | None = None
+    """Our counters on the engine's answers, by its rules, if the two sides may round differently."""
     """Our counters on the engine's answers, by its rules, if the two sides may round differently."""
 
     @property
@@ -225,9 +225,13 @@ class Comparison:
         return sum(map(eq, ours, plain)), sum(map(eq, self.theirs.tokens, plain))
 
     @property
+    def ours_are_plain(self) -> bool:
+        return self.num_plain[0] == len(self.ours.plain)
+
+    @property
     def rows(self) -> list[tuple[str, float, float]]:
         """Every compared figure: its name, our value and the engine's value."""
-        ours, theirs = self.followed or self.counted, self.counts
+        ours, theirs = self.our_counts_on_their_answers or self.our_counts, self.their_counts
         # Not every engine reports how many tokens it drafted.
         drafted = [] if theirs.drafted is None else [("drafted tokens", ours.drafted or 0, theirs.drafted)]
         accepted = enumerate(zip(ours.accepted_at, theirs.accepted_at, strict=True))
@@ -247,10 +251,10 @@ class Comparison:
     @property
     def is_near(self) -> bool:
         """Whether the acceptance lengths on the engine's answers agree up to rounding."""
-        if self.followed is None:
+        if (counts := self.our_counts_on_their_answers) is None:
             return False
-        ours, theirs = self.followed.acceptance_length, self.counts.acceptance_length
-        return abs(theirs - ours) <= ROUNDING_TOLERANCE * ours + ROUNDED_DRAFTS / max(self.followed.rounds, 1)
+        ours, theirs = counts.acceptance_length, self.their_counts.acceptance_length
+        return abs(theirs - ours) <= ROUNDING_TOLERANCE * ours + ROUNDED_DRAFTS / max(counts.rounds, 1)
 
 
 def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Divergence | None:
@@ -260,8 +264,7 @@ def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Diver
     """
     target, loaded = load_pair(run)
     divergence = first_answer_divergence(target, prompts, comparison.ours.plain, comparison.theirs.tokens)
-    our_answers_are_plain = comparison.num_plain[0] == len(comparison.ours.plain)
-    if divergence is not None or comparison.theirs.accepted_by_round is None or not our_answers_are_plain:
+    if divergence is not None or comparison.theirs.accepted_by_round is None or not comparison.ours_are_plain:
         return divergence
     depths = run.config.acceptance.num_speculative_tokens
     return first_draft_divergence(
@@ -271,13 +274,18 @@ def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Diver
 
 def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, engine: Engine) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
-    first = "The first token that differs cannot be found, because the engine does not say what each round accepted"
-    if isinstance(engine, VllmServer):
-        first += "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
     if divergence is not None:
         first = f"The first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}"
+    elif not comparison.ours_are_plain:
+        first = "Our own answers with drafts differ from plain decoding, so no first difference is named"
+    elif comparison.theirs.accepted_by_round is not None:
+        first = "No round before the end of an answer differs"
+    else:
+        first = "The first token that differs cannot be found, because the engine does not say what each round accepted"
+        if isinstance(engine, VllmServer):
+            first += "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
     problem = f"they differ in {', '.join(unequal)}" if unequal else "neither gives all of these answers"
-    if comparison.followed is not None:
+    if comparison.our_counts_on_their_answers is not None:
         return (
             f"serving check: on the answers of {engine.name} {comparison.theirs.version}, our acceptance length and "
             f"its own must agree within {TOLERANCE}, and the first difference must be rounding, but {problem}. "
@@ -291,15 +299,18 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
 
 
 def report(config: PipelineConfig, comparison: Comparison, divergence: Divergence | None) -> dict[str, Any]:
-    settings, acceptance, counts = config.acceptance, comparison.counted, comparison.counts
+    settings, followed = config.acceptance, comparison.our_counts_on_their_answers
     our_plain, their_plain = comparison.num_plain
     is_openvino = config.serving.engine is ServingEngine.openvino
     names = ("rounds", "drafted", "accepted_at", "acceptance_length")
+    ours, theirs = (
+        {name: getattr(counts, name) for name in names} for counts in (comparison.our_counts, comparison.their_counts)
+    )
     return {
         "is_equal": comparison.is_equal,
-        "ours": {name: getattr(acceptance, name) for name in names} | {"plain_greedy_answers": our_plain},
-        "ours_on_their_answers": None if comparison.followed is None else asdict(comparison.followed),
-        "theirs": {name: getattr(counts, name) for name in names} | {"plain_greedy_answers": their_plain},
+        "ours": ours | {"plain_greedy_answers": our_plain},
+        "ours_on_their_answers": None if followed is None else asdict(followed),
+        "theirs": theirs | {"plain_greedy_answers": their_plain},
         "first_divergence": None if divergence is None else asdict(divergence),
         "head_sha256": comparison.ours.head_sha256,
         "engine": str(config.serving.engine),
@@ -325,13 +336,11 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, rul
     for name, ours, theirs in comparison.rows:
         figures = [f"{figure:,}" if isinstance(figure, int) else f"{figure:.3f}" for figure in (ours, theirs)]
         table.add_row(name, *figures, "equal" if ours == theirs else f"{100 * (theirs - ours) / max(ours, 1):+.2f} %")
-    console = Console()
-    console.width = max(console.width, 80)
-    console.print(table)
-    if comparison.followed is not None:
+    wide_console(80).print(table)
+    if comparison.our_counts_on_their_answers is not None:
         print(
             "Because the two sides may round differently, ours are those along the engine's answers; on our own "
-            f"answers the acceptance length is {comparison.counted.acceptance_length:.3f}."
+            f"answers the acceptance length is {comparison.our_counts.acceptance_length:.3f}."
         )
     if rule:
         print(rule)

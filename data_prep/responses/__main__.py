@@ -10,14 +10,16 @@ run retries the failed ones.
     mtptrain responses recipe=R prompts.source=responses "prompts.paths=[chats.jsonl]" responses.url=URL
 """
 
+import json
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import TextIO
 
 import httpx
 import torch
@@ -46,7 +48,7 @@ from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check
 from .manifest import MANIFEST, ResponsesIdentity, ResponsesManifest
 from .report import ResponsesProgress, print_report
 from .server import CompletionServer, regenerate_with_server
-from .store import FAILURES, Journal, ResponsesStore
+from .store import FAILURES, ResponsesStore
 from .survey import Survey, survey_conversations
 from .target import regenerate_with_target
 
@@ -306,7 +308,7 @@ def fill_from_server(
     server: CompletionServer,
     dialogues: Iterator[Dialogue],
     concurrency: int,
-    journal: Journal,
+    journal: TextIO,
     progress: ResponsesProgress,
     bar: tqdm,
 ) -> None:
@@ -336,9 +338,9 @@ def fill_from_server(
 
 
 def save_conversation(
-    conversation: RegeneratedConversation, journal: Journal, progress: ResponsesProgress, bar: tqdm
+    conversation: RegeneratedConversation, journal: TextIO, progress: ResponsesProgress, bar: tqdm
 ) -> None:
-    journal.write(conversation)
+    journal.write(json.dumps(asdict(conversation)) + "\n")
     progress.rows += 1
     progress.tokens += sum(conversation.answer_tokens)
     bar.update()

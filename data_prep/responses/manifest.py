@@ -41,6 +41,7 @@ class ResponsesIdentity:
         return {
             **self.target.facts(),
             "the conversations (prompts.paths and their hashes)": self.sources,
+            "the order of prompts.paths": list(self.sources),
             "the backend (responses.url)": self.backend,
             "the served model (responses.model)": self.model,
             **self.settings,

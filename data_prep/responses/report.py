@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
+
+from mtptrain.command_line.tables import wide_console
 
 from ..prompts_report import group_refusals
 from .dialogue import Ending
@@ -68,8 +69,7 @@ def print_report(
     table = Table(title="mtptrain responses", show_header=False)
     for name, value in report_rows(manifest, survey, progress).items():
         table.add_row(name, value)
-    console = Console(markup=False, highlight=False)
-    console.width = max(console.width, 80)
+    console = wide_console(80, markup=False, highlight=False)
     console.print(table)
     for group in group_refusals(left_out):
         console.print(f"{group.count:,} left out: {group.reason}; first: {', '.join(group.first)}", soft_wrap=True)

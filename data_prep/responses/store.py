@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from mtptrain.data.identity import refuse_other
 from mtptrain.utils.errors import UserError
@@ -65,27 +66,30 @@ class ResponsesStore:
             UserError: the existing responses are damaged, or are from a different target, data or settings.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        versions: list[str] = []
-        for name in (PLAN, MANIFEST):
-            path = self.directory / name
-            if path.exists():
-                plan = ResponsesPlan.read(path)
-                refuse_other(path, identity, plan.identity)
-                versions = plan.server_versions
-                break
-        self._server_versions = list(dict.fromkeys([*versions, *([server_version] if server_version else [])]))
-        self._identity = identity
-        for path in [self.directory / CONVERSATIONS, *self._journals()]:
-            if path.exists():
-                self._read(path)
+        stored = [path for path in (self.directory / CONVERSATIONS, *self._journals()) if path.exists()]
+        versions = [server_version] if server_version else []
+        plans = [path for path in (self.directory / PLAN, self.directory / MANIFEST) if path.exists()]
+        if plans:
+            plan = ResponsesPlan.read(plans[0])
+            refuse_other(plans[0], identity, plan.identity)
+            versions = [*plan.server_versions, *versions]
+        elif stored:
+            raise UserError(
+                f"{self.directory}: must hold {PLAN} or {MANIFEST} beside its responses, but holds neither; delete it "
+                "and run mtptrain responses again"
+            )
+        self._server_versions, self._identity = list(dict.fromkeys(versions)), identity
+        for path in stored:
+            self._read(path)
 
     def mark_unfinished(self) -> None:
         """Write the plan and remove the manifest, which marks a finished stage, before the responses change."""
         write_sealed(self.directory / PLAN, asdict(ResponsesPlan(self._identity, self._server_versions)))
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
-    def journal(self, rank: int) -> "Journal":
-        return Journal(self.directory / f"answers_{rank:05d}.jsonl")
+    def journal(self, rank: int) -> TextIO:
+        """Returns the file to which a rank appends finished conversations. Each line is written at once."""
+        return (self.directory / f"answers_{rank:05d}.jsonl").open("a", buffering=1, encoding="utf-8")
 
     def finish(
         self, failed: Mapping[int, str], refused: Mapping[str, str], location: Callable[[int], str]
@@ -151,23 +155,6 @@ class ResponsesStore:
                     cut_short.append(replace(conversation, messages=[]))
         publish(temporary, self.directory / CONVERSATIONS)
         return counts, cut_short
-
-
-class Journal:
-    """Appends conversations to a file, one line each."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self._file.close()
-
-    def write(self, conversation: RegeneratedConversation) -> None:
-        self._file.write(json.dumps(asdict(conversation)).encode() + b"\n")
-        self._file.flush()
 
 
 def _parse(line: bytes, path: Path) -> RegeneratedConversation:

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from mtptrain.command_line.program import command, program
+from mtptrain.command_line.tables import wide_console
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
@@ -113,7 +113,8 @@ def prompts_to_measure(bench: BenchConfig, prompts: Prompts) -> PromptIds:
     if len(found) < max(bench.batch_sizes):
         raise UserError(
             f"bench.batch_sizes: must be at most {len(found)}, the number of prompts, but the largest is "
-            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts"
+            f"{max(bench.batch_sizes)}; lower it, or raise bench.decode_prompts and acceptance.num_prompts, or add "
+            "lines to acceptance.prompts_file"
         )
     return found
 
@@ -207,8 +208,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
             f"{row['tokens_per_round']:.2f}",
             *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
         )
-    console = Console()
-    console.width = max(console.width, 130)
+    console = wide_console(130)
     console.print(table)
     console.print("* the K that decodes fastest")
     if has_costs:

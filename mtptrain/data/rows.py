@@ -109,8 +109,8 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> list[Message]:
 
     Args:
         row: the columns of the row.
-        form: the schema of the messages, which `auto` recognises by the keys of the first one, the names of further
-            columns and message keys that only describe a row, and further names of roles.
+        form: how the row is read. Schema `auto` is recognised by the keys of the first message; `metadata` names more
+            columns and keys that only describe a row; `roles` adds names of roles.
 
     Raises:
         ConversationRefused: the row has no messages in a known schema, or something that cannot be honoured.
@@ -250,8 +250,8 @@ def _content(content: Any) -> str:
         for part in content
         if isinstance(part, Mapping)
     ]
-    types = {part.get("type") for part in parts}
-    if any(_has_word(str(name), MEDIA_NAMES) for name in types):
+    types = {str(part.get("type")) for part in parts}
+    if any(_has_word(name, MEDIA_NAMES) for name in types):
         raise ConversationRefused(MEDIA)
     if len(content) != 1 or types != {"text"} or set(parts[0]) != {"type", "text"}:
         raise ConversationRefused("content in parts, of which only a single part of text is read")

@@ -1,5 +1,6 @@
 """Reads the prompts that acceptance is measured on, from held-out documents or from a file."""
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -19,11 +20,10 @@ CHOOSING_FRACTION = 0.25
 
 
 class HeldOut(StrEnum):
-    """Parts of the held-out data. `choosing` and `reporting` share no file, conversation or question."""
+    """The two parts of the held-out data, which share no file, conversation or question."""
 
     choosing = "choosing"
     reporting = "reporting"
-    all = "all"
 
 
 def read_prompts(
@@ -109,6 +109,8 @@ def check_document_lengths(longest_tokens: int, head: Head) -> None:
 def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
     """Warn if the first user turn of a prompt is that of a training conversation, even under other system prompts.
 
+    Of several ranks, only the first one warns.
+
     Args:
         questions: hash of the first user turn by prompt id.
         prompts_dir: output of stage 1; nothing is compared if it does not exist.
@@ -118,7 +120,7 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
     require_prompts(prompts_dir, DOCUMENTS_FILE)
     trained = {entry.group.split(".")[0] for entry in DocumentEntry.read_all(prompts_dir) if entry.split is Split.train}
     known = [prompt_id for prompt_id, question in questions.items() if question in trained]
-    if known:
+    if known and os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"acceptance.prompts_file: its first turns should not be among the training prompts of {prompts_dir}, but "
             f"{len(known):,} of {len(questions):,} are (ids {', '.join(known[:5])}{', ...' if len(known) > 5 else ''})"
@@ -128,7 +130,7 @@ def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -
         )
 
 
-def held_out_documents(prompts_dir: Path, part: HeldOut = HeldOut.all) -> Documents:
+def held_out_documents(prompts_dir: Path, part: HeldOut) -> Documents:
     """Returns the documents of a part of the held-out data, to cut prompts from.
 
     For plain texts, these are all windows. For each group of conversations with the same question, this is one document
@@ -165,8 +167,6 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     Raises:
         UserError: the part would be empty.
     """
-    if part is HeldOut.all:
-        return groups
     in_order = sorted(groups, key=_choosing_hash)
     num_choosing = sum(_choosing_hash(group) < CHOOSING_FRACTION for group in groups)
     num_choosing = min(max(num_choosing, 1), len(groups) - 1)

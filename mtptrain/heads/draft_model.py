@@ -112,7 +112,7 @@ class DraftModelHead(Head):
         self._checkpoint_layers(self.activation_checkpointing)
         packing = tokens.packing
         documents = longer_documents(packing)
-        num_read, device = documents.segments[0].queries.stop, packing.positions.device  # type: ignore[union-attr]
+        num_read, device = sum(documents.document_lengths), packing.positions.device
         # 1. Put the first token of each document in front of the document's next tokens.
         firsts, first_read = packing.document_offsets[:-1], documents.document_offsets[:-1]
         next_read = torch.arange(len(packing.positions), device=device) + (packing.positions == 0).cumsum(0)  # [N]
@@ -192,24 +192,32 @@ class DraftModelHead(Head):
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def model_config(config: DraftModelHead.Config, target_config: PreTrainedConfig) -> PreTrainedConfig:
+def model_config(
+    config: DraftModelHead.Config, target_config: PreTrainedConfig, setting: str = "head.init_from"
+) -> PreTrainedConfig:
     """Returns the config of the language model, with the target's vocabulary size.
+
+    Args:
+        config: the head's settings.
+        target_config: the target's config.
+        setting: name of the setting that names the model of `init_from`, for error messages.
 
     Raises:
         UserError: `init_from` is neither a directory nor a hub name, or `init_from` is not a language model, is
             quantised or has a larger vocabulary than the target, or sizes are invalid or contradict `init_from`.
     """
-    found = _random_config(config, target_config) if config.init_from is None else _published(config, target_config)
+    is_random = config.init_from is None
+    found = _random_config(config, target_config) if is_random else _published(config, target_config, setting)
     found.vocab_size = target_config.vocab_size
     # transformers would not train the embedding of a padding token.
     found.pad_token_id = None
     return found
 
 
-def _published(config: DraftModelHead.Config, target_config: PreTrainedConfig) -> PreTrainedConfig:
+def _published(config: DraftModelHead.Config, target_config: PreTrainedConfig, setting: str) -> PreTrainedConfig:
     """Returns the config of the model in `init_from`."""
     assert config.init_from is not None
-    found = published_config(config.init_from, target_config)
+    found = published_config(config.init_from, target_config, setting)
     for name in (*SIZES, "tie_word_embeddings"):
         wanted, there = getattr(config, name), getattr(found, name)
         if wanted not in (None, there):
@@ -227,6 +235,9 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
         path: a directory or a hub name.
         target_config: the target's config.
         setting: name of the setting, for error messages.
+
+    Raises:
+        UserError: `path` is neither a directory nor a hub name, or is not a language model that drafts for the target.
     """
     if (Path(path) / "head.json").is_file():
         stored: dict[str, Any] = read_sealed(Path(path) / "head.json", "copy it again, or train again")["head"]
@@ -235,15 +246,15 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
                 f"{setting}: must be a language model, but {path} holds the head {stored['name']}; set it to a "
                 f"language model, or train with head={stored['name']}"
             )
-        return model_config(config_of(DraftModelHead.Config, stored, Path(path) / "head.json"), target_config)
+        return model_config(config_of(DraftModelHead.Config, stored, Path(path) / "head.json"), target_config, setting)
     directory = config_dir(path, setting=setting)
     try:
         found = read_target_config(directory)
         form = find_form(found)
     except UserError as error:
+        reason = str(error).removeprefix("target.path: ").replace("choose another target", "choose another model")
         raise UserError(
-            f"{setting}: must be a language model that mtptrain can run, but {directory} is not: "
-            f"{str(error).removeprefix('target.path: ')}"
+            f"{setting}: must be a language model that mtptrain can run, but {directory} is not: {reason}"
         ) from error
     if form.keeps_states or form.has_lm_head_bias or (form.decoder, form.norm) != ("model", "model.norm"):
         raise UserError(
@@ -265,28 +276,30 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
 
 def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> PreTrainedConfig:
     """Returns the config of a model of the target's family if that family can be trained, else of a Llama."""
-    sizes = {name: getattr(config, name) for name in SIZES}
-    sizes["num_hidden_layers"] = 1 if sizes["num_hidden_layers"] is None else sizes["num_hidden_layers"]
-    theirs = {"num_key_value_heads": key_heads(target), "intermediate_size": mlp_size(target)}
-    sizes = {name: theirs.get(name) or getattr(target, name) if size is None else size for name, size in sizes.items()}
-    for name, size in sizes.items():
-        if size < 1:
-            raise UserError(f"head.{name}: must be a number of at least 1, but is {size}; correct it")
+    defaults = {
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": key_heads(target),
+        "intermediate_size": mlp_size(target),
+    }
+    sizes = {name: defaults[name] if (size := getattr(config, name)) is None else size for name in SIZES}
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    if sizes["hidden_size"] % (2 * heads) or heads % kv_heads:
+    has_target_heads = (sizes["hidden_size"], heads) == (target.hidden_size, target.num_attention_heads)
+    head_dim = getattr(target, "head_dim", None) if has_target_heads else None
+    head_dim = head_dim or sizes["hidden_size"] // heads
+    if sizes["hidden_size"] % heads or head_dim % 2 or heads % kv_heads:
         raise UserError(
             "head.num_attention_heads: must divide head.hidden_size into head dims that are even numbers, and "
             f"be a multiple of head.num_key_value_heads, but the three are {heads}, {sizes['hidden_size']} and "
             f"{kv_heads}; change one of them"
         )
-    has_target_heads = (sizes["hidden_size"], heads) == (target.hidden_size, target.num_attention_heads)
-    head_dim = getattr(target, "head_dim", None) if has_target_heads else None
     tied = target.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     return AutoConfig.for_model(
         target.model_type if target.model_type in TRAINED_MODEL_TYPES else TRAINED_MODEL_TYPES[0],
         **sizes,
         vocab_size=target.vocab_size,
-        head_dim=head_dim or sizes["hidden_size"] // heads,
+        head_dim=head_dim,
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=norm_eps(target),
         rope_parameters=head_rope_parameters(target),

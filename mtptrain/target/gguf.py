@@ -60,8 +60,9 @@ def dequantised_dir(path: Path, setting: str) -> Path:
         setting: name of the setting that holds the path, for error messages.
 
     Raises:
-        OSError: the file does not exist or cannot be read, or the copy cannot be written.
-        UserError: the file is damaged, is not one that this program understands, or its copy does not fit the disk.
+        OSError: the file cannot be read, or the copy cannot be written.
+        UserError: the file does not exist, is damaged, is not one that this program understands, or its copy does not
+            fit the disk.
     """
     if not path.is_file():
         raise UserError(
@@ -89,7 +90,7 @@ def cache_dir() -> Path:
 
 
 def fingerprint(path: Path) -> str:
-    """Returns a hash of the size of a file, its first 32 MiB, and 4,096 samples of 4 KiB from all of it.
+    """Returns a hash of `FORMAT`, the size of a file, its first 32 MiB, and 4,096 samples of 4 KiB from all of it.
 
     The first bytes hold all settings and the tokenizer. The samples are fast to read, and requantising or fine-tuning
     the model changes them.
@@ -113,6 +114,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, names: dict[str, str]) -> None:
+    temporary = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     weight_bytes = sum(4 * math.prod(header.tensors[name].shape) for name in names)
     free_bytes = shutil.disk_usage(directory.parent).free
     if weight_bytes + _MARGIN_BYTES > free_bytes:
@@ -121,8 +124,6 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
             f"of {header.path}, but {free_bytes / 1e9:,.1f} GB are; free some, or set MTPTRAIN_CACHE to a directory on "
             "a larger disk"
         )
-    temporary = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     try:
         temporary.mkdir()
         tokens = special_token_ids(header)

@@ -18,7 +18,7 @@ from mtptrain.utils.errors import UserError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 DOWNLOAD_AGAIN = "download it again"
-CHOOSE_ANOTHER = "choose another file, or a model directory"
+CHOOSE_ANOTHER = "choose another file, or the model directory that it was converted from"
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The code in `struct` of each type of number in the metadata."""
@@ -63,7 +63,8 @@ def read_header(path: Path) -> GGUFHeader:
     with path.open("rb") as file:
         if (start := file.read(len(MAGIC))) != MAGIC:
             raise UserError(
-                f"{path}: must be a GGUF file, which begins with {MAGIC!r}, but begins with {start!r}; {CHOOSE_ANOTHER}"
+                f"{path}: must be a GGUF file, which begins with {MAGIC!r}, but begins with {start!r}; choose another "
+                "file, or a model directory"
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             reader = _Reader(data, len(MAGIC))

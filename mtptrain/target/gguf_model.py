@@ -37,7 +37,12 @@ OTHER_KEYS = (
     *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
     *("expert_count", "expert_used_count"),
 )
-TEXTS, FLAGS = ("rope.scaling.type",), ("rope.scaling.finetuned", "expert_count", "expert_used_count")
+KINDS = {
+    "rope.scaling.type": (str, "a text"),
+    "rope.scaling.finetuned": (int, "true or false"),
+    **dict.fromkeys(("expert_count", "expert_used_count"), (int, "0")),
+}
+"""The class of each setting that need not be a number above 0, and what it must be."""
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings that Llama 3.1, 3.2 and 3.3 share. They differ in `factor`."""
@@ -77,11 +82,10 @@ def model_config(header: GGUFHeader) -> PreTrainedConfig:
         )
     if missing := [key for key in (*SIZES, "attention.layer_norm_rms_epsilon") if key not in keys]:
         raise UserError(f"{path}: must have the setting {prefix}{missing[0]}, but does not; {DOWNLOAD_AGAIN}")
-    if wrong := [key for key, value in keys.items() if not _is_possible(key, value)]:
-        raise UserError(
-            f"{path}: {prefix}{wrong[0]} must be {'a text' if wrong[0] in TEXTS else 'a number above 0'}, but is "
-            f"{keys[wrong[0]]!r}; {CHOOSE_ANOTHER}"
-        )
+    for key, value in keys.items():
+        if not _is_possible(key, value):
+            kind = KINDS[key][1] if key in KINDS else "a number above 0"
+            raise UserError(f"{path}: {prefix}{key} must be {kind}, but is {value!r}; {CHOOSE_ANOTHER}")
     heads = keys["attention.head_count"]
     head_dim = keys.get("attention.key_length", keys["embedding_length"] // heads)
     for key, only in (
@@ -108,8 +112,8 @@ def model_config(header: GGUFHeader) -> PreTrainedConfig:
 
 
 def _is_possible(key: str, value: Any) -> bool:
-    if key in TEXTS or key in FLAGS:
-        return isinstance(value, str if key in TEXTS else int | bool)
+    if key in KINDS:
+        return isinstance(value, KINDS[key][0])
     return isinstance(value, int if key in SIZES else int | float) and 0 < value < math.inf
 
 
@@ -124,8 +128,8 @@ def _architecture(header: GGUFHeader) -> str:
         )
     if (architecture := metadata.get("general.architecture")) not in ARCHITECTURES:
         raise UserError(
-            f"{path}: general.architecture must be one of {', '.join(ARCHITECTURES)}, but is {architecture!r}; choose "
-            "another file, or the model directory that it was converted from"
+            f"{path}: general.architecture must be one of {', '.join(ARCHITECTURES)}, but is {architecture!r}; "
+            f"{CHOOSE_ANOTHER}"
         )
     return str(architecture)
 
@@ -135,8 +139,7 @@ def _rope(header: GGUFHeader, prefix: str, keys: dict[str, Any], head_dim: int) 
     scaling = keys.get("rope.scaling.type", "linear")  # llama.cpp's default; without a factor, it changes nothing
     if scaling not in ("none", "linear"):
         raise UserError(
-            f"{path}: {prefix}rope.scaling.type must be none or linear, but is {scaling!r}; choose another file, or "
-            "the model directory that it was converted from"
+            f"{path}: {prefix}rope.scaling.type must be none or linear, but is {scaling!r}; {CHOOSE_ANOTHER}"
         )
     factor = keys.get("rope.scaling.factor", 1.0) if scaling == "linear" else 1.0
     parameters: dict[str, Any] = {"rope_type": "default"}
@@ -148,8 +151,8 @@ def _rope(header: GGUFHeader, prefix: str, keys: dict[str, Any], head_dim: int) 
         expected = llama3_factors(parameters["factor"], theta, head_dim)
         if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
             raise UserError(
-                f"{path}: {ROPE_FACTORS} must hold the RoPE factors of Llama 3.1 or later, but holds others; choose "
-                "another file, or the model directory that it was converted from"
+                f"{path}: {ROPE_FACTORS} must hold the RoPE factors of Llama 3.1 or later, but holds others; "
+                f"{CHOOSE_ANOTHER}"
             )
     return {**parameters, "rope_theta": theta}
 
@@ -184,7 +187,9 @@ def require_same_sizes(path: Path, target: PreTrainedConfig) -> None:
 
 
 def tensor_names(header: GGUFHeader, config: PreTrainedConfig) -> dict[str, str]:
-    """Returns the name in transformers of each tensor of the file. Every tensor of the model is among them.
+    """Returns the name in transformers of each tensor of the file, and sets `config.architectures`.
+
+    Every tensor of the model is among them.
 
     Raises:
         UserError: a tensor is missing, superfluous, or has another shape than the settings say.

@@ -57,10 +57,7 @@ def check_tokenizer(header: GGUFHeader) -> None:
     """
     path, settings = header.path, _settings(header)
     if (kind := settings.get("model")) != BYTE_LEVEL:
-        raise UserError(
-            f"{path}: tokenizer.ggml.model must be {BYTE_LEVEL}, but is {kind!r}; choose another file, or the model "
-            "directory that it was converted from"
-        )
+        raise UserError(f"{path}: tokenizer.ggml.model must be {BYTE_LEVEL}, but is {kind!r}; {CHOOSE_ANOTHER}")
     if missing := [key for key in LISTS if not isinstance(settings.get(key), list)]:
         raise UserError(f"{path}: must have the list tokenizer.ggml.{missing[0]}, but does not; {DOWNLOAD_AGAIN}")
     if unknown := sorted(settings.keys() - set(ALLOWED)):
@@ -70,8 +67,7 @@ def check_tokenizer(header: GGUFHeader) -> None:
         )
     if (split := settings.get("pre")) not in SPLITS:
         raise UserError(
-            f"{path}: tokenizer.ggml.pre must be one of {', '.join(SPLITS)}, but is {split!r}; choose another file, or "
-            "the model directory that it was converted from"
+            f"{path}: tokenizer.ggml.pre must be one of {', '.join(SPLITS)}, but is {split!r}; {CHOOSE_ANOTHER}"
         )
     for key in SWITCHED_OFF:
         if settings.get(key, False):

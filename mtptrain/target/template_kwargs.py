@@ -10,7 +10,7 @@ from jinja2 import Environment
 from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, error_summary
 
 RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Variables of a template that differ from one rendering to the next."""
@@ -27,13 +27,19 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
     The values become the beginning of the template itself, so no rendering can miss them and its hash shows them.
 
     Raises:
-        UserError: a variable is one that the template does not read, or of `RENDERED`.
+        UserError: a variable is one that the template does not read, or of `RENDERED`, or the template has an error.
     """
     if not kwargs:
         return
     given: str | dict[str, str] = tokenizer.chat_template or ""
     templates = given if isinstance(given, dict) else {"": given}
-    read = set().union(*map(_names_in, templates.values())) - set(RENDERED)
+    try:
+        read = set().union(*map(_names_in, templates.values())) - set(RENDERED)
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"target.path: the chat template of {tokenizer.name_or_path} must be valid, but Jinja reports "
+            f"{error_summary(error)}; correct it"
+        ) from error
     if wrong := [name for name in kwargs if name not in read]:
         raise UserError(
             f"prompts.template_kwargs: must name variables that the chat template of {tokenizer.name_or_path} reads, "
@@ -61,11 +67,11 @@ def _shown(value: object) -> str:
 
 
 def _names_in(template: str) -> set[str]:
-    """Returns the names in a template's code that may be variables: no attributes, filters, tests or statements."""
-    try:
-        tokens = [(kind, value) for _, kind, value in Environment().lex(template) if kind != "whitespace"]
-    except TemplateSyntaxError:  # rendering it says what is wrong
-        return set()
+    """Returns the names in a template's code that may be variables: no attributes, filters, tests or statements.
+
+    Names that the template assigns itself are not told apart.
+    """
+    tokens = [(kind, value) for _, kind, value in Environment().lex(template) if kind != "whitespace"]
     return {
         name
         for (kind_before, before), (kind, name) in pairwise(tokens)

@@ -75,3 +75,21 @@ def test_a_difference_names_its_prompt_once_by_its_id() -> None:
     assert "rounds (1 here, 2 there), accepted at 0 (1 here, 0 there)" in found
     first = "The first difference, for prompt id chat 7: draft token 1 is 4 for us and probably 9 for the engine; our"
     assert first in found
+
+
+@pytest.mark.parametrize(
+    ("plain", "by_round", "reason"),
+    [
+        ([3, 4], None, "The first token that differs cannot be found, because the engine does not say what each round"),
+        ([3, 4], [[0, 0]], "No round before the end of an answer differs"),
+        ([3, 5], [[0, 0]], "Our own answers with drafts differ from plain decoding, so no first difference is named"),
+    ],
+)
+def test_a_difference_without_a_first_token_says_why(
+    plain: list[int], by_round: list[list[int]] | None, reason: str
+) -> None:
+    ours = OurRun([Generation([3, 4], 1, 0, 1, [1])], [plain], (), "00")
+    counts = EngineCounts(rounds=2, drafted=1, accepted_at=[0])
+    comparison = Comparison(ours, counts_of_all_rounds(ours.drafted), EngineRun("1", [plain], counts, by_round), counts)
+    engine = VllmProcess(None, GenerateJob("", "", (), 1, 1))
+    assert f". {reason}" in what_differs(["chat 7"], comparison, None, engine)

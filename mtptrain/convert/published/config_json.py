@@ -29,6 +29,7 @@ Rule = Callable[[Any, Config, PreTrainedConfig], str | None]
 
 SECTIONS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
 """Keys that hold further keys."""
+ROPE_SECTIONS = SECTIONS[2:]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FROM_1_IN_SGLANG = ("deepseek_v2",)
 """Families whose layers SGLang counts from 1, as vLLM does, unless the ids start with 1.
@@ -143,7 +144,7 @@ HARMLESS = dict.fromkeys(
         *("chunk_size_feed_forward", "_attn_implementation", "attn_implementation", "base_model_name_or_path"),
         *("gradient_checkpointing", "_attn_implementation_autoset", "unsloth_version"),
         "max_position_embeddings",  # the head uses the target's positions
-        "max_window_layers",  # counts only where a window is used, which is refused
+        "max_window_layers",  # counts only for windows without layer_types, which are refused
     ),
     anything,
 )
@@ -157,12 +158,12 @@ BOOLEAN = only(True, False, because="a flag")
 ROPE = {
     **dict.fromkeys(("rope_parameters", "original_max_position_embeddings"), anything),
     "rope_scaling": alone("rope_parameters"),
-    **dict.fromkeys((f"{section}.{name}" for section in SECTIONS[2:] for name in ("rope_type", "type")), anything),
-    **dict.fromkeys((f"{section}.truncate" for section in SECTIONS[2:]), BOOLEAN),
-    **dict.fromkeys((f"{section}.{name}" for section in SECTIONS[2:] for name in ROPE_NUMBERS), number),
+    **dict.fromkeys((f"{section}.{name}" for section in ROPE_SECTIONS for name in ("rope_type", "type")), anything),
+    **dict.fromkeys((f"{section}.truncate" for section in ROPE_SECTIONS), BOOLEAN),
+    **dict.fromkeys((f"{section}.{name}" for section in ROPE_SECTIONS for name in ROPE_NUMBERS), number),
     "rope_theta": number,
     **dict.fromkeys(
-        (*(f"{section}.partial_rotary_factor" for section in SECTIONS[2:]), "partial_rotary_factor"),
+        (*(f"{section}.partial_rotary_factor" for section in ROPE_SECTIONS), "partial_rotary_factor"),
         only(1.0, because="because our heads rotate whole attention heads"),
     ),
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), only(True, because="because our heads rotate halves")),
@@ -282,6 +283,7 @@ RULES["dspark"] = RULES["dflash"] | {
         ("enable_confidence_head", "confidence_head_with_markov"), only(True, because="because head dspark has one")
     ),
     "sample_from_anchor": BOOLEAN,
+    "dflash_config.sample_from_anchor": alone("sample_from_anchor"),
     "target_layer_ids": layer_ids,
     "mask_token_id": token_id,
 }
@@ -311,7 +313,7 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
             config |= {f"{key}.{part}": inner for part, inner in value.items()}
     config = {key: value for key, value in config.items() if value is not None}
     _refuse_quantisation(directory / MODEL_OPT_QUANTISATION)
-    for key in ("dflash_config.block_size", f"eagle_config.{LAYER_IDS}"):
+    for key in ("dflash_config.block_size", "dflash_config.sample_from_anchor", f"eagle_config.{LAYER_IDS}"):
         if key in config:  # the same as a key at the top level, whose rule it must also keep
             config.setdefault(key.partition(".")[2], config[key])
     for key in ("target_layer_ids", "mask_token_id") if kind == "dspark" else ():

@@ -182,6 +182,14 @@ def test_other_data_or_another_target_does_not_go_on_with_these_answers(
         ValueError, match=r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{.*\}"
     ):
         respond(by_server(rows=CHATS[1:]))
+    (tmp_path / "more.jsonl").write_text(json.dumps(chat("more", 1)) + "\n")
+    two, turned = (
+        by_server(f"prompts.paths=[{','.join(str(tmp_path / f'{name}.jsonl') for name in names)}]", run="two")
+        for names in (("chats", "more"), ("more", "chats"))
+    )
+    respond(two)
+    with pytest.raises(ValueError, match=r"the order of prompts\.paths must be \[.*/more\.jsonl.*chats.*\], but is \["):
+        respond(turned)
     other = make_speaking_target(tmp_path / "other", seed=1)
     with pytest.raises(
         ValueError,
@@ -219,6 +227,14 @@ def test_a_damaged_plan_or_manifest_is_refused_by_name(
     if name == "manifest.json":
         with pytest.raises(ValueError, match=message):
             prepare_prompts(Run(config))
+
+
+def test_responses_of_which_nothing_says_what_they_belong_to_are_refused(by_server: ConfigFor) -> None:
+    config = by_server(rows=CHATS[:1])
+    respond(config)
+    (config.stage_dir("responses") / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"responses: must hold plan\.json or manifest\.json .*, but holds neither; d"):
+        respond(config)
 
 
 def test_a_changed_answer_is_named_before_it_becomes_a_prompt(by_server: ConfigFor) -> None:

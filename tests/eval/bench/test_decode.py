@@ -34,6 +34,7 @@ def test_every_batch_size_and_depth_is_measured_and_written(
     assert "<svg" in (run_dir / "bench_decode/report.svg").read_text()
     too_many = run_program("eval.bench.decode", *overrides, "bench.batch_sizes=[1,3]", "bench.decode_prompts=2")
     assert "bench.batch_sizes: must be at most 2, the number of prompts, but the largest is 3" in too_many.stderr
+    assert "acceptance.num_prompts, or add lines to acceptance.prompts_file" in too_many.stderr
 
 
 def answer(rounds: int, *accepted_at: int) -> Generation:

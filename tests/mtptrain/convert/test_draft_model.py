@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mtptrain.convert.draft_model import copy_first_layers, initial_weights, start_from_target_model
 from mtptrain.convert.warm_start import load_init
@@ -52,6 +52,17 @@ def test_training_computes_the_logits_of_the_published_model(family: str, tied: 
     logits = head.logits(head(packed, parts, 1)[0], parts)
     expected = torch.cat([plain(ids[None]).logits[0, 1:] for ids in documents])
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_of_the_targets_sizes_has_its_head_dim() -> None:
+    """gpt-oss has attention heads that are wider than hidden_size / num_attention_heads, which is odd."""
+    sizes = {"hidden_size": 90, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 260}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    target = AutoConfig.for_model("gpt_oss", **sizes, **experts, num_hidden_layers=1)
+    with torch.device("meta"):
+        head = build_head(Config(), target)
+    assert isinstance(head, DraftModelHead)
+    assert (head.config.model_type, head.config.head_dim) == ("llama", 64)
 
 
 @pytest.mark.parametrize("sample_drafts", [False, True])

@@ -102,7 +102,8 @@ BAD_MODELS = {
     ),
     "no language model": (
         lambda path: change_config(make_target(path), model_type="bert"),
-        r"head\.init_from: must be a language model that mtptrain can run, but .* is not: .* in the family 'bert' ",
+        r"head\.init_from: must be a language model that mtptrain can run, but .* is not: .* in the family 'bert' .*; "
+        r"choose another model$",
     ),
     "quantised weights": (
         lambda path: change_config(make_target(path), quantization_config={"quant_method": "fp8"}),
@@ -137,6 +138,12 @@ def test_a_head_of_another_kind_is_no_language_model(tmp_path: Path, tiny_target
         build_head(Config(init_from=str(tmp_path)), read_target_config(tiny_target))
 
 
+def test_a_head_that_was_trained_from_a_model_that_is_gone_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    write_sealed(tmp_path / "head.json", {"head": {"name": "draft_model", "init_from": "/none"}})
+    with pytest.raises(UserError, match=r"^acceptance\.draft_model: must be a local directory, .* but '/none'"):
+        load(tmp_path, tiny_target)
+
+
 def test_a_model_that_is_nowhere_is_refused_by_name(tiny_target: Path) -> None:
     with pytest.raises(
         UserError, match=r"head\.init_from: must be a local directory, a GGUF file, a hub name or `demo`, but"
@@ -147,7 +154,6 @@ def test_a_model_that_is_nowhere_is_refused_by_name(tiny_target: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_size": 0}, "head.hidden_size: must be a number of at least 1, but is 0"),
         ({"num_attention_heads": 5}, "head.num_attention_heads: must divide head.hidden_size into head dims that"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "the three are 4, 64 and 3; change one of them"),
     ],
@@ -155,6 +161,11 @@ def test_a_model_that_is_nowhere_is_refused_by_name(tiny_target: Path) -> None:
 def test_sizes_that_no_model_has_are_refused(settings: dict[str, Any], message: str, tiny_target: Path) -> None:
     with pytest.raises(ValueError, match=message):
         build_head(Config(**settings), read_target_config(tiny_target))
+
+
+def test_a_size_of_0_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"head\.hidden_size: must be null or a number from 1 to .*, but is 0"):
+        make_config("head=draft_model", "head.hidden_size=0")
 
 
 def test_sizes_beside_a_published_model_are_refused(tiny_target: Path) -> None:

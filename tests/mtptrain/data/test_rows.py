@@ -93,9 +93,10 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
         (chat({"content": None}), "content must be text, but is null"),
         (chat({"content": {"text": "hi"}}), "content must be text, but is an object"),
         (chat({"content": 7}), "content must be text, but is a number"),
-        (chat({"content": [PART, PART]}), "content in parts, of which only a single part of text is read"),
-        (chat({"content": ["hi"]}), "content in parts, of which only a single part of text is read"),
-        (chat({"content": [{**PART, "cache": 1}]}), "content in parts, of which only a single part of text is read"),
+        *(
+            (chat({"content": parts}), "content in parts, of which only a single part of text is read")
+            for parts in ([PART, PART], ["hi"], [{**PART, "cache": 1}], [{**PART, "type": ["text"]}])
+        ),
         ({"messages": [QUESTION, {"from": "gpt", "value": "yes"}]}, "messages of different schemas"),
         ({"messages": PARSED, "conversation": [QUESTION]}, "different messages in two columns"),
         (chat(None, {"reasoning": ["it is"]}), "reasoning must be text, but is a list"),

@@ -1,9 +1,11 @@
 """Tests that a GGUF file is read as the model that llama.cpp serves, once, and then like any model directory."""
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -212,10 +214,11 @@ def test_ranks_that_come_at_once_write_one_copy(file: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.count("writing a copy") == 1
 
 
-def test_what_a_killed_process_left_is_written_anew(file: Path) -> None:
+def test_what_a_killed_process_left_is_written_anew_in_its_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = resolve_target(str(file))
     temporary = directory.rename(directory.with_name(directory.name + ".tmp"))
     (temporary / "model.safetensors").write_bytes(b"half")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if temporary.exists() else 2**40))
     assert resolve_target(str(file)) == directory
     assert logits_of(directory).shape == (1, 60, 260)
     assert not temporary.exists()

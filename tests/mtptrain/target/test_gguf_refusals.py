@@ -146,6 +146,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count must be 16, but is 8"),
     ({"llama.attention.value_length": 32}, "llama.attention.value_length must be 16, but is 32"),
     ({"llama.expert_count": 8}, "llama.expert_count must be 0, but is 8"),
+    ({"llama.expert_used_count": "two"}, "llama.expert_used_count must be 0, but is 'two'"),
+    ({"llama.rope.scaling.finetuned": "no"}, "llama.rope.scaling.finetuned must be true or false, but is 'no'"),
     ({"llama.attention.head_count": 3}, "settings must describe a model that transformers can build, but transformers"),
     ({"llama.attention.key_length": 7, "llama.attention.value_length": 7}, "llama.rope.dimension_count must be 7"),
     ({"llama.vocab_size": 300}, r"token_embd.weight must have the shape \(300, 64\) .*, but has \(260, 64\); download"),

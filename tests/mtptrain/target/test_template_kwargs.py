@@ -35,11 +35,16 @@ def test_each_of_several_templates_gets_the_values() -> None:
     assert str(tokenizer.apply_chat_template(QUESTION, tools=[{"n": 1}], tokenize=False)).startswith("x[")
 
 
-@pytest.mark.parametrize("template", ["{{ messages }}{{ enable_thinking }}", None, "{{ 'a }}"])
+@pytest.mark.parametrize("template", ["{{ messages }}{{ enable_thinking }}", None])
 def test_a_variable_that_the_template_does_not_read_is_refused_by_name(template: str | None) -> None:
     tokenizer = make_tokenizer(template)
     with pytest.raises(ValueError, match=r"template_kwargs: must name variables that .* but names enable_thinkin, mes"):
         set_template_kwargs(tokenizer, {"enable_thinkin": False, "messages": []})
+
+
+def test_a_template_that_cannot_be_read_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"the chat template of .* must be valid, but Jinja reports TemplateSyntaxEr"):
+        set_template_kwargs(make_tokenizer("{{ 'a }}"), {"enable_thinking": False})
 
 
 @pytest.mark.parametrize("name", ["role", "upper", "if", "defined", "else", "set"])

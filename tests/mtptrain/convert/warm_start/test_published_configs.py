@@ -299,6 +299,10 @@ def test_a_dspark_head_is_read_with_keys_at_either_place_or_refused_by_the_key(p
     published.refuses({"markov_head_type": "gated"}, r"markov_head_type must be .*vanilla.*, but is .*gated")
     published.refuses({"confidence_head_with_markov": False}, r"confidence_head_with_markov must be true")
     published.refuses({"sample_from_anchor": False}, r"head\.sample_from_anchor \(False there, True here\)")
+    published.load({"dflash_config": {"sample_from_anchor": True}}, removed=("sample_from_anchor",))
+    nested = {"dflash_config": {"sample_from_anchor": False}}
+    published.refuses(nested, r"dflash_config\.sample_from_anchor must be the same as sample_from_anchor, true, but is")
+    published.refuses(nested | {"sample_from_anchor": None}, r"head\.sample_from_anchor \(False there, True here\)")
     published.refuses({"block_size": 4}, r"head\.ttt_steps \(4 there, 3 here\); set head\.ttt_steps=4")
     published.refuses({"markov_rank": 8}, r"head\.markov_rank \(8 there, 4 here\)")
     published.refuses({"markov_rank": None}, r"must have markov_rank, but does not")
