@@ -137,7 +137,7 @@ def candidates_of(
     """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
 
     Raises:
-        UserError: the head can draft fewer tokens than `tree_top_k`, or cannot draft a tree.
+        UserError: the head can draft fewer tokens than `tree_top_k`.
     """
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features

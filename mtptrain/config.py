@@ -159,6 +159,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     _check_depths(config)
     _check_loss(config)
     _check_confidence(config)
+    _check_tree(config)
     _check_bench_out(config.bench.out)
     _resolve_precision(config)
     return config
@@ -233,6 +234,14 @@ def _check_confidence(config: PipelineConfig) -> None:
             f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has none, "
             f"but are {config.acceptance.confidence_thresholds}; leave them out, or set "
             f"head={_heads_with(LossPart.confidence)}"
+        )
+
+
+def _check_tree(config: PipelineConfig) -> None:
+    if Baseline.tree in config.acceptance.baselines and not HEADS[config.head.name].drafts_trees:
+        raise UserError(
+            f"acceptance.baselines: must not contain tree with head {config.head.name}, which drafts chains only, but "
+            "does; remove it"
         )
 
 

@@ -16,6 +16,7 @@ from mtptrain.heads.files import RESTORE
 from mtptrain.hidden_states.store import HiddenStates, HiddenStore
 from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import resolve_target
 from mtptrain.target.template_kwargs import override_of
 from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.files import file_sha256, read_sealed
@@ -33,15 +34,14 @@ class Run:
 
     @cached_property
     def target(self) -> TargetFiles:
-        """The target of `target.path`.
+        """The target of `target.path`, after downloading or dequantising it if necessary: see `resolve_target`.
 
         Raises:
             UserError: there is no such target.
         """
-        config = self.config
-        return TargetFiles.find(
-            config.target.path, config.target.revision, config.prompts.template_kwargs, config.target.gguf
-        )
+        target, template_kwargs = self.config.target, self.config.prompts.template_kwargs
+        directory = resolve_target(target.path, target.revision)
+        return TargetFiles(directory, target.path, target.revision, target.gguf, template_kwargs)
 
     def prompts_file(self, split: Split) -> Path:
         """Returns the file of a split, after comparing its bytes with the manifest.

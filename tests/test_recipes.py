@@ -126,6 +126,16 @@ def test_every_head_composes_with_the_quickstart(head: str) -> None:
     assert type(make_config(f"head={head}", *loss).head) is HEADS[head].Config
 
 
+@pytest.mark.parametrize("head", [name for name, head in HEADS.items() if not head.drafts_trees])
+def test_a_tree_of_a_head_that_drafts_chains_only_is_refused(head: str) -> None:
+    loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[head].own_loss_part) else ()
+    with pytest.raises(
+        ValueError,
+        match=rf"^acceptance\.baselines: must not contain tree with head {head}, which drafts chains only, but does; ",
+    ):
+        make_config(f"head={head}", "head.ttt_steps=3", *loss, "acceptance.baselines=[tree]")
+
+
 @pytest.mark.parametrize(("setting", "value", "message"), OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str, message: str) -> None:
     with pytest.raises(ValueError) as refused:

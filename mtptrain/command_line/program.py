@@ -102,7 +102,15 @@ def refuse_additions(arguments: Sequence[str]) -> None:
 
 
 def refuse_dashes(unknown: Sequence[str]) -> None:
-    """Raises UserError for an option that Hydra does not have. Hydra itself would print its whole usage text."""
+    """Raises UserError for an option that Hydra does not have, or for settings before and after one that it has.
+
+    Hydra itself would print its whole usage text.
+    """
+    if unknown and not unknown[0].startswith("-"):
+        raise UserError(
+            f"{unknown[0]}: settings must stand together, but this one follows an option of Hydra; write all settings "
+            "on the same side of the option"
+        )
     if unknown:
         raise UserError(
             f"{unknown[0]}: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
@@ -132,7 +140,10 @@ def stage_command(stage: str, overrides: Sequence[str], num_ranks: int = 1) -> l
 
 def python_module(name: str) -> str:
     """Returns the module name for `python -m`: the wheel has `data_prep` and `eval` inside mtptrain."""
-    spec = find_spec(name.split(".")[0])
+    package = name.split(".")[0]
+    if (Path(__file__).parents[1] / package).is_dir():  # a wheel, beside which others may have a package of this name
+        return f"mtptrain.{name}"
+    spec = find_spec(package)
     is_in_this_checkout = (
         spec is not None and spec.origin is not None and Path(spec.origin).parents[1] == Path(__file__).parents[2]
     )

@@ -12,7 +12,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.dflash import DflashHead, layer_kinds
 from mtptrain.heads.dflash2 import Dflash2Head
-from mtptrain.heads.draft_model import DraftModelHead, model_config
+from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead
@@ -39,8 +39,19 @@ class Limit(NamedTuple):
     instead: str
 
 
+def is_set(name: str) -> FindViolation:
+    """Returns a function that finds whether a setting of the head is true."""
+    return lambda head, target: "true" if getattr(head, name) else None
+
+
+def of_draft_model(find_violation: FindViolation) -> FindViolation:
+    """Returns a function that looks at the config of a draft model instead of the target's."""
+    return lambda head, target: find_violation(head, model_config(head, target))
+
+
 def quantisation(head: HeadConfig, target: PreTrainedConfig) -> object:
-    return getattr(target, "quantization_config", None)
+    found = getattr(target, "quantization_config", None)
+    return None if found is None else f"quantised with {found.get('quant_method', 'an unnamed method')}"
 
 
 def family_without_streams(engine: str) -> FindViolation:
@@ -87,21 +98,7 @@ def biases_beside_llama(head: HeadConfig, target: PreTrainedConfig) -> object:
 
 
 def family_unknown_in_openvino(head: HeadConfig, target: PreTrainedConfig) -> object:
-    """Returns the family of the target, or of the draft model, if it was not compared."""
-    if target.model_type not in FAMILIES_OF_OPENVINO:
-        return f"a {target.model_type}"
-    model = draft_model_of(head, target)
-    return None if model.model_type in FAMILIES_OF_OPENVINO else f"a {model.model_type} as draft model"
-
-
-def window_in_openvino(head: HeadConfig, target: PreTrainedConfig) -> object:
-    """Returns the window of the target, or of the draft model."""
-    return window(head, target) or window(head, draft_model_of(head, target))
-
-
-def draft_model_of(head: HeadConfig, target: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the config of the head if it is a model of its own, else that of the target."""
-    return model_config(head, target) if isinstance(head, DraftModelHead.Config) else target
+    return None if target.model_type in FAMILIES_OF_OPENVINO else f"a {target.model_type}"
 
 
 def unnormed_experts(head: HeadConfig, target: PreTrainedConfig) -> object:
@@ -110,39 +107,22 @@ def unnormed_experts(head: HeadConfig, target: PreTrainedConfig) -> object:
 
 def window(head: HeadConfig, target: PreTrainedConfig) -> object:
     found = sliding_window(target)
-    return None if found is None or found >= target.max_position_embeddings else f"one of {found} tokens"
+    return None if found is None or found >= target.max_position_embeddings else f"one with a window of {found} tokens"
 
 
-def unknown_draft_model(head: DraftModelHead.Config, target: PreTrainedConfig) -> object:
+def unknown_draft_model(head: HeadConfig, model: PreTrainedConfig) -> object:
     """Returns what llama.cpp does not know of a draft model: its family, its window, or how its RoPE is scaled."""
-    model = model_config(head, target)
     if model.model_type not in ARCHITECTURE_OF:
         return f"a {model.model_type}"
     if (found := window(head, model)) is not None:
-        return f"one with a window, {found}"
+        return found
     rope_type = head_rope_parameters(model)["rope_type"]
     has_factors = ARCHITECTURE_OF[model.model_type] == ARCHITECTURE_OF["llama"]
     return None if rope_type == "default" or has_factors else f"a {model.model_type} with {rope_type} RoPE"
 
 
-def output_norm(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    return "true" if head.norm_output else None
-
-
-def norms_of_streams(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    return "true" if head.fc_norm else None
-
-
-def norm_before_fc(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    return "true" if head.norm_before_fc else None
-
-
 def own_lm_head(head: DflashHead.Config, target: PreTrainedConfig) -> object:
     return head.draft_vocab_size
-
-
-def sample_from_anchor(head: DflashHead.Config, target: PreTrainedConfig) -> object:
-    return "true" if head.sample_from_anchor else None
 
 
 def many_candidates(head: Dflash2Head.Config, target: PreTrainedConfig) -> object:
@@ -175,16 +155,9 @@ def biases_without_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> objec
     return "true" if head.attention_bias and not is_mimo(target) else None
 
 
-def wrong_zero_first_embedding(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    return None if head.zero_first_embedding == is_mimo(target) else str(head.zero_first_embedding).lower()
-
-
-def wrong_prenorm_states(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    return None if head.prenorm_states == is_mimo(target) else str(head.prenorm_states).lower()
-
-
-def prenorm_states(head: MtpHead.Config, target: PreTrainedConfig) -> object:
-    return "true" if head.prenorm_states else None
+def unlike_mimo(name: str) -> FindViolation:
+    """Returns a function that finds the value of a setting of the head, if only a mimo target should have it true."""
+    return lambda head, target: None if getattr(head, name) == is_mimo(target) else str(getattr(head, name)).lower()
 
 
 def mimo_settings(head: MtpHead.Config, target: PreTrainedConfig) -> object:
@@ -202,12 +175,7 @@ def different_sizes_for_mimo(head: LayerConfig, target: PreTrainedConfig) -> obj
 
 
 def window_of_mimo(head: HeadConfig, target: PreTrainedConfig) -> object:
-    window = sliding_window(target) if is_mimo(target) else None
-    return None if window is None else f"one of {window} tokens"
-
-
-def normed_residual(head: Eagle3Head.Config, target: PreTrainedConfig) -> object:
-    return head.norm_before_residual or None
+    return window(head, target) if is_mimo(target) else None
 
 
 def unsupported_layer(head: HeadConfig, target: PreTrainedConfig) -> object:
@@ -249,11 +217,12 @@ LIMITS = (
     Limit("vllm", "mtp", "target.path", "a target that is not quantised", quantisation,
           "vLLM builds the layers of this head with the target's quantisation",
           "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),
-    Limit("vllm", "mtp", "head.prenorm_states", "true for a mimo target and false for any other", wrong_prenorm_states,
+    Limit("vllm", "mtp", "head.prenorm_states", "true for a mimo target and false for any other",
+          unlike_mimo("prenorm_states"),
           "vLLM passes a head the states before the final norm if the target is a mimo, otherwise those after it",
           "change it and train again"),
     Limit("vllm", "mtp", "head.zero_first_embedding", "true for a mimo target and false for any other",
-          wrong_zero_first_embedding,
+          unlike_mimo("zero_first_embedding"),
           "of the vLLM classes that serve this head, only MiMo's zeroes the embedding at position 0",
           "change it and train again"),
     Limit("vllm", "mtp", "head.attention_bias", "false for families other than mimo", biases_without_mimo,
@@ -271,7 +240,7 @@ LIMITS = (
             "vLLM passes the states before the target's final norm to the head, which reads those after it",
             "train head=mtp with head.prenorm_states=true and head.zero_first_embedding=true")
       for name in ("eagle", "medusa")),
-    Limit("sglang", "mtp", "head.prenorm_states", "false", prenorm_states,
+    Limit("sglang", "mtp", "head.prenorm_states", "false", is_set("prenorm_states"),
           "SGLang passes the states after the target's final norm to a head",
           "set export.engine=vllm if the target is a MiMo, or train without it"),
     Limit("transformers", "mtp", "head", "without settings of MiMo's MTP layer", mimo_settings,
@@ -292,7 +261,7 @@ LIMITS = (
             "SGLang gives the head the target's lm_head",
             "set export.engine=vllm, or train without it")
       for name in ("dflash", "dspark")),
-    Limit("sglang", "eagle3", "head.norm_before_residual", "false", normed_residual,
+    Limit("sglang", "eagle3", "head.norm_before_residual", "false", is_set("norm_before_residual"),
           "SGLang takes the residual before the norm",
           "set export.engine=vllm, or train without it"),
     *(Limit("sglang", name, "head.capture_layers", "below the target's last layer", last_stream,
@@ -311,10 +280,10 @@ LIMITS = (
           stream_1_counted_from_1,
           "for this family SGLang counts layers from 0 if the list starts with 1, and from 1 otherwise",
           "set export.engine=vllm, or train with other layers"),
-    Limit("llama_cpp", "eagle3", "head.norm_output", "false", output_norm,
+    Limit("llama_cpp", "eagle3", "head.norm_output", "false", is_set("norm_output"),
           "llama.cpp feeds back the state before the final norm, whatever the file says",
           "set export.engine=vllm, or train without it"),
-    Limit("llama_cpp", "eagle3", "head.fc_norm", "false", norms_of_streams,
+    Limit("llama_cpp", "eagle3", "head.fc_norm", "false", is_set("fc_norm"),
           "llama.cpp has no norm for each stream",
           "set export.engine=vllm, or train without it"),
     Limit("llama_cpp", "eagle3", "head.capture_layers", "three", other_than_three_streams,
@@ -357,20 +326,19 @@ LIMITS = (
           "llama.cpp passes the candidates and the scores of all pairs where a state would be",
           "set export.engine=vllm, or train with fewer"),
     Limit("llama_cpp", "draft_model", "head.init_from", f"one of {', '.join(ARCHITECTURE_OF)} without a window, "
-          "and with unscaled RoPE or a Llama's", unknown_draft_model,
+          "and with unscaled RoPE or a Llama's", of_draft_model(unknown_draft_model),
           "the names and RoPE of other models in llama.cpp are not known here",
           "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"),
-    Limit("tensorrt_llm", "eagle3", "head.norm_before_residual", "false", normed_residual,
+    Limit("tensorrt_llm", "eagle3", "head.norm_before_residual", "false", is_set("norm_before_residual"),
           "TensorRT-LLM takes the residual before the norm",
           "set export.engine=vllm, or train without it"),
     Limit("tensorrt_llm", "eagle3", "head.capture_layers", "above 0 (the embeddings)", embeddings_stream,
           "TensorRT-LLM counts layers from 0 and has no id for the embeddings",
           "set export.engine=vllm, or train with other layers"),
-    *(Limit("openvino", "eagle3", f"head.{setting}", "false", find_violation,
+    *(Limit("openvino", "eagle3", f"head.{setting}", "false", is_set(setting),
             "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error",
             "set export.engine=vllm, or train without it")
-      for setting, find_violation in (("norm_before_fc", norm_before_fc), ("norm_before_residual", normed_residual),
-                                      ("fc_norm", norms_of_streams), ("norm_output", output_norm))),
+      for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output")),
     Limit("openvino", "eagle3", "head.capture_layers", "three", other_than_three_streams,
           "OpenVINO reads exactly three",
           "set export.engine=vllm, or train with three"),
@@ -383,7 +351,7 @@ LIMITS = (
     Limit("openvino", "dflash", "head.capture_layers", "below the target's last layer", last_stream,
           "optimum takes the state after the final norm for the stream after the last layer",
           "set export.engine=vllm, or train with other layers"),
-    *(Limit(engine, "dflash", "head.sample_from_anchor", "false", sample_from_anchor,
+    *(Limit(engine, "dflash", "head.sample_from_anchor", "false", is_set("sample_from_anchor"),
             f"{name}'s class drafts nothing with the newest token",
             "set export.engine=llama_cpp, or train without it")
       for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("openvino", "OpenVINO"))),
@@ -397,10 +365,17 @@ LIMITS = (
             "in OpenVINO no other family has been compared with ours",
             "set export.engine=vllm")
       for name in ("eagle3", "dflash", "draft_model")),
-    *(Limit("openvino", name, "target.path", "a target without a sliding window", window_in_openvino,
+    *(Limit("openvino", name, "target.path", "a target without a sliding window", window,
             "its window in OpenVINO has not been compared with ours",
             "set export.engine=vllm")
       for name in ("eagle3", "dflash", "draft_model")),
+    Limit("openvino", "draft_model", "head.init_from", f"one of {', '.join(FAMILIES_OF_OPENVINO)}",
+          of_draft_model(family_unknown_in_openvino),
+          "in OpenVINO no other family has been compared with ours",
+          "set export.engine=vllm, or choose another model"),
+    Limit("openvino", "draft_model", "head.init_from", "a model without a sliding window", of_draft_model(window),
+          "its window in OpenVINO has not been compared with ours",
+          "set export.engine=vllm, or choose another model"),
     Limit("transformers", "mtp", "target.path", "a Llama or Mistral with full attention, SiLU and no "
                                                 "biases", unsupported_layer,
           "transformers builds the head from the target's own decoder layer",

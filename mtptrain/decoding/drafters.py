@@ -11,7 +11,6 @@ from mtptrain.heads.base import Head
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
-from mtptrain.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -124,11 +123,7 @@ class TreeDrafter(HeadDrafter):
 
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
         super().__init__(head, parts, num_speculative_tokens)
-        if not head.drafts_trees:
-            raise UserError(
-                f"acceptance.baselines: must not contain tree for {type(head).__name__}, which drafts chains only, but "
-                "does; remove it"
-            )
+        assert head.drafts_trees, "the head drafts chains only"
         self.top_k = top_k
         self.num_nodes = min(num_nodes, top_k + (num_speculative_tokens - 1) * top_k**2)
 
@@ -236,11 +231,11 @@ class PromptLookupDrafter:
             tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)
         ]
         proposals = [self._look_up(sequence) for sequence in sequences]
-        padding = [self.draft_slots - len(tokens) for tokens in proposals]
-        tokens = [proposed + [0] * pad for proposed, pad in zip(proposals, padding, strict=True)]
-        is_proposed = [[True] * len(proposed) + [False] * pad for proposed, pad in zip(proposals, padding, strict=True)]
+        tokens = [proposed + [0] * (self.draft_slots - len(proposed)) for proposed in proposals]
+        num_proposed = torch.tensor([len(proposed) for proposed in proposals])
+        is_proposed = torch.arange(self.draft_slots) < num_proposed[:, None]
         device = verified.tokens.device
-        return Draft(torch.tensor(tokens, device=device), torch.tensor(is_proposed, device=device))
+        return Draft(torch.tensor(tokens, device=device), is_proposed.to(device))
 
     def _look_up(self, tokens: list[int]) -> list[int]:
         for size in range(self.max_ngram, self.min_ngram - 1, -1):

@@ -1,16 +1,16 @@
 """Prints the plan of a run as a table, and warns about everything that will not fit.
 
 It reads the target's config.json (the only file downloaded for a hub name) and, if mtptrain prompts has been run, the
-documents that it wrote. The planner loads no weights and writes nothing. `plan=true` prints the plan instead of running
-the program:
+documents that it wrote. The planner loads no weights and writes nothing, except that a GGUF file is first dequantised
+into the cache. `plan=true` prints the plan instead of running the program:
 
     mtptrain hidden-states recipe=llama3_1_8b_mtp plan=true
 """
 
 import math
 import shlex
-import sys
 
+from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +21,7 @@ from mtptrain.serving.break_even import read_costs, verdicts
 from mtptrain.serving.found_engines import describe_engines
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import config_dir
+from mtptrain.utils.masking import hide_passwords
 
 
 def print_plan(config: PipelineConfig) -> Plan:
@@ -31,31 +32,40 @@ def print_plan(config: PipelineConfig) -> Plan:
     """
     plan = make_plan(config)
     table = Table(title=f"plan of {config.run_dir}: memory and time are estimates", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path in the command is not cut off
     for name, value in plan_rows(plan, config):
         table.add_row(name, value)
     table.add_row("free disk", f"{_gb(plan.free_bytes)} on the disk of run_dir")
     table.add_row("does a draft pay?", describe_break_even(config))
     table.add_row("engines here", describe_engines(config.serving))
     table.add_row("export", f"{_gb(plan.export_bytes)} of host memory; the target's decoder layers are not loaded")
-    console = Console()
-    console.print(table, markup=False)
+    console = Console(markup=False)
+    console.print(table)
     for warning in plan_warnings(plan, config):
-        console.print(f"WARNING {warning}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"WARNING {warning}", highlight=False, soft_wrap=True)
     return plan
 
 
 def describe_break_even(config: PipelineConfig) -> str:
     """Returns the measured verdicts on drafting with this head, or the command that measures them."""
-    costs = read_costs(config, TargetFiles(config_dir(config.target.path, config.target.revision)))
+    path, revision = config.target.path, config.target.revision
+    costs = read_costs(config, TargetFiles(config_dir(path, revision), path, revision, config.target.gguf))
     if costs:
         return "\n".join(verdicts(costs, config.head.name))
-    settings = [each for each in sys.argv[1:] if not each.startswith(("plan=", "serving_bench.break_even="))]
-    return "not measured; " + shlex.join(["mtptrain", "serving-bench", *settings, "serving_bench.break_even=true"])
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    settings = [each for each in given if not each.startswith(("plan=", "serving_bench.break_even="))]
+    command = ["mtptrain", "serving-bench", *hide_passwords(settings), "serving_bench.break_even=true"]
+    return "not measured; " + shlex.join(command)
 
 
 def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
-    """Returns the rows of the plan, except free disk and the export's memory."""
+    """Returns the rows that follow from the plan and the settings.
+
+    `print_plan` adds those about this machine and the export.
+    """
     chosen, memory = config.hidden_states.store_dtype, plan.memory
+    is_vllm = config.hidden_states.backend is Backend.vllm
     sizes = {
         dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)"
         for dtype in plan.store_bytes
@@ -65,9 +75,8 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
     )
     if plan.is_spread:
         target += f", spread by accelerate over {config.planner.num_gpus} in one process"
-    elif config.hidden_states.backend is Backend.vllm and config.hidden_states.tensor_parallel_size > 1:
+    elif is_vllm and config.hidden_states.tensor_parallel_size > 1:
         target += f", tensor parallel over {config.hidden_states.tensor_parallel_size}"
-    is_vllm = config.hidden_states.backend is Backend.vllm
     weights, states = plan.target_bytes_per_gpu, plan.states_in_flight_bytes
     extraction = (
         "extraction, each GPU",
@@ -76,11 +85,7 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
     return [
         ("documents", _describe_workload(plan, config)),
         ("hidden states", f"{sizes.pop(chosen)}; " + "; ".join(sizes.values())),
-        *(
-            [("streamed", f"{_gb(streamed_bytes(plan, config, config.hidden_states.store_dtype))} at a time")]
-            if config.train.stream
-            else []
-        ),
+        *([("streamed", f"{_gb(streamed_bytes(plan, config, chosen))} at a time")] if config.train.stream else []),
         *(
             [("scratch", f"{plan.scratch_bytes_per_token:,} bytes/token in vLLM's files, deleted after each shard")]
             if is_vllm
@@ -226,7 +231,7 @@ def _least_engine_gpus(plan: Plan, config: PipelineConfig) -> int | None:
     """Returns the smallest number of GPUs, a power of two, that fits vLLM's weights and states; None if none does."""
     memory = config.planner.gpu_memory_gb * 1e9
     left = min(FITTING_SHARE * memory, ENGINE_SHARE * memory - plan.states_in_flight_bytes)
-    return _power_of_two(plan.target_bytes / left) if left > 0 else None
+    return 1 << (math.ceil(plan.target_bytes / left) - 1).bit_length() if left > 0 else None
 
 
 def _memory_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
@@ -294,10 +299,6 @@ def _setting_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"{per_step}; set it to {-(-per_step // num_gpus) * num_gpus}"
         )
     return warnings
-
-
-def _power_of_two(at_least: float) -> int:
-    return 1 << max(0, int(-(-at_least // 1)) - 1).bit_length()
 
 
 def _duration(seconds: float) -> str:

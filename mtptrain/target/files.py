@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import gguf_of, is_gguf
-from mtptrain.target.hub import DEMO, load_tokenizer, resolve_target, weights_fingerprint
+from mtptrain.target.hub import DEMO, load_tokenizer, weights_fingerprint
 from mtptrain.target.template_kwargs import set_template_kwargs
 from mtptrain.utils.files import read_json
 
@@ -30,20 +30,11 @@ class TargetFiles:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, as `prompts.template_kwargs` sets them."""
 
-    @staticmethod
-    def find(
-        path: str,
-        revision: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        gguf: str | None = None,
-    ) -> "TargetFiles":
-        """Returns the target at `path`, after downloading or dequantising it if necessary: see `resolve_target`."""
-        return TargetFiles(resolve_target(path, revision), path, revision, gguf, template_kwargs or {})
-
     @property
     def name_for_engines(self) -> str:
-        """The name or path by which a serving engine loads the target."""
-        return str(self.directory) if self.path in ("", DEMO) or is_gguf(self.path) else self.path
+        """The name or path by which a serving engine loads the target. A name would stand for the default revision."""
+        has_name = self.path not in ("", DEMO) and not is_gguf(self.path) and self.revision is None
+        return self.path if has_name else str(self.directory)
 
     @property
     def gguf(self) -> Path | None:

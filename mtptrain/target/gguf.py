@@ -24,7 +24,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import publish, sync
 
 SUFFIX = ".gguf"
-FORMAT = 1
+FORMAT = 2
 """Raised when the same GGUF file would be translated into another model directory."""
 
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 2**25, 4096, 4096

@@ -96,10 +96,11 @@ def write_tokenizer(header: GGUFHeader, directory: Path) -> None:
     """
     path, settings = header.path, _settings(header)
     split, tokens = settings["pre"], settings["tokens"]
+    begins_with_bos = settings.get("add_bos_token", split in WHOLE_WORDS_FIRST)
     try:
         # AutoTokenizer would build the same class, but read the file with the package gguf first, which takes seconds.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            path.absolute().parent, gguf_file=path.name, add_bos_token=split in WHOLE_WORDS_FIRST
+            path.absolute().parent, gguf_file=path.name, add_bos_token=begins_with_bos
         )
     except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(
@@ -124,9 +125,9 @@ def write_tokenizer(header: GGUFHeader, directory: Path) -> None:
 
 def special_token_ids(header: GGUFHeader) -> dict[str, Any]:
     """Returns the tokens that begin, end and pad a text, by their names in a generation config."""
-    settings, tokens = _settings(header), header.metadata["tokenizer.ggml.tokens"]
+    settings = _settings(header)
     ends = [settings[key] for key in END_IDS if key in settings]
-    ends += [token for token, text in enumerate(tokens) if text in END_TOKENS]
+    ends += [token for token, text in enumerate(settings["tokens"]) if text in END_TOKENS]
     return {
         "bos_token_id": settings.get("bos_token_id"),
         "eos_token_id": list(dict.fromkeys(ends)) or None,

@@ -56,6 +56,8 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
 def config_dir(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
     """Returns a directory with a model's config.json, which is the only file downloaded for a hub name.
 
+    A GGUF file is dequantised whole, if that has not been done before.
+
     Args:
         path: `demo`, a directory, a GGUF file, or a hub name.
         revision: revision of the hub repository.

@@ -258,7 +258,7 @@ def test_a_running_servers_report_leaves_no_settings_of_an_earlier_run_and_claim
     bench = bench_of(tiny_target)
     bench.output_dir.mkdir()
     write(config_for, bench.output_dir, tiny_target)
-    store_costs(bench.config, tiny_target)
+    store_costs(bench.config, TargetFiles(tiny_target))
     before = {path.name for path in bench.output_dir.iterdir()}
     assert before == {"vllm.json", "sglang.json", "README.md"}
     write_results(bench, [row(None, 100)], "0.32.0")

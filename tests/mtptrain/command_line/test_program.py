@@ -86,6 +86,11 @@ ROOT = Path(__file__).parents[3]
             "--lr=1: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
             "NAME=VALUE, without dashes",
         ),
+        (
+            ["--multirun", "train.lr=1,2"],
+            "train.lr=1,2: settings must stand together, but this one follows an option of Hydra; write all settings "
+            "on the same side of the option",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

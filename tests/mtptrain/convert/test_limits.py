@@ -1,6 +1,8 @@
 """Tests that an export that an engine would not serve correctly is refused with the reason and a remedy."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import chdir
 
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
@@ -24,10 +26,9 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
 REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] = [
     (
         "vllm", "mtp", {}, "llama", FP8,
-        r"target\.path: must be a target that is not quantised to export head mtp for vllm, but is \{'quant_method': "
-        r"'fp8'\}: vLLM "
-        r"builds the layers of this head with the target's quantisation; export for the target in bf16, or train "
-        r"head=eagle3",
+        r"target\.path: must be a target that is not quantised to export head mtp for vllm, but is quantised with "
+        r"fp8: vLLM builds the layers of this head with the target's quantisation; export for the target in bf16, or "
+        r"train head=eagle3",
     ),
     (
         "vllm", "native_mtp", {}, "llama", {},
@@ -40,7 +41,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     (
         "vllm", "native_mtp", {}, "glm4_moe", FP8,
-        r"target\.path: must be a target that is not quantised .* but is \{'quant_method': 'fp8'\}: vLLM builds the "
+        r"target\.path: must be a target that is not quantised .* but is quantised with fp8: vLLM builds the "
         r"module with the target's quantisation",
     ),
     (
@@ -56,7 +57,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ("sglang", "eagle3", {}, "mimo", {}, r"but is mimo: SGLang's class does not return its .*; train head=mtp"),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},
-        r"head\.norm_before_residual: must be false .* but is True: SGLang takes the residual before the norm; set "
+        r"head\.norm_before_residual: must be false .* but is true: SGLang takes the residual before the norm; set "
         r"export\.engine=vllm",
     ),
     (
@@ -106,7 +107,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     (
         "vllm", "mtp", MIMO, "mimo", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
-        r"target\.path: must be a mimo target without a sliding window .* but is one of 64 tokens: vLLM builds",
+        r"target\.path: must be a mimo target without a sliding window .* but is one with a window of 64 tokens: vLLM",
     ),
     ("vllm", "eagle", {}, "mimo", {}, r"target\.path: must be of a family other than mimo .* but is mimo: vLLM "
                                       r"passes .*; train head=mtp with head\.prenorm_states=true"),
@@ -149,7 +150,8 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
     ),
     *(
         ("llama_cpp", name, {}, "mistral", {"sliding_window": 128}, r"must be a target without a sliding window .* but "
-                                                                    r"is one of 128 tokens: its window in llama\.cpp")
+                                                                    r"is one with a window of 128 tokens: its window "
+                                                                    r"in llama\.cpp")
         for name in ("eagle3", *BLOCK_DRAFTERS, "draft_model")
     ),
     *(
@@ -169,10 +171,10 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         "llama_cpp", "draft_model", {}, "qwen2", {"rope_parameters": YARN_ROPE},
         r"head\.init_from: must be one of llama, .* but is a qwen2 with yarn RoPE: the names .*; convert the export of",
     ),
-    ("tensorrt_llm", "eagle3", {"norm_before_residual": True}, "llama", {}, r"must be false .* True: TensorRT-LLM"),
+    ("tensorrt_llm", "eagle3", {"norm_before_residual": True}, "llama", {}, r"must be false .* is true: TensorRT-LLM"),
     ("tensorrt_llm", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 2\]: Tensor"),
     *(
-        ("openvino", "eagle3", {setting: True}, "llama", {}, rf"head\.{setting}: must be false .* [tT]rue: optimum")
+        ("openvino", "eagle3", {setting: True}, "llama", {}, rf"head\.{setting}: must be false .* but is true: optimum")
         for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output")
     ),
     ("openvino", "eagle3", {"capture_layers": [1, 3]}, "llama", {}, r"must be three .* but is \[1, 3\]: OpenVINO"),
@@ -215,8 +217,18 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         for name in ("eagle3", "dflash", "draft_model")
     ),
     *(
-        ("openvino", name, {}, "mistral", {"sliding_window": 128}, r"without a sliding window .* but is one of 128 tok")
+        ("openvino", name, {}, "mistral", {"sliding_window": 128}, r"without a sliding window .* but is one with a "
+                                                                   r"window of 128 tok")
         for name in ("eagle3", "dflash", "draft_model")
+    ),
+    *(
+        (engine, "draft_model", {"init_from": directory}, "llama", {}, rf"head\.init_from: must be {message}")
+        for engine, directory, message in (
+            ("openvino", "gemma3", r"one of llama, .* but is a gemma3_text: in OpenVINO .*, or choose another model"),
+            ("openvino", "mistral", r"a model without a sliding window .* but is one with a window of 64 tokens: its"),
+            ("llama_cpp", "gemma3", r"one of llama, .* but is a gemma3_text: the names"),
+            ("llama_cpp", "mistral", r"one of llama, .* but is one with a window of 64 tokens: the names"),
+        )
     ),
     ("transformers", "mtp", {}, "llama", {"head_dim": 64}, r"\(1, 1, 128, 96\) instead of \(1, 1, 64, 96\)"),
 ]  # fmt: skip
@@ -225,6 +237,16 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
 def configured(model_type: str, **settings: object) -> PreTrainedConfig:
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **{**SIZES, **settings})
     return config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def draft_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs the tests in a folder with the configs of two draft models."""
+    directory = tmp_path_factory.mktemp("draft_models")
+    configured("gemma3_text", vocab_size=32000).save_pretrained(directory / "gemma3")
+    configured("mistral", vocab_size=32000, sliding_window=64).save_pretrained(directory / "mistral")
+    with chdir(directory):
+        yield
 
 
 @pytest.mark.parametrize(("engine", "name", "head", "family", "target", "message"), REFUSED)

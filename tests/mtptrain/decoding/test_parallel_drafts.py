@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtptrain.decoding.draft import Draft
-from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
+from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
@@ -79,11 +79,6 @@ def test_one_forward_drafts_all_tokens(target: Target, head: Head, monkeypatch: 
     monkeypatch.setattr(head, "draft_next", None)
     speculate(target, recorder, [[1, 2, 3]], num_speculative_tokens=K, max_new_tokens=8, sampler=Sampler())
     assert len(calls) == len(recorder.rounds)
-
-
-def test_a_tree_is_refused(target: Target, head: Head) -> None:
-    with pytest.raises(ValueError, match=r"acceptance\.baselines: must not contain tree for (Peagle|Dflash)Head"):
-        TreeDrafter(head, target.parts, K, num_nodes=8, top_k=2)
 
 
 def test_a_mask_token_beyond_the_vocabulary_is_refused(target: Target) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.decoding.drafters import HeadDrafter, TreeDrafter
+from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
@@ -73,9 +73,3 @@ def test_a_start_from_the_targets_layer_is_refused(name: str) -> None:
     message = rf"head\.start_from_target: must be false with head {name}, which cannot start as .*, but is true; set"
     with pytest.raises(ValueError, match=message):
         check_one_start(HEADS[name].Config(start_from_target=True))
-
-
-def test_a_tree_of_medusa_is_refused(target: Target) -> None:
-    head = build_head(HEADS["medusa"].Config(), target.config)
-    with pytest.raises(ValueError, match=r"acceptance\.baselines: must not contain tree for MedusaHead"):
-        TreeDrafter(head, target.parts, K, num_nodes=8, top_k=2)

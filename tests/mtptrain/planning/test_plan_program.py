@@ -11,18 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from mtptrain.command_line.program import quoted
 from tests.conftest import run_program
 from tests.programs import ROOT
 
 
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
-    result = run_program(
-        "data_prep.hidden_states", "plan=true", f"target.path={tiny_target}", f"run_dir={tmp_path}/run"
-    )
+    run_dir, url = tmp_path / "run[bold]", "http://me:secret@localhost:1"
+    settings = (f"target.path={tiny_target}", f"run_dir={quoted(run_dir)}", f"responses.url='{url}'")
+    result = run_program("data_prep.hidden_states", "plan=true", *settings, "hydra.job.name=plan")
     assert result.returncode == 0, result.stderr[-3000:]
+    letters = "".join(result.stdout.replace("│", " ").split())
+    assert f"planof{run_dir}:memory" in letters, "brackets are no markup"
+    assert "notmeasured;mtptrainserving-benchrecipe=quickstart" in letters and f"'{run_dir}'" in letters
+    assert "http://***@localhost:1" in letters and "hydra." not in letters and "plan=true" not in letters
     assert "mtptrain prompts has not been run" in " ".join(result.stdout.replace("│", " ").split())
     assert "WARNING train.micro_batches_per_step" in result.stdout
-    assert not (tmp_path / "run").exists()
+    assert not run_dir.exists()
 
 
 @pytest.fixture

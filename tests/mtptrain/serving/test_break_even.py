@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.config import PipelineConfig
+from mtptrain.planning.planner import describe_break_even
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import (
     OWN_LOOP,
@@ -23,9 +24,11 @@ from mtptrain.serving.break_even import (
 from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.load_generator import Latencies, Spread
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import resolve_target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import make_config, make_target
+from tests.gguf_files import write_gguf
 from tests.sealed import seal_again
 
 
@@ -115,11 +118,11 @@ def test_a_speed_up_is_predicted_from_the_cost_of_the_same_engine_batch_and_k() 
     assert row.predicted_speed_up("vllm", costs) == pytest.approx((1 + 18 / 10) / 3)
 
 
-def store(config: PipelineConfig, target_dir: Path) -> Path:
+def store(config: PipelineConfig, target: TargetFiles) -> Path:
     path = break_even_dir(config) / "report.json"
     path.parent.mkdir(parents=True)
     rows = [cost(3, 25.0).describe(config.head.name)]
-    write_sealed(path, {"subject": subject(config, TargetFiles(target_dir)), "rows": rows})
+    write_sealed(path, {"subject": subject(config, target), "rows": rows})
     return path
 
 
@@ -128,7 +131,7 @@ def test_costs_are_used_only_for_the_same_weights_head_and_dtype(
 ) -> None:
     config = config_for()
     assert read_costs(config, TargetFiles(tiny_target)) == []
-    store(config, tiny_target)
+    store(config, TargetFiles(tiny_target))
     assert read_costs(config, TargetFiles(tiny_target)) == [cost(3, 25.0)]
     assert read_costs(config_for("head.start_from_target=true"), TargetFiles(tiny_target)) == [cost(3, 25.0)]
     assert read_costs(config_for("acceptance.dtype=bfloat16"), TargetFiles(tiny_target)) == []
@@ -149,14 +152,30 @@ def test_costs_are_used_only_for_the_types_of_weights_that_the_engine_serves(
     config_for: Callable[..., PipelineConfig], tiny_target: Path, engine: str, other: str
 ) -> None:
     settings = f"serving.engine={engine}", f"export.engine={engine}"
-    store(config_for(*settings), tiny_target)
+    store(config_for(*settings), TargetFiles(tiny_target))
     assert read_costs(config_for(*settings), TargetFiles(tiny_target)) == [cost(3, 25.0)]
     assert read_costs(config_for(*settings, other), TargetFiles(tiny_target)) == []
 
 
+def test_a_plan_quotes_costs_that_llama_cpp_had_with_a_gguf_file(
+    config_for: Callable[..., PipelineConfig], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTPTRAIN_CACHE", str(tmp_path / "cache"))
+    file = str(write_gguf(tmp_path / "tiny.gguf", tiny_target))
+    llama_cpp = ("serving.engine=llama_cpp", "export.engine=llama_cpp", "head=eagle3")
+    for given, target in (
+        (f"target.path={file}", TargetFiles(resolve_target(file), file)),
+        (f"target.gguf={file}", TargetFiles(tiny_target, given_gguf=file)),
+    ):
+        config = config_for(*llama_cpp, given, f"run_dir={tmp_path}/{given.partition('=')[0]}")
+        assert describe_break_even(config).startswith("not measured; mtptrain serving-bench")
+        store(config, target)
+        assert describe_break_even(config).startswith("vllm, batch 1: K = 3 pays above 2.50 tokens per round")
+
+
 def test_a_damaged_measurement_is_refused(config_for: Callable[..., PipelineConfig], tiny_target: Path) -> None:
     config = config_for()
-    path = store(config, tiny_target)
+    path = store(config, TargetFiles(tiny_target))
     rows = json.loads(path.read_text())["rows"]
     del rows[0]["plain_ms"]
     seal_again(path, rows=rows)

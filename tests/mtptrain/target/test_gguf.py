@@ -172,14 +172,17 @@ def test_smollms_digits_are_cut_from_the_spaces_before_them(tmp_path: Path, targ
     assert pieces == {"gpt-2": ["a", "Ġ", "Ġ", "7"], "smollm": ["a", "ĠĠ", "7"]}
 
 
-def test_llama_3_looks_up_whole_words_first_and_begins_with_bos(tmp_path: Path, target: Path) -> None:
+def test_llama_3_looks_up_whole_words_first_and_begins_with_bos_unless_the_file_says_otherwise(
+    tmp_path: Path, target: Path
+) -> None:
     tokens = {}
-    for split in ("gpt-2", "llama-bpe"):
-        settings = with_spaces(target, split, **{"tokenizer.ggml.bos_token_id": 257})
-        file = write_gguf(tmp_path / f"{split}.gguf", target, settings=settings)
-        tokens[split] = load_tokenizer(resolve_target(str(file))).encode("   ")
-    assert tokens["llama-bpe"] == [257, 259]
-    assert 257 not in tokens["gpt-2"] and 259 not in tokens["gpt-2"]
+    for split, given in (("gpt-2", None), ("gpt-2", True), ("llama-bpe", None), ("llama-bpe", False)):
+        settings = {"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.add_bos_token": given}
+        file = write_gguf(tmp_path / f"{split}.gguf", target, settings=with_spaces(target, split, **settings))
+        tokens[split, given] = load_tokenizer(resolve_target(str(file))).encode("   ")
+    assert tokens["llama-bpe", None] == [257, 259] and tokens["llama-bpe", False] == [259]
+    assert 257 not in tokens["gpt-2", None] and 259 not in tokens["gpt-2", None]
+    assert tokens["gpt-2", True] == [257, *tokens["gpt-2", None]]
 
 
 def test_every_token_at_which_llama_cpp_stops_ends_a_text(tmp_path: Path, target: Path) -> None:
@@ -242,9 +245,10 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     assert cache_dir() == tmp_path / "home/.cache/mtptrain"
 
 
-def test_an_engine_gets_the_copy(file: Path, tmp_path: Path) -> None:
+def test_an_engine_gets_the_copy_or_the_snapshot_of_a_revision(file: Path, tmp_path: Path) -> None:
     assert all(TargetFiles(tmp_path, path).name_for_engines == str(tmp_path) for path in (str(file), "demo"))
     assert TargetFiles(tmp_path, "org/model").name_for_engines == "org/model"
+    assert TargetFiles(tmp_path, "org/model", "v2").name_for_engines == str(tmp_path)
 
 
 def test_a_file_without_the_suffix_is_read_too(file: Path, tmp_path: Path) -> None:
