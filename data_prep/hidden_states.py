@@ -33,7 +33,7 @@ from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
-from mtptrain.planning.costs import target_costs
+from mtptrain.planning.costs import worthwhile_cpu_ranks
 from mtptrain.planning.plan import scratch_bytes_per_token
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
@@ -41,15 +41,11 @@ from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.loading import check_placement, load_target
-from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
+from mtptrain.utils.distributed import CPU_THREADS, Ranks, continue_on_ranks, init_ranks, is_alone_on_cpu
 from mtptrain.utils.errors import UserError
 
 from .extraction import Extraction, prepare_extraction
 from .store_check import verify_store
-
-# The last bits of a CPU's matrix products depend on the number of threads, so every rank uses one thread, and the
-# program starts as many ranks as the CPU has cores.
-CPU_THREADS = 1
 
 
 @program
@@ -129,9 +125,8 @@ def worthwhile_ranks(extraction: Extraction) -> int:
     if settings.backend is Backend.vllm or extraction.windows:
         return 1
     missing = len(extraction.own) - len(finished_shards(extraction.store_dir, extraction.own))
-    itemsize: int = getattr(torch, settings.dtype.value).itemsize
-    weights_bytes = target_costs(extraction.target.config).num_parameters * itemsize
-    return cpu_ranks(extraction.config.cpu_ranks, missing, weights_bytes)
+    dtype, num_ranks = getattr(torch, settings.dtype.value), extraction.config.cpu_ranks
+    return worthwhile_cpu_ranks(extraction.target.config, dtype, num_ranks, missing)
 
 
 def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:

@@ -30,7 +30,6 @@ from mtptrain.config import Dtype, PipelineConfig, load_config
 from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
-from mtptrain.decoding.followed import follow
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
@@ -92,8 +91,8 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     may_round = settings.dtype == Dtype.bfloat16 or has_rounded_weights
     comparison = Comparison(ours, our_counts, theirs, check_counts(theirs.counts, our_counts, config, engine))
     if not comparison.is_equal and may_round:
-        followed = follow_answers(run, prompts, theirs.tokens, ours.stop_token_ids)
-        comparison = replace(comparison, our_counts_on_their_answers=engine.counted(followed, *limits)[0])
+        followed, _ = engine.counted(follow_answers(run, prompts, theirs.tokens), *limits)
+        comparison = replace(comparison, our_counts_on_their_answers=followed)
     divergence = None if comparison.is_equal else explain(run, list(prompts.values()), comparison)
 
     served = {"command": command(), **report(config, comparison, divergence), "rule": rule}
@@ -151,7 +150,12 @@ def load_pair(run: Run) -> tuple[Target, RunHead]:
 
 
 def decode(
-    config: PipelineConfig, target: Target, drafter: HeadDrafter | NoDrafter, prompts: InputIds, name: str
+    config: PipelineConfig,
+    target: Target,
+    drafter: HeadDrafter | NoDrafter,
+    prompts: InputIds,
+    name: str | None = None,
+    answers: list[list[int]] | None = None,
 ) -> list[Generation]:
     settings = config.acceptance
     return generate_in_batches(
@@ -165,25 +169,15 @@ def decode(
         batch_size=settings.batch_size,
         batch_tokens=settings.batch_tokens,
         description=name,
+        answers=answers,
     )
 
 
-def follow_answers(
-    run: Run, prompts: InputIds, answers: list[list[int]], stop_token_ids: tuple[int, ...]
-) -> list[Generation]:
+def follow_answers(run: Run, prompts: InputIds, answers: list[list[int]]) -> list[Generation]:
     """Returns our rounds along the engine's answers."""
-    settings, (target, found) = run.config.acceptance, load_pair(run)
-    return follow(
-        target,
-        HeadDrafter(found.head, target.parts, settings.num_speculative_tokens),
-        list(prompts.values()),
-        answers,
-        num_speculative_tokens=settings.num_speculative_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        eos_token_ids=stop_token_ids,
-        batch_size=settings.batch_size,
-        batch_tokens=settings.batch_tokens,
-    )
+    config, (target, found) = run.config, load_pair(run)
+    drafter = HeadDrafter(found.head, target.parts, config.acceptance.num_speculative_tokens)
+    return decode(config, target, drafter, prompts, answers=answers)
 
 
 def check_counts(

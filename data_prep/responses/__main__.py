@@ -32,15 +32,14 @@ from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import RowFormat
-from mtptrain.planning.costs import target_costs
+from mtptrain.planning.costs import worthwhile_cpu_ranks
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
 from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
-from mtptrain.target.model import Target
-from mtptrain.utils.distributed import Ranks, continue_on_ranks, cpu_ranks, init_ranks, is_alone_on_cpu
+from mtptrain.utils.distributed import CPU_THREADS, Ranks, continue_on_ranks, init_ranks, is_alone_on_cpu
 from mtptrain.utils.errors import UserError
 
 from ..conversations import Conversations, read_conversations
@@ -55,8 +54,6 @@ from .target import regenerate_with_target
 MIN_FAILURES_TO_STOP = 16
 """With a server, the run stops after this many consecutive failures, or after twice `responses.concurrency` if that is
 more."""
-# The last bits of results depend on the number of threads, so every rank uses one thread.
-CPU_THREADS = 1
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
 
@@ -114,9 +111,9 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     done = ranks.gather(store.rows)[0]
     missing = [row for row in job.survey.turns if row not in done]
     if missing and job.server is None and is_alone_on_cpu():
-        itemsize: int = getattr(torch, config.responses.dtype.value).itemsize
-        weights_bytes = target_costs(job.target.config).num_parameters * itemsize
-        continue_on_ranks(cpu_ranks(config.cpu_ranks, -(-len(missing) // config.responses.batch_size), weights_bytes))
+        settings = config.responses
+        dtype, num_batches = getattr(torch, settings.dtype.value), -(-len(missing) // settings.batch_size)
+        continue_on_ranks(worthwhile_cpu_ranks(job.target.config, dtype, config.cpu_ranks, num_batches))
     if missing and ranks.is_first:
         if job.server is None:
             announce_precision("responses.dtype", config.responses.dtype)
@@ -283,20 +280,16 @@ def fill(
         with store.journal(ranks.rank) as journal, progress_bar(num_own, ranks) as bar:
             if job.server:
                 fill_from_server(job.server, map(job.dialogue, missing), settings.concurrency, journal, progress, bar)
-            else:
-                target = load_on_rank(job.target, settings, ranks)
+            elif own:
+                if ranks.device.type == "cpu":
+                    torch.set_num_threads(CPU_THREADS)
+                target = load_target(job.target.directory, getattr(torch, settings.dtype.value), ranks.device)
                 rank_batches = ([job.dialogue(row) for row in rows] for rows in own)
                 for conversation in regenerate_with_target(target, rank_batches, job.sampling):
                     if conversation.row in missing_rows:
                         save_conversation(conversation, journal, progress, bar)
     progress.seconds = time.monotonic() - started
     return progress
-
-
-def load_on_rank(target: TargetFiles, settings: ResponsesConfig, ranks: Ranks) -> Target:
-    if ranks.device.type == "cpu":
-        torch.set_num_threads(CPU_THREADS)
-    return load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
 
 
 def progress_bar(num_rows: int, ranks: Ranks) -> tqdm:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from mtptrain.data.chat_template import EndlessTemplate
+from mtptrain.serving.engine import NEUTRAL_SAMPLING
 from mtptrain.utils.errors import UserError
 
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
@@ -115,9 +116,7 @@ class CompletionServer:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,  # -1 means all tokens in both engines
             "seed": prompt.seed,
-            # Servers take defaults from the target's generation_config.json, so set every sampling parameter. Penalties
-            # affect greedy decoding too.
-            **{"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+            **NEUTRAL_SAMPLING,
             "stop_token_ids": list(sampling.stop_token_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,

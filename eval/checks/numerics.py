@@ -9,11 +9,11 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.heads.packing import PackedTokens, Packing, map_tensors
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import TargetStates, Verified
 from mtptrain.target.position_cache import PositionCache
-from mtptrain.training.batches import Batch, map_tensors
+from mtptrain.training.batches import Batch
 from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils.compile import eager
 

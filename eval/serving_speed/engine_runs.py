@@ -19,7 +19,7 @@ from tqdm import tqdm
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.llama_cpp import GgufFormat
 from mtptrain.serving.bench_rows import Row, fastest, warn_of_unequal_work
-from mtptrain.serving.engine import EngineCounts
+from mtptrain.serving.engine import NEUTRAL_SAMPLING, EngineCounts
 from mtptrain.serving.exports import cache_bytes, served_model, speculative_config
 from mtptrain.serving.llama_load import LlamaLoadGenerator
 from mtptrain.serving.llama_server import LlamaServer
@@ -272,10 +272,9 @@ def make_load(bench: Bench, name: str, concurrency: int) -> Load:
         num_requests=bench.num_requests,
         concurrency=concurrency,
         max_new_tokens=settings.max_new_tokens,
-        # Set all values: omitted ones come from generation_config.json, and penalties affect greedy decoding.
         sampling={
-            **{"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k, "min_p": 0.0},
-            **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+            **{"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k},
+            **NEUTRAL_SAMPLING,
         },
         ignore_eos=config.serving_bench.ignore_eos,
         seed=settings.seed,

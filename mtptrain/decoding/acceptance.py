@@ -7,6 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mtptrain.decoding.draft import Drafter
+from mtptrain.decoding.followed import FollowedTarget
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.target.model import Target
@@ -160,6 +161,7 @@ def generate_in_batches(
     description: str | None = None,
     clock: PhaseClock | None = None,
     observe: Callable[[Round], None] | None = None,
+    answers: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
     """Decode many prompts, those of similar length together, and return the results in the order of the prompts.
 
@@ -169,15 +171,17 @@ def generate_in_batches(
         description: text of the progress bar; None shows no bar.
         clock: see `speculate`.
         observe: see `speculate`.
+        answers: an answer for each prompt, which the target then writes in greedy decoding; None for its own choice.
     """
     batches = token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens)
     generations: dict[int, Generation] = {}
     with tqdm(total=len(prompts), desc=description, unit="prompt", disable=description is None) as bar:
         for indices in batches:
+            asked = [prompts[index] for index in indices]
             batch = speculate(
-                target,
+                target if answers is None else FollowedTarget(target, asked, [answers[index] for index in indices]),
                 drafter,
-                [prompts[index] for index in indices],
+                asked,
                 num_speculative_tokens=num_speculative_tokens,
                 max_new_tokens=max_new_tokens,
                 sampler=sampler,

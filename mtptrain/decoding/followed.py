@@ -5,10 +5,6 @@ from collections.abc import Sequence
 
 import torch
 
-from mtptrain.decoding.acceptance import token_batches
-from mtptrain.decoding.draft import Drafter
-from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.target.model import Target, TargetStates
 from mtptrain.target.position_cache import PositionCache, TreeSlots
 
@@ -34,45 +30,23 @@ class FollowedTarget(Target):
         capture_layers: tuple[int, ...] = (),
         tree: TreeSlots | None = None,
     ) -> TargetStates:
-        """Returns the target's states. After the prompts, `logits` reads those that were returned last."""
+        """Returns the target's states.
+
+        After the prompts, `logits` must be called with the states that the last `forward` returned, because it looks up
+        the texts at the positions of that `forward`.
+        """
         if int(positions[0, 0]) > 0:
             self._next = positions + 1
         return super().forward(input_ids, positions, cache, capture_layers, tree)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the target's logits [..., V], infinite for the next token of a text."""
+        """Returns the target's logits [..., V], infinite for the next token of a text.
+
+        Past the end of a text, they are infinite for the target's own choice.
+        """
         logits = super().logits(states)
         wanted = self._next.reshape(len(self._texts), -1)
         known = self._texts.gather(1, wanted.clamp(max=self._texts.shape[1] - 1))
         known = torch.where(wanted < self._texts.shape[1], known, UNKNOWN).view(states.shape[:-1])
         chosen = torch.where(known == UNKNOWN, logits.argmax(-1), known)
         return logits.scatter(-1, chosen[..., None], torch.inf)
-
-
-def follow(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    *,
-    num_speculative_tokens: int,
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    batch_size: int,
-    batch_tokens: int | None = None,
-) -> list[Generation]:
-    """Returns what `speculate` counts if the target writes these answers. See `generate_in_batches` for the rest."""
-    found: dict[int, Generation] = {}
-    for indices in token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens):
-        batch = [prompts[index] for index in indices]
-        generations = speculate(
-            FollowedTarget(target, batch, [answers[index] for index in indices]),
-            drafter,
-            batch,
-            num_speculative_tokens=num_speculative_tokens,
-            max_new_tokens=max_new_tokens,
-            sampler=Sampler(),
-            eos_token_ids=eos_token_ids,
-        )
-        found |= dict(zip(indices, generations, strict=True))
-    return [found[index] for index in range(len(prompts))]

@@ -1,16 +1,17 @@
 """Packed documents: which tokens are draft positions, and which keys they see."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+X = TypeVar("X")
 Indices = slice | torch.Tensor
 """Indices of queries or keys: a slice if they are consecutive, which avoids a copy, else a tensor i64."""
 
@@ -54,8 +55,8 @@ class Segments:
             is_causal=is_causal,
         )
 
-    def runs(self, most: int) -> Iterator[tuple[slice, slice, "Segments"]]:
-        """Yields runs of at most `most` segments, each with the places of its queries and keys in this kernel's."""
+    def runs(self, most: int) -> Iterator["Segments"]:
+        """Yields runs of at most `most` segments, whose queries and keys are slices of this kernel's."""
         first_query = first_key = 0
         for first in range(0, len(self.lengths), most):
             lengths = self.lengths[first : first + most]
@@ -64,13 +65,8 @@ class Segments:
             query_offsets, key_offsets = (
                 x[first : first + len(lengths) + 1] - x[first] for x in (self.query_offsets, self.key_offsets)
             )
-            yield queries, keys, Segments(queries, keys, lengths, query_offsets, key_offsets, self.is_causal)
+            yield Segments(queries, keys, lengths, query_offsets, key_offsets, self.is_causal)
             first_query, first_key = queries.stop, keys.stop
-
-    def to(self, device: torch.device) -> "Segments":
-        """Returns the segments with their tensors on a device."""
-        tensors: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class Packing:
     """Number of draft positions in each document."""
     document_offsets: torch.Tensor  # i64[documents + 1], first token of each document, then N
     window: int | None = None
-    """Number of tokens up to a draft position that it sees in `window_segments`, its own included; None for all."""
+    """Number of tokens that a draft position sees in `window_segments`, the last one its own; None without them."""
     window_segments: tuple[Segments, ...] = ()
     """Segments as in `segments`, for layers with that window."""
 
@@ -176,7 +172,7 @@ class Packing:
         is_draft = torch.zeros(len(self.positions), dtype=torch.bool).index_fill(0, self.draft_positions.cpu(), True)
         segments = _window_segments(self.document_lengths, is_draft.numpy(), self.key_indices.cpu().numpy(), window)
         device = self.positions.device
-        return replace(self, window=window, window_segments=tuple(part.to(device) for part in segments))
+        return replace(self, window=window, window_segments=map_tensors(segments, lambda x: x.to(device)))
 
     @staticmethod
     def _ordered(
@@ -295,6 +291,17 @@ class PackedTokens:
         """
         depths = torch.arange(num_depths, device=self.next_ids.device)
         return self.next_ids[(self.packing.draft_positions + depths[:, None]).clamp(max=len(self.next_ids) - 1)]
+
+
+def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
+    """Returns a copy of a dataclass, or tuple of dataclasses, with the function applied to every tensor."""
+    if isinstance(x, torch.Tensor):
+        return function(x)  # type: ignore[return-value]
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{field.name: map_tensors(getattr(x, field.name), function) for field in fields(x)})
+    if isinstance(x, tuple) and any(is_dataclass(part) for part in x):
+        return tuple(map_tensors(part, function) for part in x)  # type: ignore[return-value]
+    return x
 
 
 def _concatenated(ranges: Sequence[range]) -> NDArray[np.int64]:

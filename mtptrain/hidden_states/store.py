@@ -189,7 +189,7 @@ class HiddenStates(ABC):
         return shards
 
     def close(self) -> None:
-        """Unmap all shards. The store must not be read afterwards."""
+        """Unmap all shards. A finished store may be read again, and is then mapped anew."""
         self._mapped.clear()
 
     def set_steps(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:  # noqa: B027 (a finished store need not know)

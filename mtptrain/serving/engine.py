@@ -7,6 +7,12 @@ from typing import Protocol
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.speculate import Generation
 
+NEUTRAL_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling parameters with which only temperature, top_p and top_k change a request's distribution.
+
+Servers take parameters that are left out from generation_config.json. Penalties affect greedy decoding too.
+"""
+
 
 @dataclass(frozen=True)
 class EngineCounts:

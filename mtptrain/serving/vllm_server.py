@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
+from mtptrain.serving.engine import NEUTRAL_SAMPLING, EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.serving.engine_server import Counters, EngineServer, counts_of
 from mtptrain.serving.exports import warn_of_untested_vllm
 from mtptrain.utils.errors import UserError
@@ -54,9 +54,7 @@ class VllmServer(EngineServer):
                 "prompt": list(prompt),
                 "max_tokens": max_new_tokens,
                 "temperature": 0.0,
-                # Set all values: omitted ones come from generation_config.json, and penalties affect greedy decoding.
-                **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-                **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
+                **{"top_p": 1.0, "top_k": 0, **NEUTRAL_SAMPLING},
                 "ignore_eos": True,
                 "stop_token_ids": list(stop_token_ids),
                 "return_token_ids": True,

@@ -5,23 +5,20 @@ The documents of a step depend on the store, the settings and the epoch, never o
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtptrain.heads.packing import Packing
+from mtptrain.heads.packing import Packing, map_tensors
 from mtptrain.hidden_states.fp8 import decode, decode_into
 from mtptrain.hidden_states.shard_format import scales_of
 from mtptrain.hidden_states.store import HiddenStates, StoredDocument
 from mtptrain.training.step_packing import Anchors, Step, balance, document_costs, pack_documents, shuffled
 from mtptrain.utils.errors import UserError
-
-X = TypeVar("X")
 
 
 @dataclass(frozen=True)
@@ -77,17 +74,6 @@ def _decoded(states: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dty
     return states.to(dtype) if scales is None else decode(states, scales, dtype)
 
 
-def map_tensors(x: X, function: Callable[[torch.Tensor], torch.Tensor]) -> X:
-    """Returns a copy of a dataclass, or tuple of dataclasses, with the function applied to every tensor."""
-    if isinstance(x, torch.Tensor):
-        return function(x)  # type: ignore[return-value]
-    if is_dataclass(x) and not isinstance(x, type):
-        return replace(x, **{field.name: map_tensors(getattr(x, field.name), function) for field in fields(x)})
-    if isinstance(x, tuple) and any(is_dataclass(part) for part in x):
-        return tuple(map_tensors(part, function) for part in x)  # type: ignore[return-value]
-    return x
-
-
 def make_batch(
     documents: Sequence[StoredDocument],
     ttt_steps: int,
@@ -113,19 +99,20 @@ def make_batch(
     used, draft_positions, left_in_span = [], [], []
     for document in sorted(documents, key=lambda document: len(document.input_ids), reverse=True):
         firsts, counts = (x.tolist() for x in draft_spans(document.loss_mask.numpy()))
-        if counts:
-            spans += [(len(kept), first, count) for first, count in zip(firsts, counts, strict=True)]
-            of_document = np.concatenate([np.arange(first, first + count) for _, first, count in spans[-len(counts) :]])
+        own = list(zip(firsts, counts, strict=True))
+        if own:
+            spans += [(len(kept), first, count) for first, count in own]
+            positions = np.concatenate([np.arange(first, first + count) for first, count in own])
             # Number of draft positions from each one to the end of its span, itself included.
             left = np.concatenate([np.arange(count, 0, -1) for count in counts])
             if anchors is not None:
-                chosen = anchors.draw(document.document_id, len(of_document))
-                of_document, left = of_document[chosen], left[chosen]
+                chosen = anchors.draw(document.document_id, len(positions))
+                positions, left = positions[chosen], left[chosen]
             kept.append(document)
-            draft_positions.append(of_document)
+            draft_positions.append(positions)
             left_in_span.append(left)
             # The last token needed is the one whose state gives the label of a draft position's last depth.
-            used.append(int((of_document + np.minimum(left, ttt_steps)).max()) + 1)
+            used.append(int((positions + np.minimum(left, ttt_steps)).max()) + 1)
     assert kept, "no document has a draft"
     packing = (
         Packing.of_spans(used, spans, window) if anchors is None else Packing.of_points(used, draft_positions, window)
@@ -224,6 +211,10 @@ class BatchSchedule:
             drafts_per_document: number of draft positions of each document to use in a step, drawn at random in
                 every epoch; None for all.
             window: `Head.shared_window`.
+
+        Raises:
+            UserError: a document is longer than `batch_tokens`, or there are fewer documents with draft positions than
+                micro-batches.
         """
         self.store = store
         self.for_gpu = for_gpu
@@ -288,7 +279,7 @@ class BatchSchedule:
         return map_tensors(batch, lambda x: x if x.is_pinned() else x.pin_memory()) if self._pins else batch
 
     def prefetch(self, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[list[Batch]]:
-        """Yields this rank's batches of steps first_step .. last_step - 1.
+        """Yields this rank's batches of steps first_step .. last_step - 1. Closes the store at the end.
 
         For a GPU, they are read during the previous step. On a CPU, nothing is read ahead: a concurrent reader slows
         the step by a third, while reading between steps slows it by 1 %.
@@ -302,6 +293,6 @@ class BatchSchedule:
                     pending = reader.submit(self.micro_batches, step + 1, rank, world_size)
                 yield ready
         finally:
-            self.store.close()
+            self.store.close()  # first, so that a reader that waits for a streamed shard ends
             if reader is not None:
                 reader.shutdown()

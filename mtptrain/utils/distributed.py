@@ -27,6 +27,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_STOPPED = 75
 """Exit code of a program that saved its work and ended because of a signal: EX_TEMPFAIL in sysexits.h."""
 
+CPU_THREADS = 1
+"""Number of threads of a rank on a CPU. The last bits of matrix products depend on it, so all ranks have one, and
+programs start as many ranks as the CPU has cores."""
+
 TIMEOUT_HOURS = 24.0
 """Default of `distributed_timeout_hours`: extraction may finish hours earlier on one rank than on another."""
 

@@ -34,10 +34,9 @@ from mtptrain.config import LossPart
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.heads.packing import PackedTokens, Packing, map_tensors
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.training.batches import map_tensors
 from mtptrain.training.losses import LossSettings, draft_losses
 from mtptrain.utils import compile as fusing
 from tests.cuda import fake_cuda

@@ -151,7 +151,8 @@ def _attend(
     if not uses_gpu_kernels(query):
         return attend_on_cpu(query, key, value, segments)
     if len(segments.lengths) > MAX_SEGMENTS:
-        found = (_attend(query[q], key[k], value[k], part)[:2] for q, k, part in segments.runs(MAX_SEGMENTS))
+        runs = segments.runs(MAX_SEGMENTS)
+        found = (_attend(query[run.queries], key[run.keys], value[run.keys], run)[:2] for run in runs)
         out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
         return out, lse, None
     rows = _rows_per_query(query, key, segments)
@@ -175,10 +176,10 @@ def _attend_backward(
     if row_max is not None:
         return attend_on_cpu_backward(grad_out, query, key, value, out, lse, row_max, segments)
     if len(segments.lengths) > MAX_SEGMENTS:
-        found = (
-            _attend_backward(grad_out[q], query[q], key[k], value[k], out[q], lse[q], None, part)
-            for q, k, part in segments.runs(MAX_SEGMENTS)
-        )
+        found = []
+        for run in segments.runs(MAX_SEGMENTS):
+            q, k = run.queries, run.keys
+            found.append(_attend_backward(grad_out[q], query[q], key[k], value[k], out[q], lse[q], None, run))
         grad_query, grad_key, grad_value = (torch.cat(parts) for parts in zip(*found, strict=True))
         return grad_query, grad_key, grad_value
     rows = _rows_per_query(query, key, segments)

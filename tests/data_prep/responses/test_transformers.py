@@ -8,8 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from data_prep.responses.__main__ import fill, make_job
+from data_prep.responses.store import ResponsesStore
 from mtptrain.data.chat_template import render_prompt
+from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.files import write_sealed
 from tests.conftest import run_program
 from tests.data_prep.responses.stage import CHATS, ConfigFor, answered, output, overrides_for, respond
@@ -62,6 +66,15 @@ def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: 
     (directory / "answers_00005.jsonl").write_bytes(lines[11] + lines[3][:20])
     respond(configure(*sampled))
     assert output(configure()) == output(undisturbed)
+
+
+def test_a_rank_without_work_does_not_load_the_target(configure: ConfigFor, tmp_path: Path) -> None:
+    target = make_speaking_target(tmp_path / "target")
+    run = Run(configure(f"target.path={target}"))
+    job, store = make_job(run), ResponsesStore(run.stage_dir("responses"))
+    store.begin(job.identity, None)
+    (target / "model.safetensors").unlink()
+    assert fill(job, [0], run.config.responses, store, Ranks(rank=1, world_size=2, local_rank=1)).rows == 0
 
 
 def test_sampling_follows_its_settings_and_its_seed(configure: ConfigFor) -> None:

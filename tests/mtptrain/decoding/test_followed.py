@@ -1,14 +1,15 @@
 """Tests that drafts along a given text are those of a target that writes it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.followed import follow
 from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, TargetStates, Verified
@@ -29,11 +30,15 @@ def head(target: Target) -> Head:
     return random_head(target)
 
 
+def generate(target: Target, head: Head, **settings: Any) -> list[Generation]:
+    drafter = HeadDrafter(head, target.parts, K)
+    return generate_in_batches(target, drafter, PROMPTS, num_speculative_tokens=K, sampler=Sampler(), **settings)
+
+
 def test_our_own_answers_give_our_own_rounds(target: Target, head: Head) -> None:
-    settings = {"num_speculative_tokens": K, "max_new_tokens": NEW_TOKENS, "eos_token_ids": [7], "batch_size": 2}
-    ours = generate_in_batches(target, HeadDrafter(head, target.parts, K), PROMPTS, sampler=Sampler(), **settings)
-    answers = [generation.tokens for generation in ours]
-    assert follow(target, HeadDrafter(head, target.parts, K), PROMPTS, answers, **settings) == ours
+    settings = {"max_new_tokens": NEW_TOKENS, "eos_token_ids": [7], "batch_size": 2}
+    ours = generate(target, head, **settings)
+    assert generate(target, head, answers=[generation.tokens for generation in ours], **settings) == ours
 
 
 def test_other_answers_are_drafted_from_the_states_of_these_answers(target: Target, head: Head) -> None:
@@ -46,8 +51,9 @@ def test_other_answers_are_drafted_from_the_states_of_these_answers(target: Targ
             text += drafts[:accepted]
             text.append((drafts[accepted] + 1) % 256 if accepted < K else 9)
         answers.append(text[len(prompt) :])
-    settings = {"num_speculative_tokens": K, "max_new_tokens": len(answers[0]), "eos_token_ids": (), "batch_size": 3}
-    generations = follow(target, HeadDrafter(head, target.parts, K), PROMPTS, answers, **settings)
+    generations = generate(
+        target, head, answers=answers, max_new_tokens=len(answers[0]), eos_token_ids=(), batch_size=3
+    )
     for answer, found in zip(answers, generations, strict=True):
         assert found.tokens == answer
         assert found.accepted_by_round == [0, 1, 2, 3] and found.accepted_at == [3, 2, 1]
