@@ -66,8 +66,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     if content["windows"] != [list(window) for window in windows]:
         raise UserError(
             f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in "
-            f"training; start both programs with the same seed and train.stream_shards, or delete {store_dir} to start "
-            "again"
+            "training; delete this file, and start both programs with the same seed and train.stream_shards"
         )
     return int(content["released_windows"])
 
@@ -93,12 +92,16 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
             return missing
 
 
-def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
-    """Waits until `is_done()` is true, and prints what it is waiting for if that takes more than `REPORT_AFTER_S`."""
-    started, is_reported = time.monotonic(), False
+def wait_until(is_done: Callable[[], bool], waiting_for: str, is_silent: bool = False) -> None:
+    """Waits until `is_done()` is true for what extraction writes.
+
+    Prints what it is waiting for if that takes more than `REPORT_AFTER_S`, unless `is_silent`.
+    """
+    started, is_reported = time.monotonic(), is_silent
     while not is_done():
         if not is_reported and time.monotonic() - started > REPORT_AFTER_S:
-            tqdm.write(f"waiting for {waiting_for}", file=sys.stderr)  # stdout may be a file, and buffered
+            message = f"waiting for {waiting_for} from mtptrain hidden-states, which must run with the same settings"
+            tqdm.write(message, file=sys.stderr)  # stdout may be a file, and buffered
             is_reported = True
         time.sleep(POLL_S)
 
@@ -106,7 +109,10 @@ def wait_until(is_done: Callable[[], bool], waiting_for: str) -> None:
 def wait_together(
     is_done: Callable[[], bool], ranks: Ranks, stop: StopSignal, waiting_for: str
 ) -> signal.Signals | None:
-    """Wait on all ranks until `is_done()` is true on each. Returns early, on all, with a signal that one received."""
+    """Wait on all ranks until `is_done()` is true on each. Returns early, on all, with a signal that one received.
+
+    Only the first rank prints what all of them are waiting for.
+    """
     stopped_by: signal.Signals | None = None
 
     def is_over() -> bool:
@@ -116,7 +122,7 @@ def wait_together(
         stopped_by = stop.agreed()
         return stopped_by is not None
 
-    wait_until(is_over, waiting_for)
+    wait_until(is_over, waiting_for, is_silent=not ranks.is_first)
     return stopped_by
 
 
@@ -175,12 +181,11 @@ class StreamedStates(HiddenStates):
                 "run_dir"
             )
         plan_path = directory / PLAN
-        waiting_for = f"{plan_path} from mtptrain hidden-states, which must run with the same settings"
-        if wait_together(plan_path.exists, ranks, stop, waiting_for):
+        if wait_together(plan_path.exists, ranks, stop, str(plan_path)):
             sys.exit(EXIT_STOPPED)
-        plan = read_store_json(directory / PLAN)
+        plan = read_store_json(plan_path)
         identity = identity_from_json(plan["identity"])
-        refuse_other(directory / PLAN, expected, identity, shard_tokens, plan["shard_tokens"])
+        refuse_other(plan_path, expected, identity, shard_tokens, plan["shard_tokens"])
         return StreamedStates(directory, documents, shard_tokens, window_shards, seed)
 
     @property
@@ -204,10 +209,7 @@ class StreamedStates(HiddenStates):
         """Waits until extraction has finished a shard, and returns its record."""
         if shard not in self._records:
             path = shard_path(self.directory, shard)
-            wait_until(
-                lambda: self._is_closed or record_path(path).exists(),
-                f"{path.name} from mtptrain hidden-states, which must run with the same settings",
-            )
+            wait_until(lambda: self._is_closed or record_path(path).exists(), path.name)
             record = read_record(self.directory, shard)
             if record is None:
                 raise UserError(
@@ -231,10 +233,10 @@ class StreamedStates(HiddenStates):
             UserError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
         """
         self._steps = steps
-        window_of = self._window_of_documents()
+        window_of = {shard: number for number, window in enumerate(self.windows) for shard in window}
         first, ends = np.full(len(self.windows), len(steps)), np.zeros(len(self.windows), np.int64)
         for step, micro_batches in enumerate(steps):
-            read = np.unique(window_of[list(chain.from_iterable(micro_batches))])
+            read = sorted({window_of[shard] for shard in self.shards_of(list(chain.from_iterable(micro_batches)))})
             first[read] = np.minimum(first[read], step)
             ends[read] = step + 1
         # For each window, the number of steps after which neither it nor an earlier one is read again.
@@ -252,9 +254,7 @@ class StreamedStates(HiddenStates):
         All ranks wait here together, so that they can agree on a signal. They could not if each waited inside its own
         step.
         """
-        shards = f"the shards of step {step + 1}"
-        waiting_for = f"{shards} from mtptrain hidden-states, which must run with the same settings"
-        return wait_together(lambda: self.is_written(step), ranks, stop, waiting_for)
+        return wait_together(lambda: self.is_written(step), ranks, stop, f"the shards of step {step + 1}")
 
     def is_written(self, step: int) -> bool:
         """Returns whether extraction has finished every shard that step `step` (from 0) reads."""
@@ -272,7 +272,8 @@ class StreamedStates(HiddenStates):
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
         A run that resumes from an earlier step lowers the number of released windows. Extraction then writes the
-        shards of the reopened windows again. A deleted file takes up disk space until no process maps it.
+        shards of the reopened windows again, and those after the open windows are deleted. A deleted file takes up disk
+        space until no process maps it.
         """
         count = len(self.windows) if is_last else self.num_finished_windows(step)
         for shard in chain.from_iterable(self.windows[:count]):
@@ -280,12 +281,4 @@ class StreamedStates(HiddenStates):
             self._records.pop(shard, None)
         if is_first_rank:
             write_sealed(self.directory / STREAM, {"released_windows": count, "windows": self.windows})
-            delete_shards(self.directory, self.windows[:count])
-
-    def _window_of_documents(self) -> NDArray[np.int64]:
-        """Returns the index of each document's window i64[documents]."""
-        windows = np.empty(self.num_documents, np.int64)
-        for number, window in enumerate(self.windows):
-            for shard in window:
-                windows[self.ranges[shard].start : self.ranges[shard].stop] = number
-        return windows
+            delete_shards(self.directory, [*self.windows[:count], *self.windows[count + OPEN_WINDOWS :]])

@@ -115,7 +115,7 @@ class OpenvinoProcess:
                 stop_token_ids=list(stop_token_ids),
                 prompts=[list(prompt) for prompt in prompts],
             )
-            result = run_worker(self.models.python, WORKER, ["decode"], job, self.name)
+            result = run_worker(self.models.python, WORKER, "decode", job, self.name)
         self.models.warn_of_untested(result["version"])
         accepted = accepted_of(result["steps"])
         counts = counts_of(accepted, self.num_speculative_tokens)

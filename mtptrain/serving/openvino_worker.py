@@ -48,7 +48,8 @@ def convert(source: Path, directory: Path, weights: str, is_head: bool) -> None:
     # Without --trust-remote-code, optimum converts an EAGLE-3 head as a plain Llama, without an error.
     arguments = ["--weight-format", weights, *(["--trust-remote-code"] if is_head else [])]
     command = [sys.executable, *CONVERT, *arguments, "-m", str(source), str(temporary)]
-    if subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr, check=False).returncode:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    if subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode:
         other_weights = "set serving.openvino_weights=fp32, or " if weights != "fp32" else ""
         sys.exit(
             f"serving.openvino_weights: optimum-cli must be able to convert {source} to {weights}, but fails as above; "
@@ -176,10 +177,8 @@ def generation_config(pipeline: Any, load: dict[str, Any], num_drafts: int) -> A
     return config
 
 
-def serve_loads(job: dict[str, Any]) -> None:
+def serve_loads(job: dict[str, Any], worker: Any) -> None:
     """Convert and load both models, then run the loads that arrive on stdin, and answer on stdout."""
-    worker = importlib.import_module("bench_worker")  # beside this file
-    worker.end_with_input(sys.stdin.fileno())
     answers = worker.take_stdout()
     convert_both(job)
     draft, num_drafts = {}, job["num_speculative_tokens"]
@@ -197,8 +196,10 @@ def serve_loads(job: dict[str, Any]) -> None:
 if __name__ == "__main__":
     kind, job_path, *rest = sys.argv[1:]
     settings = json.loads(Path(job_path).read_text())
+    bench_worker = importlib.import_module("bench_worker")  # beside this file
+    bench_worker.end_with_input(sys.stdin.fileno())
     if kind == "load":
-        serve_loads(settings)
+        serve_loads(settings, bench_worker)
     else:
         convert_both(settings)
         Path(rest[0]).write_text(json.dumps(decode(settings)))

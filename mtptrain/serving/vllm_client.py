@@ -94,7 +94,7 @@ def generate(jobs: Sequence[GenerateJob], python: Path) -> list[EngineRun]:
     Raises:
         UserError: the process ended early. An engine's own error is returned in its result instead.
     """
-    answer = run_worker(python, WORKER, ["generate"], [asdict(job) for job in jobs], "vLLM")
+    answer = run_worker(python, WORKER, "generate", [asdict(job) for job in jobs], "vLLM")
     return [_engine_run(answer["version"], result) for result in answer["results"]]
 
 

@@ -10,8 +10,10 @@ a job, because importing vLLM is slow.
 engine, its output or `{"error": text}`.
 
 `extract`: one engine extracts hidden states. Every line is JSON. The first line describes the engine. Each further line
-is a window of prompts with the files to write, and is answered with a line once the files are written. EOF on stdin
-means that the parent died or is done: the engine and its workers then end at once, even during startup or a window.
+is a window of prompts with the files to write, and is answered with a line once the files are written.
+
+EOF on stdin means that the parent died or is done: the engine and its workers then end at once, even during startup or
+a window.
 """
 
 import gc
@@ -248,7 +250,6 @@ def answer_windows() -> None:
     """Extract one window after another. Everything that vLLM prints goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    end_with_input(sys.stdin.fileno())
     with few_collections():
         llm = build_extractor(json.loads(sys.stdin.readline()))
     for line in sys.stdin:
@@ -340,6 +341,7 @@ def finish_writing(worker: Any) -> None:
 
 
 if __name__ == "__main__":
+    end_with_input(sys.stdin.fileno())
     kind, *paths = sys.argv[1:]
     if kind == "generate":
         answer_job(*paths)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ from mtptrain.serving.server_process import SHOWN_LINES
 from mtptrain.utils.errors import UserError
 
 
-def run_worker(python: Path, worker: Path, arguments: Sequence[str], job: object, name: str) -> Any:
+def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) -> Any:
     """Returns what the worker writes for a job, both as JSON.
 
-    Lines that begin with the worker's name and a colon are shown. All others are printed only after a failure.
+    Lines that begin with the worker's name and a colon are shown. After a failure, the last `SHOWN_LINES` lines are
+    part of the error. The worker ends once its stdin is closed: no later than this process.
 
     Args:
         python: the interpreter.
-        worker: the program. Its last two arguments are the files of the job and of the result.
-        arguments: the worker's arguments before these files.
+        worker: the program. Its arguments are the mode, and the files of the job and of the result.
+        mode: the worker's first argument.
         job: the contents of the job's file.
         name: the engine, for errors.
 
@@ -33,10 +34,10 @@ def run_worker(python: Path, worker: Path, arguments: Sequence[str], job: object
     with tempfile.TemporaryDirectory(prefix="mtptrain-job-") as directory:
         job_path, result_path = (Path(directory) / file for file in ("job.json", "result.json"))
         job_path.write_text(json.dumps(job))
-        command = [str(part) for part in (python, worker, *arguments, job_path, result_path)]
+        command = [str(part) for part in (python, worker, mode, job_path, result_path)]
         with subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -44,7 +45,7 @@ def run_worker(python: Path, worker: Path, arguments: Sequence[str], job: object
             start_new_session=True,
         ) as process:
             assert process.stdout is not None
-            lines = []
+            lines: deque[str] = deque(maxlen=SHOWN_LINES)
             try:
                 for line in process.stdout:
                     lines.append(line)
@@ -57,6 +58,6 @@ def run_worker(python: Path, worker: Path, arguments: Sequence[str], job: object
         if process.returncode or not result_path.is_file():
             raise UserError(
                 f"{name}: the worker must end with a result, but ended with status {process.returncode}; its last "
-                "lines:\n" + "".join(lines[-SHOWN_LINES:])
+                "lines:\n" + "".join(lines)
             )
         return json.loads(result_path.read_text())

@@ -27,7 +27,7 @@ from mtptrain.hidden_states.stream import (
     shard_windows,
 )
 from mtptrain.train import count_steps
-from mtptrain.utils.distributed import EXIT_STOPPED, STOP_SIGNALS, StopSignal
+from mtptrain.utils.distributed import EXIT_STOPPED, STOP_SIGNALS, Ranks, StopSignal
 from tests.conftest import program_command
 from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.programs import TIMEOUT_S
@@ -174,14 +174,17 @@ def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path
     store.set_steps([[order[first : first + 2], order[first + 2 : first + 4]] for first in range(0, 20, 4)])
     assert [store.num_finished_windows(step) for step in range(6)] == [0, 0, 2, 3, 4, 5]
     assert [step for step in range(1, 6) if store.frees_disk_after(step)] == [2, 3, 4, 5]
-    for shard in range(10):
-        (tmp_path / f"shard_{shard:05d}.safetensors").touch()
-    store.release(2, is_last=False, is_first_rank=True)
-    left = {int(path.stem.removeprefix("shard_")) for path in tmp_path.glob("shard_*")}
-    assert left == set(range(10)) - {shard for window in store.windows[:2] for shard in window}
-    assert released_windows(tmp_path, store.windows) == 2
+    # Training that starts again at step 0 must not leave the last windows on disk beside the first ones.
+    for step, left in ((2, store.windows[2:]), (0, store.windows[:OPEN_WINDOWS])):
+        for shard in range(10):
+            (tmp_path / f"shard_{shard:05d}.safetensors").touch()
+        store.release(step, is_last=False, is_first_rank=True)
+        shards = {int(path.stem.removeprefix("shard_")) for path in tmp_path.glob("shard_*")}
+        assert shards == {shard for window in left for shard in window}
+        assert released_windows(tmp_path, store.windows) == step
     other = streamed_store(tmp_path, num_documents=20, window_shards=1)
-    with pytest.raises(ValueError, match=r"stream\.json: the shards of each window must be \[\d+\], \.\.\., but are"):
+    message = r"stream\.json: the shards of each window must be \[\d+\], \.\.\., but are .*; delete this file"
+    with pytest.raises(ValueError, match=message):
         missing_open_shards(tmp_path, other.windows)
     store.release(3, is_last=True, is_first_rank=True)
     assert not list(tmp_path.glob("shard_*"))
@@ -202,15 +205,21 @@ def test_a_finished_store_is_not_streamed(tmp_path: Path) -> None:
         StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, ONE_RANK, StopSignal(ONE_RANK))
 
 
-def test_training_that_waits_for_a_store_that_never_comes_ends_at_a_stop_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_training_that_waits_for_a_store_that_never_comes_ends_at_a_stop_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    monkeypatch.setattr("mtptrain.hidden_states.stream.REPORT_AFTER_S", 0.0)
     identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         stop = StopSignal(ONE_RANK)
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGUSR1]).start()
         with pytest.raises(SystemExit) as ended:
-            StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, ONE_RANK, stop)
+            StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, Ranks(rank, 1, 0), stop)
         assert ended.value.code == EXIT_STOPPED
+        message = f"waiting for {tmp_path}/plan.json from mtptrain hidden-states, which must run with the same settings"
+        assert (message in capsys.readouterr().err) == (rank == 0), "one rank must speak for all"
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,5 +1,6 @@
-"""Tests how the processes of the serving benchmark fail, and that they end with their parent. vLLM is not needed."""
+"""Tests how the processes of engines fail, and that they end with their parent. No engine is needed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,17 @@ from mtptrain.serving.engine_server import EngineServer
 from mtptrain.serving.llama_load import LlamaLoadGenerator
 from mtptrain.serving.llama_server import LlamaProcess, LlamaServer
 from mtptrain.serving.load_generator import Load, LoadGenerator
+from mtptrain.serving.openvino_client import WORKER as OPENVINO_WORKER
 from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer
+from mtptrain.serving.vllm_client import WORKER as VLLM_WORKER
+from mtptrain.serving.vllm_client import GenerateJob
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.utils.errors import UserError
 from tests.programs import is_running, wait_until_ended
 
 PYTHON = Path(sys.executable)
+ROOT = Path(__file__).parents[3]
+JOB = GenerateJob(name="job", target_dir="/none", prompts=[[1]], max_new_tokens=1, max_model_len=8)
 
 
 def test_a_server_that_ends_names_its_log_and_its_last_lines(tmp_path: Path) -> None:
@@ -150,15 +157,7 @@ def test_a_worker_ends_with_its_children_when_its_parent_is_killed(tmp_path: Pat
         [sys.executable, "-c", PARENT, sys.executable, str(BENCH_WORKER)],
         env=dict(os.environ, PYTHONPATH=str(tmp_path)),
     )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    child = int((tmp_path / "child").read_text())
-    assert is_running(child)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    wait_until_ended(child)
+    check_end_with_parent(parent, tmp_path / "child")
 
 
 PARENT = """
@@ -166,3 +165,71 @@ import subprocess, sys
 worker = [sys.argv[1], sys.argv[2], "serve", "target"]
 subprocess.Popen(worker, stdin=subprocess.PIPE, start_new_session=True).wait()
 """
+
+
+def check_end_with_parent(parent: subprocess.Popen[bytes], pid_path: Path) -> None:
+    """Kills the parent once its engine runs, whose process id is then in the file, and waits for the engine's end."""
+    deadline = time.monotonic() + 120
+    while not pid_path.exists() or not pid_path.read_text():
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    child = int(pid_path.read_text())
+    assert is_running(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until_ended(child)
+
+
+SLEEP = """
+import os, time
+
+def sleep():
+    open({path!r}, "w").write(str(os.getpid()))
+    time.sleep(300)
+"""
+VLLM = """
+import sys, types
+import sleeping
+
+__version__, SamplingParams, LLM = "0", object, lambda **_: sleeping.sleep()
+for name in ("", ".kv_transfer", ".kv_transfer.kv_connector.v1.example_hidden_states_connector"):
+    sys.modules[f"vllm.distributed{name}"] = types.ModuleType(name)
+    sys.modules[f"vllm.distributed{name}"].__getattr__ = lambda _: object
+sys.modules["vllm.platforms"] = sys.modules["vllm.distributed"]
+"""
+OPENVINO = {
+    "openvino.py": "",
+    "openvino_genai.py": "",
+    "optimum/commands/optimum_cli.py": "import sleeping; sleeping.sleep()",
+}
+CONVERTED = {"target": "t", "head": "h", "converted_target": "/none/t", "converted_head": "/none/h", "weights": "fp32"}
+RUN_WORKER = """
+import json, sys
+from pathlib import Path
+from mtptrain.serving.worker import run_worker
+
+run_worker(Path(sys.executable), Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), "engine")
+"""
+
+
+@pytest.mark.parametrize(
+    ("worker", "mode", "engine", "job"),
+    [
+        (VLLM_WORKER, "generate", {"vllm.py": VLLM}, [asdict(JOB)]),
+        (OPENVINO_WORKER, "decode", OPENVINO, CONVERTED),
+    ],
+    ids=["vllm", "openvino, while it converts"],
+)
+def test_an_engine_that_decodes_ends_when_its_parent_is_killed(
+    tmp_path: Path, worker: Path, mode: str, engine: dict[str, str], job: object
+) -> None:
+    for name, text in (engine | {"sleeping.py": SLEEP.format(path=str(tmp_path / "child"))}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    check_end_with_parent(
+        subprocess.Popen(
+            [sys.executable, "-c", RUN_WORKER, str(worker), mode, json.dumps(job)],
+            env=dict(os.environ, PYTHONPATH=f"{tmp_path}:{ROOT}"),
+        ),
+        tmp_path / "child",
+    )
