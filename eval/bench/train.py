@@ -37,7 +37,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.settings.precision import compute_dtype
 from mtptrain.training.flops import matmul_peak
-from mtptrain.utils.compile import set_compilation
+from mtptrain.utils.compile import eager
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
@@ -123,11 +123,7 @@ def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Train
         for num_tokens in config.bench.train_tokens:
             head, shape = EAGLE3.Config(ttt_steps=config.bench.depths), full_documents(num_tokens)
             case = case_of(hidden_size, config.bench.vocab_size, head)
-            peer = (
-                PeerProcess(config.bench.peer_python, case, shape, ranks.device, compute_dtype(config.deepspeed))
-                if has_peer
-                else None
-            )
+            peer = PeerProcess(config, case, shape, ranks) if has_peer else None
             rows.append(
                 {"hidden_size": hidden_size, "tokens": num_tokens} | in_turns(config, ranks, case, shape, peer, peak)
             )
@@ -155,9 +151,9 @@ def in_turns(
     for name, builder in builders.items():
         built = builder(config, case, shape, ranks)
         flops = built.flops
-        _, peaks[name] = with_peak(built.timed, ranks.device)
+        _, peaks[name] = with_peak(built.timed, ranks.device, repeats=1)
         candidates[name] = built.timed
-    candidates["eager"] = lambda run=candidates["ours"]: uncompiled(run)  # type: ignore[misc]
+    candidates["eager"] = eager()(candidates["ours"])
     if peer is not None:
         candidates["peer"] = peer.step
     best = fastest(candidates, config.bench.repeats)
@@ -180,14 +176,7 @@ def in_turns(
     return figures
 
 
-def uncompiled(run: Callable[[], float]) -> float:
-    set_compilation(False)
-    seconds = run()
-    set_compilation(True)
-    return seconds
-
-
-def with_peak(step: Callable[[], float], device: torch.device, repeats: int = 2) -> tuple[float, int]:
+def with_peak(step: Callable[[], float], device: torch.device, repeats: int) -> tuple[float, int]:
     """Returns the seconds of the fastest of `repeats` steps, and the peak tensor bytes of one more step.
 
     Three warm-up steps come first, because torch.compile may compile twice: for fixed shapes, then for dynamic ones.
@@ -220,7 +209,7 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, head)
         shape = [1000] * 2, [900] * 2
         ours = Ours(config, case, shape, ranks)
-        peer = PeerProcess(config.bench.peer_python, case, shape, ranks.device, compute_dtype(config.deepspeed))
+        peer = PeerProcess(config, case, shape, ranks)
         best = fastest({"ours": ours.timed, "peer": peer.step}, config.bench.repeats)
         peer.close()
         figures |= {"prompts_ratio": best["peer"] / best["ours"], "prompts_tokens_per_s": 2000 / best["ours"]}
@@ -243,7 +232,7 @@ def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Tra
     for head, length, rows in steps:
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, head)
         ours = Ours(config, case, ([length], [length - rows]), ranks)
-        seconds, num_bytes = with_peak(ours.timed, ranks.device)
+        seconds, num_bytes = with_peak(ours.timed, ranks.device, config.bench.repeats)
         figures: TrainFigures = {"head": head.name, "tokens": length, "rows": rows, "seconds": seconds}
         measured.append(figures | {"peak_bytes": num_bytes, "mfu": ours.flops / seconds / peak})
         print(json.dumps(measured[-1]))
@@ -312,21 +301,23 @@ def print_tables(figures: TrainFigures) -> None:
     print_table(console, figures.get("gpu"), GPU_COLUMNS, title)
     for name in ("prompt_token_cost", "prompts_ratio", "prompts_tokens_per_s"):
         if name in figures:
-            console.print(f"{name.replace('_', ' ')}: {shown(figures[name])}")
+            console.print(f"{name.replace('_', ' ')}: {shown(name, figures[name])}")
 
 
 def print_table(console: Console, rows: list[TrainFigures] | None, columns: dict[str, str], title: str) -> None:
     if rows:
         table = Table(*columns, title=title)
         for row in rows:
-            table.add_row(*(shown(row.get(key)) for key in columns.values()))
+            table.add_row(*(shown(key, row.get(key)) for key in columns.values()))
         console.print(table)
 
 
-def shown(value: object) -> str:
+def shown(name: str, value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value > 100 else f"{value:.3f}"
-    return f"{value / 1e6:,.0f} MB" if isinstance(value, int) and value > 10**6 else "" if value is None else str(value)
+    if isinstance(value, int) and "bytes" in name:
+        return f"{value / 1e6:,.0f} MB"
+    return "" if value is None else str(value)
 
 
 if __name__ == "__main__":

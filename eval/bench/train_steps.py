@@ -193,17 +193,18 @@ def random_batch(target: LlamaConfig, shape: Shape, head: Head) -> Batch:
 class PeerProcess:
     """Runs steps of vLLM Speculators in a separate process, which has its own packages and is idle between steps."""
 
-    def __init__(self, python: str, case: Case, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: PipelineConfig, case: Case, shape: Shape, ranks: Ranks) -> None:
+        command = [config.bench.peer_python, str(WORKER)]
         self._process = subprocess.Popen(
-            [python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
         sizes = {name: getattr(case.target, name) for name in names}
         lengths, prompts = shape
         answer = self._ask(
             {
-                "device": str(device),
-                "autocasts": dtype is torch.bfloat16,
+                "device": str(ranks.device),
+                "autocasts": compute_dtype(config.deepspeed) is torch.bfloat16,
                 **sizes,
                 "lengths": list(lengths),
                 "prompts": list(prompts),

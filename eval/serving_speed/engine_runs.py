@@ -65,7 +65,7 @@ class Bench:
 
     @property
     def types(self) -> dict[str, str | None]:
-        """The types of the weights, for the report: what the setting says that counts for the engine."""
+        """The types of the weights, for the report: the setting that the engine obeys."""
         if self.server is not None:
             return {"dtype": None}
         if self.engine is ServingEngine.openvino:
@@ -168,7 +168,10 @@ def measure(bench: Bench) -> tuple[list[Row], str]:
 def measure_engines(
     bench: Bench, generator: LoadGenerator | LlamaLoadGenerator | None, converted: Path
 ) -> tuple[list[Row], str]:
-    """Returns what `measure` does."""
+    """Returns the rows and the version that `measure` returns, with a load generator that has been started.
+
+    OpenVINO converts its models into the folder `converted`.
+    """
     settings = bench.config.serving_bench
     write_json(bench.prompts_path, bench.prompts)
     choices: list[int | None] = [*bench.depths] if bench.server is None else [None]

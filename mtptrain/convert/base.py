@@ -66,7 +66,7 @@ class Format(ABC):
     def dims(self) -> HeadDims:
         """Sizes of the head's decoder layer. Heads without one do not have them."""
         assert isinstance(self.head, LayerConfig)
-        return head_dims(self.head, self.target, getattr(self.head, "head_dim", None))
+        return head_dims(self.head, self.target)
 
     def tensors(self, state: Tensors) -> Tensors:
         """Returns the engine's tensors from the head's `state_dict`."""

@@ -20,7 +20,8 @@ from mtptrain.training.batches import pack_states
 from mtptrain.utils.errors import UserError
 
 PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
-"""K is DRAFTS, or T for a head with `is_bound_to_depths`."""
+"""A head drafts after the prompt and after each of ROUNDS further rounds of DRAFTS + 1 tokens. K is DRAFTS, or T for a
+head with `is_bound_to_depths`."""
 CONFIDENCE_ATOL = 0.02
 """The confidence's few weights are rounded to the export's dtype."""
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
@@ -42,7 +43,7 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
         UserError: the exported head proposes different tokens from the trained one, or is more or less sure of them.
     """
     parts = load_frozen_parts(target_dir).to(torch.device("cpu"), torch.float32)
-    documents = stored_documents(store_dir, head, parts) or [random_document(head, parts)]
+    documents = stored_documents(store_dir, head, parts) or [random_documents(head, parts)]
     count = 0
     for tokens, states in documents:
         ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
@@ -52,8 +53,8 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
         if not are_equal:
             raise UserError(
                 "export: the exported head must propose the same tokens as the trained one, as surely, but proposes "
-                "others for the same hidden states; the export was not put in place; report this with the run's "
-                "config.yaml"
+                "others, or is more or less sure of the same ones, for the same hidden states; the export was not put "
+                "in place; report this with the run's config.yaml"
             )
         count += ours.tokens.numel()
     return count
@@ -62,8 +63,8 @@ def prove_equal_proposals(store_dir: Path, target_dir: Path, head: Head, reloade
 class Proposed(NamedTuple):
     """The drafts of a head after several prefixes of a document."""
 
-    tokens: torch.Tensor  # i64[B, rounds, K]
-    confidences: torch.Tensor | None  # f32[B, rounds, K] of a head that has them
+    tokens: torch.Tensor  # i64[B, 1 + ROUNDS, K]
+    confidences: torch.Tensor | None  # f32[B, 1 + ROUNDS, K] of a head that has them
 
 
 Document = tuple[torch.Tensor, TargetStates]
@@ -82,8 +83,8 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
         return []
     documents: list[Document] = []
     for index in range(store.num_documents):
-        document = store.document(index)
-        if len(document.input_ids) > TOKENS:
+        if len(store.mapped_document(index).input_ids) > TOKENS:
+            document = store.document(index)
             states, _ = pack_states([document], [TOKENS], "hidden_states", True)  # [S, H]
             captured, _ = pack_states([document], [TOKENS], "aux_hidden_states", True)  # [S, L, H]
             assert states is not None
@@ -96,7 +97,7 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
     return documents
 
 
-def random_document(head: Head, parts: FrozenParts) -> Document:
+def random_documents(head: Head, parts: FrozenParts) -> Document:
     """Returns a batch of random tokens, states and captured layers.
 
     The states pass through the final norm, so that they have the scale of real ones.

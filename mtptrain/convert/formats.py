@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format
-from mtptrain.convert.limits import check_servable
+from mtptrain.convert.limits import check_servable, is_mimo
 from mtptrain.convert.llama_cpp import (
     LlamaCppDflash,
     LlamaCppDflash2,
@@ -33,7 +33,6 @@ from mtptrain.convert.vllm import (
 )
 from mtptrain.heads.config import HeadConfig
 from mtptrain.target.gguf_model import require_same_sizes
-from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
 
 FORMATS: dict[tuple[str, str], type[Format]] = {
@@ -86,7 +85,7 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_g
             f"for it; set export.engine={engines[0]} if it serves this target (see docs/serving.md)"
         )
     check_servable(engine, head, target)
-    if (engine, head.name, target.model_type) == ("vllm", "mtp", MiMoConfig.model_type):
+    if (engine, head.name) == ("vllm", "mtp") and is_mimo(target):
         return VllmMimo(head, target)
     form = FORMATS[engine, head.name](head, target)
     form.target_gguf = target_gguf

@@ -76,10 +76,16 @@ def read_without(path: Path, is_replaced: Callable[[str], bool]) -> Tensors:
 
 
 def write_index(directory: Path, files: list[str]) -> None:
-    """Write the index that maps each tensor to its file."""
+    """Write the index that maps each tensor to its file, and has the total bytes of the tensors."""
     weight_map = {tensor: name for name in files for tensor in tensor_shapes(directory / name)}
-    total_bytes = sum((directory / name).stat().st_size for name in files)
+    total_bytes = sum(tensors_bytes(directory / name) for name in files)
     write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def tensors_bytes(path: Path) -> int:
+    """Returns the bytes of a safetensors file's tensors, which follow the header and the 8 bytes of its length."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def link_or_copy(source: Path, destination: Path) -> None:

@@ -312,5 +312,5 @@ def check_prompts(
             raise UserError(
                 f"{name}: prompt and answer must fit the target's context of "
                 f"{tokens_to_fit(context_tokens, spare_tokens)}, but are {len(prompt)} + {max_new_tokens}; shorten the "
-                "prompt or lower max_new_tokens"
+                "prompt or lower acceptance.max_new_tokens"
             )

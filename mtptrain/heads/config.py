@@ -30,8 +30,8 @@ class HeadConfig:
     weights, or as `start_from_target` says."""
     start_from_target: bool = False
     """Start from a copy of the target's last layer, with an input projection that passes the target's states on to it.
-    The loss falls faster at first. `draft_model` copies more (see its settings). Heads `dflash`, `hydra`, `medusa`
-    and `native_mtp` do not support this."""
+    The loss falls faster at first. `draft_model` copies more (see its settings). Heads `dflash`, `dspark`, `dflash2`,
+    `hydra`, `medusa` and `native_mtp` do not support this."""
 
 
 @dataclass

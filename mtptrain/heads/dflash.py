@@ -176,7 +176,7 @@ class DflashHead(Head):
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
-        dims = head_dims(config, target_config, config.head_dim)
+        dims = head_dims(config, target_config)
         hidden_size, eps = dims.hidden_size, norm_eps(target_config)
         self.mask_token_id = mask_token_id(config, target_config)
         self.drafts_per_document = config.anchors_per_document

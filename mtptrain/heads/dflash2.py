@@ -8,6 +8,7 @@ Each draft is one of the few tokens with the largest logits U. They are chosen f
 U(c) + <A[x] * P h, B[c]> of a token c after the token x, for the draft's state h. Source: `qwen3_dflash2.py` in vLLM.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +31,18 @@ BEFORE, AFTER = 0, 1
 
 
 class Convolutions(nn.Module):
-    """The convolutions before and after attention or an MLP. Both leave their input as it is at the start."""
+    """The convolutions before and after attention or an MLP.
+
+    Both leave their input as it is at the start, if the projection's weights are then 0.
+    """
 
     def __init__(self, hidden_size: int, kernel_size: int, group_size: int) -> None:
         super().__init__()
         self.num_groups = hidden_size // group_size
-        self.base_kernel = nn.Parameter(torch.zeros(2, kernel_size, hidden_size))
+        identity = torch.zeros(2, kernel_size, hidden_size)
+        identity[:, 0] = 1
+        self.base_kernel = nn.Parameter(identity)
         self.kernel_projection = nn.Linear(hidden_size, 2 * kernel_size * self.num_groups, bias=False)
-
-    def reset(self) -> None:
-        """Let both convolutions return their input."""
-        with torch.no_grad():
-            self.base_kernel.zero_()[:, 0] = 1
-            self.kernel_projection.weight.zero_()
 
     def forward(self, x: torch.Tensor, normed: torch.Tensor, side: int) -> torch.Tensor:
         """Returns the convolution of x [R, ..., H] over the R tokens of each block.
@@ -123,7 +123,7 @@ class Dflash2Head(DflashHead):
         super().__init__(config, target_config)
         for module in self.modules():
             if isinstance(module, Convolutions):
-                module.reset()  # `super` has drawn random weights for all linear layers
+                nn.init.zeros_(module.kernel_projection.weight)  # for which `super` has drawn random ones
         self.candidate_selector = CandidateSelector(
             target_config.hidden_size, int(target_config.vocab_size), config.selector_rank
         )
@@ -154,7 +154,7 @@ def check_settings(config: Dflash2Head.Config, target_config: PreTrainedConfig) 
     if hidden_size % config.conv_group_size:
         raise UserError(
             f"head.conv_group_size: must divide the target's hidden size {hidden_size}, but is "
-            f"{config.conv_group_size}; set head.conv_group_size=16 if 16 does"
+            f"{config.conv_group_size}; set head.conv_group_size={math.gcd(hidden_size, 16)}"
         )
     if config.selector_top_k > vocab_size:
         raise UserError(

@@ -28,7 +28,7 @@ class EagleHead(LayerHead):
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
-        dims = head_dims(config, target_config, config.head_dim)
+        dims = head_dims(config, target_config)
         self.fc = nn.Linear(2 * dims.hidden_size, dims.hidden_size, bias=False)  # columns: embedding, then hidden state
         self.self_attn = Attention(dims.hidden_size, dims, target_config)
         self.post_attention_layernorm = RmsNorm(dims.hidden_size, norm_eps(target_config))

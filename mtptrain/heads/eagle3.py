@@ -48,7 +48,7 @@ class Eagle3Head(LayerHead):
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
-        dims = head_dims(config, target_config, config.head_dim)
+        dims = head_dims(config, target_config)
         hidden_size, eps, num_captured = dims.hidden_size, norm_eps(target_config), len(self.capture_layers)
         self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         self.input_norm = RmsNorm(num_captured * hidden_size, eps) if config.norm_before_fc else None

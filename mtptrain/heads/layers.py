@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtptrain.heads.config import LayerConfig
-from mtptrain.target.families import check_rope, head_rope_parameters, key_heads, mlp_size
+from mtptrain.target.families import head_rope_parameters, key_heads, mlp_size
 from mtptrain.utils.errors import UserError
 
 SERVED_HEAD_DIMS = (64, 128)
@@ -56,7 +56,6 @@ class Rope:
 
     def __init__(self, head_dim: int, target_config: PreTrainedConfig) -> None:
         rope_parameters = head_rope_parameters(target_config)
-        check_rope(target_config)
         rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=head_dim,
@@ -94,23 +93,22 @@ class HeadDims:
     intermediate_size: int
 
 
-def head_dims(config: LayerConfig, target_config: PreTrainedConfig, head_dim: int | None = None) -> HeadDims:
+def head_dims(config: LayerConfig, target_config: PreTrainedConfig) -> HeadDims:
     """Returns the layer sizes of a head for a target.
 
-    Args:
-        head_dim: the head dim. None uses hidden size / heads, as engines do if the head's file format does not store a
-            head dim.
+    Without a head dim in the settings, it is hidden size / heads, as in engines if the head's file format stores none.
 
     Raises:
         UserError: the head dim is not one of `SERVED_HEAD_DIMS`, or the key heads do not divide the attention heads.
     """
-    hidden_size = target_config.hidden_size
+    hidden_size, head_dim = target_config.hidden_size, getattr(config, "head_dim", None)
     heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)
     default_kv_heads = key_heads(target_config) if heads % key_heads(target_config) == 0 else heads
     kv_heads = config.num_key_value_heads or default_kv_heads
     if head_dim is None and (hidden_size % heads or hidden_size // heads not in SERVED_HEAD_DIMS):
         counts = [str(hidden_size // dim) for dim in reversed(SERVED_HEAD_DIMS) if hidden_size % dim == 0]
-        advice = f"head.num_attention_heads to {' or '.join(counts)}" if counts else "head=eagle3 head.head_dim=64"
+        head = "head.head_dim=64" if hasattr(config, "head_dim") else "head=eagle3 head.head_dim=64"
+        advice = f"head.num_attention_heads to {' or '.join(counts)}" if counts else head
         raise UserError(
             f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of "
             f"{SERVED_HEAD_DIMS}, which all engines have kernels for, but is {hidden_size / heads:g} with {heads} "
@@ -154,7 +152,11 @@ class Attention(nn.Module):
         self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns rotated queries, rotated keys, and values [..., (kv) heads, head_dim] of x [..., input size]."""
-        return self._rotated(self.q_proj(x), positions), *self.keys_values(x, positions)
+        return self.queries(x, positions), *self.keys_values(x, positions)
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns only the rotated queries [..., heads, head_dim]."""
+        return self._rotated(self.q_proj(x), positions)
 
     def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns only the rotated keys and the values [..., kv heads, head_dim]."""

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mtptrain.target.form import find_form
 from mtptrain.target.hub import DOWNLOAD_AGAIN
-from mtptrain.target.mimo import MiMoConfig, is_mimo
+from mtptrain.target.mimo import MiMoConfig, is_mimo_json
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
@@ -123,7 +123,7 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
         raise UserError(f"{path}: model_type must name a family of models, but is {model_type!r}; {DOWNLOAD_AGAIN}")
     _refuse_own_code(settings, path)
     try:
-        if is_mimo(settings):
+        if is_mimo_json(settings):
             return MiMoConfig.from_dict(settings | {"model_type": MiMoConfig.model_type})
         return _text_config(AutoConfig.from_pretrained(target_dir, trust_remote_code=False), settings)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
@@ -138,7 +138,7 @@ def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
     The code in `auto_map` of a family that transformers has is ignored.
     """
     model_type = settings["model_type"]
-    if settings.get("auto_map") and model_type not in CONFIG_MAPPING and not is_mimo(settings):
+    if settings.get("auto_map") and model_type not in CONFIG_MAPPING and not is_mimo_json(settings):
         raise UserError(
             f"{path}: model_type must be a family of transformers, because mtptrain never runs a target's own code, "
             f"but is {model_type!r}, which auto_map looks for in {settings['auto_map']}; choose another target"

@@ -70,20 +70,19 @@ def read_header(path: Path) -> GGUFHeader:
             reader = _Reader(data, len(MAGIC))
             try:
                 version = reader.number("I")
-                if version in VERSIONS:
-                    num_tensors, num_keys = reader.number("Q"), reader.number("Q")
-                    metadata = dict(reader.key_and_value() for _ in range(num_keys))
-                    infos = dict(reader.tensor_info() for _ in range(num_tensors))
+                if version not in VERSIONS:
+                    raise UserError(
+                        f"{path}: the version of the GGUF format must be 2 or 3, in little-endian order, but is "
+                        f"{version}; convert the model again with a current llama.cpp"
+                    )
+                num_tensors, num_keys = reader.number("Q"), reader.number("Q")
+                metadata = dict(reader.key_and_value() for _ in range(num_keys))
+                infos = dict(reader.tensor_info() for _ in range(num_tensors))
             except (struct.error, UnicodeDecodeError, KeyError) as error:
                 raise UserError(
                     f"{path}: must be a complete GGUF file, but its header is cut off or damaged near byte "
                     f"{reader.position:,} of {len(data):,}; {DOWNLOAD_AGAIN}"
                 ) from error
-            if version not in VERSIONS:
-                raise UserError(
-                    f"{path}: the version of the GGUF format must be 2 or 3, in little-endian order, but is {version}; "
-                    "convert the model again with a current llama.cpp"
-                )
             if (len(metadata), len(infos)) != (num_keys, num_tensors):
                 raise UserError(f"{path}: must name each key and tensor once, but repeats one; {DOWNLOAD_AGAIN}")
             return GGUFHeader(path, metadata, _placed(path, infos, metadata, reader.position, len(data)))
@@ -123,7 +122,7 @@ class _Reader:
         return list(self.numbers(f"{length}{_NUMBERS[kind]}"))
 
     def tensor_info(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-        """Returns a tensor's name, its shape in torch's order, its type, and its place after the header."""
+        """Returns a tensor's name, its shape in torch's order, its type, and its offset from the start of the data."""
         name, num_dimensions = self.string(), self.number("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise struct.error
@@ -146,18 +145,18 @@ def _placed(
     for name, (shape, kind_id, offset) in infos.items():
         kind = _dequantisable(path, name, kind_id)
         block_values, block_bytes = GGML_QUANT_SIZES[kind]
-        num_bytes, end = math.prod(shape) // block_values * block_bytes, data_start + offset
+        start, num_bytes = data_start + offset, math.prod(shape) // block_values * block_bytes
         if num_bytes == 0 or shape[-1] % block_values:
             raise UserError(
                 f"{path}: {name} must have rows of whole {kind.name} blocks of {block_values} values, but has the "
                 f"shape {shape}; {DOWNLOAD_AGAIN}"
             )
-        if (end := end + num_bytes) > file_bytes:
+        if (end := start + num_bytes) > file_bytes:
             raise UserError(
                 f"{path}: must be a complete GGUF file, but has {file_bytes:,} bytes, and its tensor {name} ends at "
                 f"byte {end:,}; {DOWNLOAD_AGAIN}"
             )
-        tensors[name] = GGUFTensor(kind, shape, data_start + offset, num_bytes)
+        tensors[name] = GGUFTensor(kind, shape, start, num_bytes)
     return tensors
 
 

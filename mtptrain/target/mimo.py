@@ -32,6 +32,6 @@ AutoConfig.register(MiMoConfig.model_type, MiMoConfig)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
-def is_mimo(config: Mapping[str, Any]) -> bool:
+def is_mimo_json(config: Mapping[str, Any]) -> bool:
     """Returns whether a `config.json` belongs to a published MiMo model, or to an export in MiMo's format."""
     return config.get("model_type") == MiMoConfig.model_type or config.get("architectures") == [ARCHITECTURE]

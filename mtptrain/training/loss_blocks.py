@@ -42,20 +42,23 @@ class Block:
             x[depth, drafts] = block[depth, in_block]
 
 
-def blocks(num_depths: int, num_drafts: int, chunk_rows: int) -> Iterator[Block]:
+def blocks(num_depths: int, num_draft_positions: int, chunk_rows: int) -> Iterator[Block]:
     """Yields the blocks of M draft positions, each of at most `chunk_rows` rows if that is at least T."""
     size = max(1, chunk_rows // num_depths)
     if size > 4:
         size -= size % 4  # matmuls with other numbers of rows take 5 to 8 % longer on a CPU
-    for first in range(0, num_drafts, size):
-        count = min(size, num_drafts - first)
+    for first in range(0, num_draft_positions, size):
+        count = min(size, num_draft_positions - first)
         drafts = [(max(0, first - depth), max(0, first + count - depth)) for depth in range(num_depths)]
         slots = [(slice(start, stop), slice(count - (stop - start), count)) for start, stop in drafts]
         yield Block(slice(first, first + count), count, slots)
 
 
 def corrected_logits(rows: torch.Tensor, lm_head: torch.Tensor, correction: Correction | None) -> torch.Tensor:
-    """Returns the logits of rows of states [R, H], with a correction by features [R, r] added if it is one of all."""
+    """Returns the logits of rows of states [R, H], for a correction with features [R, r].
+
+    A correction of all logits is added; one of candidates alone is not.
+    """
     logits = F.linear(rows, lm_head)
     if correction is not None and correction.num_candidates is None:
         logits += F.linear(correction.features, correction.weight)
@@ -66,7 +69,8 @@ class Selected(NamedTuple):
     """How R drafts that are chosen among C candidates compare with their teacher, and the gradient of their loss."""
 
     kl: torch.Tensor
-    """f32[R], the sum over the candidates of p log(p / (m q)), where p sums to m over them, and q is the drafts'."""
+    """f32[R], the sum over the candidates of p log(p / (m q)), where p sums to m over them, and q is the softmax of
+    their scores."""
     overlap: torch.Tensor  # f32[R]
     is_right: torch.Tensor  # bool[R], whether the most likely candidate is the target's most likely token
     candidates: torch.Tensor  # i64[R, C]
@@ -120,14 +124,14 @@ def compare(
         data_tokens: the data's own tokens [C], -1 if outside the head's vocabulary; only for `LossPart.data_ce`.
     """
     tokens = teacher.tokens.repeat(num_depths)
-    labels = None if data_tokens is None else data_tokens.repeat(num_depths)
+    data_rows = None if data_tokens is None else data_tokens.repeat(num_depths)
     mass = None if teacher.mass is None else teacher.mass.repeat(num_depths)  # [T * C]
     largest, total, product, overlap, grad, divergences = _rows_and_grad(
         mark_width_static(logits),
         mark_width_static(teacher.values),
         teacher.log_total,
         tokens,
-        labels,
+        data_rows,
         mass,
         tuple(weights.values()),
         tuple(part.value for part in weights),  # torch.compile guards on strings, but not on members of an enum
@@ -145,7 +149,7 @@ def compare(
         overlap,
         is_right=(at_token == largest) & (tokens >= 0),
         target_ce=torch.where(tokens >= 0, log_sum - at_token, 0.0),
-        data_ce=None if labels is None else torch.where(labels >= 0, log_sum - _at(logits, labels), 0.0),
+        data_ce=None if data_rows is None else torch.where(data_rows >= 0, log_sum - _at(logits, data_rows), 0.0),
         divergences=dict(zip((part for part in weights if part in DIVERGENCES), divergences, strict=True)),
         gradient=grad,
     )

@@ -117,7 +117,7 @@ class Drafted(NamedTuple):
 
     kl: torch.Tensor  # f32[R]
     overlap: torch.Tensor  # f32[R]
-    is_right: torch.Tensor  # bool[R], whether the most likely token is the target's
+    is_right: torch.Tensor  # bool[R], whether the most likely token is the target's (ties count)
     target_ce: torch.Tensor  # f32[R], cross-entropy with the target's most likely token; 0 if it is outside
     data_ce: torch.Tensor | None  # f32[R], cross-entropy with the data's token; 0 if it is outside
     divergences: dict[LossPart, torch.Tensor]  # f32[R] each

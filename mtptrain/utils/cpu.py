@@ -5,6 +5,8 @@ import os
 
 import torch
 
+from mtptrain.utils.errors import UserError
+
 PRETENDED_BF16 = "MTPTRAIN_CPU_BF16"
 """Environment variable with which tests run both paths on any CPU: `0` pretends that bf16 instructions are missing, `1`
 that there are some."""
@@ -17,8 +19,13 @@ def has_bf16_instructions() -> bool:
     """Returns whether torch multiplies bf16 matrices on this CPU with instructions that make them fast.
 
     Without them, torch falls back to loops that reach 0.3 to 8 GFLOP/s, where fp32 reaches 23 to 86 (one core).
+
+    Raises:
+        UserError: `PRETENDED_BF16` has another value than `0` and `1`.
     """
     pretended = os.environ.get(PRETENDED_BF16)
+    if pretended not in (None, "0", "1"):
+        raise UserError(f"{PRETENDED_BF16}: must be 0, 1 or unset, but is {pretended!r}; unset it")
     if pretended is not None:
         return pretended == "1"
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_document
+from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_documents
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.warm_start import load_init
 from mtptrain.export import check_directory_name, check_tensors, reload_head, write_head
+from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.dspark import DsparkHead
+from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
@@ -47,7 +49,7 @@ def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported
     torch.manual_seed(0)
     target_config, parts = read_target_config(tiny_target), load_frozen_parts(tiny_target)
     head = build_head(CONFIG, target_config).eval()
-    document = random_document(head, parts)
+    document = random_documents(head, parts)
     ours = propose(head, parts, *document).tokens
     theirs = propose(reload_head(exported, format_for("vllm", CONFIG, target_config)), parts, *document).tokens
     assert ours.shape == (8, ROUNDS + 1, DRAFTS) and torch.equal(ours, theirs)
@@ -62,7 +64,7 @@ def test_the_reloaded_head_proposes_the_same_and_a_damaged_one_does_not(exported
 def test_the_proof_compares_every_depth_that_a_head_is_bound_to(tiny_target: Path, depths: int) -> None:
     target_config, parts = read_target_config(tiny_target), load_frozen_parts(tiny_target)
     head = random_head(MedusaHead.Config(ttt_steps=depths), target_config).eval()
-    document = random_document(head, parts)
+    document = random_documents(head, parts)
     before = propose(head, parts, *document).tokens
     with torch.no_grad():
         head.blocks[depths - 1].layers[0].weight.neg_()
@@ -156,6 +158,20 @@ def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(
 def test_sizes_that_no_engine_serves_are_refused(tiny_target: Path, config: MtpHead.Config, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_head(config, read_target_config(tiny_target))
+
+
+@pytest.mark.parametrize(
+    ("config", "advice"),
+    [(CONFIG, "head=eagle3 head.head_dim=64"), (EagleHead.Config(), "head.head_dim=64")],
+    ids=["mtp", "eagle"],
+)
+def test_a_hidden_size_that_no_head_dim_divides_needs_a_setting(
+    tiny_target: Path, config: LayerConfig, advice: str
+) -> None:
+    target_config = read_target_config(tiny_target)
+    target_config.hidden_size = 96
+    with pytest.raises(UserError, match=f"but is 96 with 1 heads; set {advice}$"):
+        head_dims(config, target_config)
 
 
 def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_target: Path) -> None:

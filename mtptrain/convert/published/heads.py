@@ -308,9 +308,7 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     is_bound = isinstance(config, MlpConfig) or HEADS[config.name].drafts_all_depths
     ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if is_bound else set())
     settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in ignored}
-    sizes = {}
-    if isinstance(config, LayerConfig):
-        sizes = vars(head_dims(config, target_config, settings.get("head_dim")))
+    sizes = vars(head_dims(config, target_config)) if isinstance(config, LayerConfig) else {}
     layers = HEADS[config.name].resolve_capture_layers(config, target_config)
     resolved: dict[str, object] = {"capture_layers": list(layers)} if "capture_layers" in settings else {}
     if isinstance(config, DflashHead.Config):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.bench.train import shown
 from eval.bench.train_steps import case_of, plain_losses, random_batch, random_parts
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
@@ -38,6 +39,10 @@ def test_every_candidate_is_measured_and_written(tmp_path: Path) -> None:
     assert step["tokens_per_s"] > 0 and isinstance(figures["prompt_token_cost"], float)
     assert [(row["tokens"], row["rows"]) for row in figures["lengths"]] == [(1024, 1024), (2048, 1024)]
     assert "*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators" in result.stdout
+
+
+def test_only_bytes_are_shown_in_megabytes() -> None:
+    assert [shown(name, 2_000_000) for name in ("peak_bytes", "tokens")] == ["2 MB", "2000000"]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])

@@ -233,7 +233,8 @@ def test_prompt_lookup_proposes_what_followed_the_longest_match_and_its_first_oc
         ([], r"prompt 0: must hold at least one token, but is empty; leave it out"),
         (
             [1] * 500,
-            r"prompt 0: prompt and answer must fit the target's context of 512 tokens, but are 500 \+ 24; shorten",
+            r"prompt 0: prompt and answer must fit the target's context of 512 tokens, but are 500 \+ 24; "
+            r"shorten the prompt or lower acceptance\.max_new_tokens",
         ),
     ],
 )

@@ -106,7 +106,10 @@ def test_a_mix_or_a_setting_that_does_not_fit_is_refused(overrides: tuple[str, .
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"conv_group_size": 48}, "head.conv_group_size: must divide the target's hidden size 128, but is 48"),
+        (
+            {"conv_group_size": 48},
+            "head.conv_group_size: must divide the target's hidden size 128, but is 48; set head.conv_group_size=16",
+        ),
         ({"selector_top_k": 60}, "head.selector_top_k: must be at most the 50 tokens of the target's vocabulary"),
         ({"selector_top_k": 5, "draft_vocab_size": 20}, "head.draft_vocab_size: must be null with head dflash2"),
         ({"selector_top_k": 5, "sample_from_anchor": True}, "head.sample_from_anchor: must be false with head dflash2"),

@@ -11,6 +11,7 @@ from mtptrain.heads.attention import cpu_blocks
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.layers import RmsNorm, Rope, rotate
 from mtptrain.heads.packing import Packing
+from mtptrain.target.families import check_rope
 from mtptrain.utils import compile as fusing
 from tests.mtptrain.heads.dense import dense_depth_attention
 
@@ -246,7 +247,7 @@ def test_a_rope_that_is_unknown_or_changes_with_the_text_is_refused(kind: str) -
     config = LlamaConfig(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
     message = rf"target\.path: the target's RoPE must be one of .* but is '{kind}', which is unknown, or changes with"
     with pytest.raises(ValueError, match=message):
-        Rope(64, config)
+        check_rope(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

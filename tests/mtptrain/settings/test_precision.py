@@ -16,6 +16,7 @@ from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils import cpu
 from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
+from mtptrain.utils.errors import UserError
 from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
 
 WITHOUT, WITH = "0", "1"
@@ -62,6 +63,9 @@ def test_without_a_switch_the_cpu_itself_is_asked(monkeypatch: pytest.MonkeyPatc
     assert has_bf16_instructions() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     monkeypatch.setattr(cpu.torch.backends.mkldnn, "is_available", lambda: False)
     assert not has_bf16_instructions()
+    monkeypatch.setenv(PRETENDED_BF16, "true")
+    with pytest.raises(UserError, match="MTPTRAIN_CPU_BF16: must be 0, 1 or unset, but is 'true'; unset it"):
+        has_bf16_instructions()
 
 
 @pytest.fixture(scope="module")
