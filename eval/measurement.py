@@ -12,7 +12,6 @@ from mtptrain.data.chat_template import render_prompt
 from mtptrain.decoding.acceptance import (
     Acceptance,
     Intervals,
-    generate_in_batches,
     has_loop,
     intervals,
     summarise,
@@ -21,7 +20,7 @@ from mtptrain.decoding.acceptance import (
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Generation
+from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
@@ -166,7 +165,7 @@ class Measurement:
 
     def run(self, candidates: dict[str, Candidate]) -> dict[str, Measured]:
         """Decode this rank's prompts with every candidate, of which one is `head`, and gather all ranks' answers."""
-        own = {prompt_id: self.prompts.input_ids[prompt_id] for prompt_id in self._own_ids()}
+        own = dict(list(self.prompts.input_ids.items())[self.ranks.rank :: self.ranks.world_size])
         shares = {name: Share(PhaseClock(self.ranks.device), dict(own)) for name in candidates}
         turn = 1
         while any(share.waiting for share in shares.values()):
@@ -186,12 +185,9 @@ class Measurement:
             turn += 1
         return {name: self._gather(candidate, shares[name]) for name, candidate in candidates.items()}
 
-    def _own_ids(self) -> list[str]:
-        return list(self.prompts.input_ids)[self.ranks.rank :: self.ranks.world_size]
-
     def _decode(self, candidate: Candidate, batch: dict[str, list[int]], share: Share, turn: int) -> None:
         started = time.perf_counter()
-        generations = generate_in_batches(
+        generations = speculate(
             self.target,
             candidate.drafter,
             list(batch.values()),
@@ -199,7 +195,6 @@ class Measurement:
             max_new_tokens=self.settings.max_new_tokens,
             sampler=candidate.sampler,
             eos_token_ids=self.target.eos_token_ids,
-            batch_size=len(batch),
             clock=share.clock,
             observe=candidate.quality,
         )

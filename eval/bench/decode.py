@@ -31,7 +31,7 @@ from mtptrain.command_line.tables import wide_console
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
-from mtptrain.decoding.round_costs import PromptIds, Spent, decode, drafters_of, fastest_in_turns, num_rounds
+from mtptrain.decoding.round_costs import PromptIds, Spent, decode, drafters_of, fastest_in_turns
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import PHASES
 from mtptrain.heads.base import Head
@@ -148,16 +148,15 @@ def describe(batch_size: int, depths: int, measured: dict[int, Spent]) -> Decodi
     """Returns one row of the table from what decoding took, by K; phases are in milliseconds per round."""
     spent, plain = measured[depths], measured[0]
     per_round = {name: spent.phases.get(name, 0.0) / spent.rounds * 1e3 for name in PHASES if name != "prompt"}
-    own_rounds = sum(map(num_rounds, spent.answers))  # rounds until each answer finished, summed
     return {
         "batch_size": batch_size,
         "num_speculative_tokens": depths,
         "tokens_per_s": spent.tokens_per_s,
         "speed_up": spent.tokens_per_s / plain.tokens_per_s,
         "speed_up_with_prompt": plain.all_seconds / spent.all_seconds * spent.tokens / plain.tokens,
-        "refilled_speed_up": spent.tokens / own_rounds * plain.seconds_per_round / spent.seconds_per_round,
+        "refilled_speed_up": spent.tokens / spent.own_rounds * plain.seconds_per_round / spent.seconds_per_round,
         "tokens_per_round": spent.tokens / spent.rounds,
-        "tokens_per_own_round": spent.tokens / own_rounds,
+        "tokens_per_own_round": spent.tokens / spent.own_rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
     }
 

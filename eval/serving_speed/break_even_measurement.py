@@ -27,7 +27,7 @@ from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.formats import format_for
 from mtptrain.decoding.prompts import check_head_context
-from mtptrain.decoding.round_costs import Spent, decode, drafters_of, fastest_in_turns, random_tokens
+from mtptrain.decoding.round_costs import Spent, decode, drafters_of, fastest_in_turns
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_trainable_head, save_head
@@ -126,9 +126,11 @@ def random_prompts(config: PipelineConfig, target_config: PreTrainedConfig, head
             f"drafts fit the target's context of {target_config.max_position_embeddings} tokens too, but is "
             f"{num_tokens}; lower it, or leave large values out of serving_bench.num_speculative_tokens"
         )
-    shape = [range(num_tokens)] * max(config.serving_bench.concurrency)
-    check_head_context(head, shape, NEW_TOKENS, largest, "head.init_from")
-    return [list(prompt) for prompt in random_tokens(shape, target_config.vocab_size, config.seed)]
+    shape = max(config.serving_bench.concurrency), num_tokens
+    generator = torch.Generator().manual_seed(config.seed)
+    prompts = torch.randint(target_config.vocab_size, shape, generator=generator).tolist()
+    check_head_context(head, prompts, NEW_TOKENS, largest, "head.init_from")
+    return prompts
 
 
 def engine_program(run: Run) -> Path | Exception:

@@ -272,7 +272,9 @@ class LlamaCppDflash(WithTokenizer):
         return settings | {"attention.causal": kinds[0].is_causal}
 
     def tokenizer(self) -> dict[str, Any]:
-        return super().tokenizer() | {"tokenizer.ggml.mask_token_id": mask_token_id(self.head, self.target)}
+        return super().tokenizer() | {
+            "tokenizer.ggml.mask_token_id": mask_token_id(self.head.mask_token_id, self.target)
+        }
 
 
 class LlamaCppDspark(LlamaCppDflash):

@@ -54,7 +54,7 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
 
     def notes(self) -> list[str]:
         return [
-            "For transformers 5.23, one sequence at a time. `use_mtp` drafts one token per round with this export, so "
-            "the acceptance length is 1 plus the acceptance rate at position 0.",
+            "One sequence at a time. `use_mtp` drafts one token per round with this export, so the acceptance length "
+            "is 1 plus the acceptance rate at position 0.",
             "The target's weights here are hard links to the target's files, or copies where links are not possible.",
         ]

@@ -169,7 +169,7 @@ class VllmPeagle(VllmEagle3):
         return state | {"mask_hidden": state["mask_hidden"].view(-1, self.dims.hidden_size)}
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        return super().config_json(dtype) | {"mask_token_id": mask_token_id(self.head, self.target)}
+        return super().config_json(dtype) | {"mask_token_id": mask_token_id(self.head.mask_token_id, self.target)}
 
 
 class VllmMedusa(VllmFormat):
@@ -238,7 +238,7 @@ class VllmDflash(VllmFormat):
             "block_size": self.head.ttt_steps + 1,
             "draft_vocab_size": self.head.draft_vocab_size,  # null: the target's vocabulary and lm_head
             "dflash_config": {
-                "mask_token_id": mask_token_id(self.head, self.target),
+                "mask_token_id": mask_token_id(self.head.mask_token_id, self.target),
                 # Here engines number layer outputs from 0: id k is the stream after k + 1 decoder layers.
                 "target_layer_ids": [layer - 1 for layer in layers],
             },

@@ -11,7 +11,6 @@ from mtptrain.decoding.followed import FollowedTarget
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.target.model import Target
-from mtptrain.utils.clock import PhaseClock
 
 MAX_LOOP_PERIOD, MIN_LOOP_TOKENS = 64, 32
 
@@ -159,7 +158,6 @@ def generate_in_batches(
     batch_size: int,
     batch_tokens: int | None = None,
     description: str | None = None,
-    clock: PhaseClock | None = None,
     observe: Callable[[Round], None] | None = None,
     answers: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
@@ -169,7 +167,6 @@ def generate_in_batches(
         batch_size: see `token_batches`.
         batch_tokens: see `token_batches`.
         description: text of the progress bar; None shows no bar.
-        clock: see `speculate`.
         observe: see `speculate`.
         answers: an answer for each prompt, which the target then writes in greedy decoding; None for its own choice.
     """
@@ -186,7 +183,6 @@ def generate_in_batches(
                 max_new_tokens=max_new_tokens,
                 sampler=sampler,
                 eos_token_ids=eos_token_ids,
-                clock=clock,
                 observe=observe,
             )
             generations |= dict(zip(indices, batch, strict=True))

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Generation, speculate
+from mtptrain.decoding.speculate import speculate
 from mtptrain.heads.base import Head
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target
@@ -26,14 +24,14 @@ class Spent:
     """Number of new tokens, excluding the first of each answer."""
     rounds: int = 0
     """Number of target forwards after the prompts, summed over batches."""
-    answers: tuple[Generation, ...] = ()
-    """The answers to all prompts, in order."""
+    own_rounds: int = 0
+    """Number of rounds until each answer finished, summed over answers."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase, by its name in `speculate.PHASES`."""
 
     def __add__(self, other: "Spent") -> "Spent":
         phases = {name: self.phases.get(name, 0.0) + other.phases.get(name, 0.0) for name in self.phases | other.phases}
-        return Spent(self.tokens + other.tokens, self.rounds + other.rounds, self.answers + other.answers, phases)
+        return Spent(self.tokens + other.tokens, self.rounds + other.rounds, self.own_rounds + other.own_rounds, phases)
 
     @property
     def seconds(self) -> float:
@@ -65,16 +63,10 @@ def fastest_in_turns(decode_with: Callable[[int], Spent], num_drafts: Sequence[i
     return {count: min((turn[count] for turn in turns), key=lambda spent: spent.seconds) for count in num_drafts}
 
 
-def random_tokens(prompts: PromptIds, vocab_size: int, seed: int) -> PromptIds:
-    """Returns prompts of random tokens with the lengths of these prompts."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab_size, (len(prompt),), generator=generator).tolist() for prompt in prompts]
-
-
 def decode(
     target: Target, drafter: Drafter, prompts: PromptIds, num_drafts: int, max_new_tokens: int, sampler: Sampler
 ) -> Spent:
-    """Returns the answers to prompts decoded together with K = `num_drafts`, 0 for none, and what they cost."""
+    """Returns what it costs to decode prompts together with K = `num_drafts`, 0 for none."""
     clock = PhaseClock(target.device)
     answers = speculate(
         target,
@@ -86,8 +78,5 @@ def decode(
         clock=clock,
     )
     tokens = sum(len(answer.tokens) - 1 for answer in answers)
-    return Spent(tokens, max(map(num_rounds, answers)), tuple(answers), clock.read())
-
-
-def num_rounds(answer: Generation) -> int:
-    return answer.rounds + answer.empty_rounds
+    rounds = [answer.rounds + answer.empty_rounds for answer in answers]
+    return Spent(tokens, max(rounds), sum(rounds), clock.read())

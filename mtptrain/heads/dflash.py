@@ -178,7 +178,7 @@ class DflashHead(Head):
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
         hidden_size, eps = dims.hidden_size, norm_eps(target_config)
-        self.mask_token_id = mask_token_id(config, target_config)
+        self.mask_token_id = mask_token_id(config.mask_token_id, target_config)
         self.drafts_per_document = config.anchors_per_document
         self.fc = nn.Linear(len(self.capture_layers) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = RmsNorm(hidden_size, eps)

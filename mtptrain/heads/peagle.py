@@ -6,7 +6,6 @@ Scalable Training (arXiv 2602.01469).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -31,26 +30,20 @@ class PeagleHead(Eagle3Head):
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
-        self.mask_token_id = mask_token_id(config, target_config)
+        self.mask_token_id = mask_token_id(config.mask_token_id, target_config)
         self.mask_hidden = nn.Parameter(torch.randn(len(self.capture_layers), target_config.hidden_size))
 
 
-class MaskSettings(Protocol):
-    """Settings of a head with mask tokens."""
-
-    mask_token_id: int | None
-
-
-def mask_token_id(config: MaskSettings, target_config: PreTrainedConfig) -> int:
-    """Returns the id of the mask token.
+def mask_token_id(token_id: int | None, target_config: PreTrainedConfig) -> int:
+    """Returns the id of the mask token, which is the last of the target's vocabulary if none is configured.
 
     Raises:
         UserError: the vocabulary does not have the configured id.
     """
     last = int(target_config.vocab_size) - 1
-    if config.mask_token_id is not None and not 0 <= config.mask_token_id <= last:
+    if token_id is not None and not 0 <= token_id <= last:
         raise UserError(
-            f"head.mask_token_id: must be within 0..{last}, the target's vocabulary, but is {config.mask_token_id}; "
+            f"head.mask_token_id: must be within 0..{last}, the target's vocabulary, but is {token_id}; "
             "set the id of a token that texts do not contain"
         )
-    return last if config.mask_token_id is None else config.mask_token_id
+    return last if token_id is None else token_id

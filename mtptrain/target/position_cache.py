@@ -115,12 +115,6 @@ class PositionCache(Cache):
                 tensors[layer_idx] = states.new_zeros(batch, states.shape[1], self.num_slots, states.shape[-1])
         return self._keys[layer_idx], self._values[layer_idx]
 
-    @property
-    def values_per_slot(self) -> int:
-        """Number of elements that the cache holds for one token of a sequence, over all layers written so far."""
-        tensors = (*self._keys.values(), *self._values.values())
-        return sum(tensor.shape[1] * tensor.shape[3] for tensor in tensors)
-
     def _written_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._written:
             self._written[device] = next(iter(self._written.values())).to(device)

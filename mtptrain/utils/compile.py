@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-RECOMPUTE = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
+RECOMPUTE: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
 """Options that make Inductor recompute a value wherever it is read instead of writing it to memory."""
 
 _is_on = False
@@ -58,25 +58,25 @@ def mark_width_static(x: torch.Tensor) -> torch.Tensor:
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a pure function of tensors. Compiled and eager results differ only by rounding."""
-    return _fused(function, gpu_options=None)
+    return _fused(function, recomputes=False)
 
 
 def fused_by_recomputing(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate as `fused` does, but on a GPU recompute values instead of writing them to memory."""
-    return _fused(function, gpu_options=RECOMPUTE)
+    return _fused(function, recomputes=True)
 
 
-def _fused(function: Callable[P, R], gpu_options: dict[str, Any] | None) -> Callable[P, R]:
+def _fused(function: Callable[P, R], recomputes: bool) -> Callable[P, R]:
     @cache
-    def compiled(options: tuple[tuple[str, Any], ...]) -> Callable[P, R]:
+    def compiled(recomputing: bool) -> Callable[P, R]:
         """Compile on first use: loading the compiler takes seconds, too long for an import."""
-        return torch.compile(function, dynamic=True, options=dict(options) or None)
+        return torch.compile(function, dynamic=True, options=RECOMPUTE if recomputing else None)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not _is_on:
             return function(*args, **kwargs)
         is_on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in args)
-        return compiled(tuple(gpu_options.items()) if gpu_options and is_on_gpu else ())(*args, **kwargs)
+        return compiled(recomputes and is_on_gpu)(*args, **kwargs)
 
     return call

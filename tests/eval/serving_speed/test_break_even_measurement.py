@@ -45,8 +45,8 @@ def test_our_own_loop_is_measured_without_prompts_export_or_engine_and_the_plan_
 
 
 def test_a_round_of_our_loop_takes_its_phases_divided_by_its_rounds() -> None:
-    plain = Spent(32, 32, (), {"prompt": 9.0, "draft": 0.0, "verify": 0.32, "choose": 0.0})
-    drafting = Spent(32, 16, (), {"prompt": 9.0, "draft": 0.16, "verify": 0.24, "choose": 0.08})
+    plain = Spent(32, 32, 32, {"prompt": 9.0, "draft": 0.0, "verify": 0.32, "choose": 0.0})
+    drafting = Spent(32, 16, 16, {"prompt": 9.0, "draft": 0.16, "verify": 0.24, "choose": 0.08})
     cost = loop_cost(2, 3, {0: plain, 3: drafting})
     assert (cost.plain_ms, cost.draft_ms, cost.verify_ms, cost.round_ms) == pytest.approx((10.0, 10.0, 15.0, 30.0))
     assert (cost.batch_size, cost.num_speculative_tokens, cost.break_even_length) == (2, 3, pytest.approx(3.0))
