@@ -137,8 +137,13 @@ def candidates_of(
     """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
 
     Raises:
-        UserError: the head can draft fewer tokens than `tree_top_k`.
+        UserError: the head can draft fewer tokens than `tree_top_k`, or the target cannot verify a tree.
     """
+    if Baseline.tree in settings.baselines and target.form.keeps_states:
+        raise UserError(
+            "acceptance.baselines: must not contain tree for a target whose layers keep states, which cannot be read "
+            "again for each branch, but does; remove it"
+        )
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
     own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
     if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:

@@ -12,7 +12,7 @@ trap 'asked=USR1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null || true' USR1
 trap 'asked=TERM' TERM
 
 checkout=${MTPTRAIN_CHECKOUT:-${SLURM_SUBMIT_DIR:-$PWD}}
-max_futile_restarts=5 # of a job that is asked to stop again and again before it has finished anything
+restarts_before_giving_up=5 # of any kind; after that many, a job that stops with nothing newly finished is not requeued
 
 find_python() {
     if [ -n "${MTPTRAIN_PYTHON:-}" ]; then
@@ -111,7 +111,7 @@ node_addresses() { # of the job's nodes, in their order
 
 # run_and_requeue FINISHED STAGE [OVERRIDES]: run_on_all_nodes, and requeue the job if it is asked to stop before it is done.
 # FINISHED is a pattern for files that survive a stop, in the folder of the stage or in $stage_folder. A job that was restarted
-# $max_futile_restarts times and stops again without a new or changed file is not requeued.
+# $restarts_before_giving_up times and stops again without a new or changed file is not requeued, and fails.
 run_and_requeue() {
     local pattern=$1 stage=$2 plan run_dir stage_dir before code=75
     shift 2
@@ -126,9 +126,11 @@ run_and_requeue() {
         exit "$code"
     elif [ "$asked" = TERM ]; then
         echo "$stage: stopped by TERM; Slurm puts it back into the queue, or it has been cancelled"
-    elif [ "$before" = "$(finished "$stage_dir" "$pattern")" ] && [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_futile_restarts" ]; then
+    elif [ "$before" = "$(finished "$stage_dir" "$pattern")" ] &&
+        [ "${SLURM_RESTART_COUNT:-0}" -ge "$restarts_before_giving_up" ]; then
         echo "$stage: stopped by $asked with nothing finished since it started, after $SLURM_RESTART_COUNT restarts: not put back" \
             "into the queue; give it a longer --time" >&2
+        exit 1
     else
         echo "$stage: stopped by $asked, put back into the queue; it goes on with what $stage_dir holds"
         scontrol requeue "$SLURM_JOB_ID"

@@ -1,6 +1,5 @@
 """Reads an export's `serving.json`, and turns it into settings of the engine that serves the export."""
 
-import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -64,11 +63,16 @@ def warn_of_untested_vllm(version: str, place: str) -> None:
     """Warn if the vLLM at `place` is not the one that has served exports in the tests."""
     tested = WRITTEN_FOR["vllm"]
     if version.split(".")[:2] != tested.split("."):
-        warnings.warn(
-            f"{place}: vLLM should be {tested}, the only version that mtptrain was tested with, but is {version}; "
-            f"another version may read exports differently (0.33 has no medusa): install vllm=={tested}.0",
-            stacklevel=3,
-        )
+        warn_of_other_version("vllm", "vLLM", version, place, f" (0.33 has no medusa): install vllm=={tested}.0")
+
+
+def warn_of_other_version(engine: str, name: str, version: str, place: str, more: str = "") -> None:
+    """Warn that an engine, which users know by this name, has not the version that exports are written for."""
+    warnings.warn(
+        f"{place}: {name} should be {WRITTEN_FOR[engine]}, the only version that mtptrain was tested with, but is "
+        f"{version}; another version may read exports differently{more}",
+        stacklevel=3,
+    )
 
 
 def served_model(facts: dict[str, Any], head_dir: Path, target: Path | str) -> Path | str:
@@ -93,8 +97,9 @@ def cache_bytes(target: PreTrainedConfig, head_dir: Path, max_model_len: int, nu
     engine's blocks may hold up to 128 tokens.
     """
     own = read_json(head_dir / "config.json", "run mtptrain export again")
-    names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
-    head_values = math.prod(own.get(name) or 0 for name in names)
+    heads = own.get("num_attention_heads") or 0
+    own_head_dim = own.get("head_dim") or (own.get("hidden_size") or 0) // max(1, heads)
+    head_values = (own.get("num_hidden_layers") or 0) * (own.get("num_key_value_heads") or heads) * own_head_dim
     layer_values = key_heads(target) * head_dim(target)
     token_bytes = 2 * 4 * (target.num_hidden_layers * layer_values + max(2 * layer_values, head_values))
     return num_sequences * (max_model_len + 128) * token_bytes + (64 << 20)

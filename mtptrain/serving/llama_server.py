@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.serving.engine_server import Counters, EngineServer, counts_of
-from mtptrain.serving.exports import WRITTEN_FOR
+from mtptrain.serving.exports import WRITTEN_FOR, warn_of_other_version
 from mtptrain.serving.server_process import ManagedServer
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
@@ -137,11 +136,7 @@ class LlamaServer(LlamaCpp, EngineServer):
         build = re.match(r"b(\d+)-", self.version)
         # Built from sources without a Git history, such as a package's, llama.cpp says b0.
         if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
-            warnings.warn(
-                f"{self.shown_url}: llama.cpp should be {WRITTEN_FOR['llama_cpp']}, the only version that mtptrain was "
-                f"tested with, but is {self.version}; another version may read exports differently",
-                stacklevel=2,
-            )
+            warn_of_other_version("llama_cpp", "llama.cpp", self.version, self.shown_url)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]

@@ -6,7 +6,6 @@ OpenVINO's converter needs other versions of transformers than training does. It
 
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun
-from mtptrain.serving.exports import WRITTEN_FOR
+from mtptrain.serving.exports import WRITTEN_FOR, warn_of_other_version
 from mtptrain.serving.worker import run_worker
 from mtptrain.settings.evaluation import OpenvinoWeights
 from mtptrain.utils.errors import UserError
@@ -77,12 +76,7 @@ class OpenvinoModels:
     def warn_of_untested(self, version: str) -> None:
         """Warn if OpenVINO GenAI has another version than that with which mtptrain was tested."""
         if version.rsplit(".", 1)[0] != WRITTEN_FOR["openvino"]:
-            warnings.warn(
-                f"serving.openvino_python={self.python}: OpenVINO GenAI should be {WRITTEN_FOR['openvino']}, the only "
-                f"version that mtptrain was tested with, but is {version}; another version may read exports "
-                "differently",
-                stacklevel=2,
-            )
+            warn_of_other_version("openvino", "OpenVINO GenAI", version, f"serving.openvino_python={self.python}")
 
 
 @dataclass(frozen=True)

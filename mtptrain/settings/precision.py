@@ -44,6 +44,9 @@ def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, has_gpu: bool)
     """Returns DeepSpeed's config with `auto` replaced in `bf16.enabled` and `zero_optimization.stage`.
 
     The stage is 1 with bf16, whose fp32 weights it divides among the ranks, and 0 with fp32.
+
+    Raises:
+        UserError: `bf16.enabled` is another word than `auto`, which DeepSpeed and the trainer would read differently.
     """
     bf16, zero = deepspeed.get("bf16", {}), deepspeed.get("zero_optimization", {})
     if not isinstance(bf16, dict) or not isinstance(zero, dict):
@@ -52,6 +55,8 @@ def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, has_gpu: bool)
     if is_bf16 == AUTO:
         began = _began_with(stage_dir, lambda config: compute_dtype(config["deepspeed"]))
         is_bf16 = (began or getattr(torch, fast_dtype(has_gpu)[0])) is torch.bfloat16
+    if is_bf16 not in (True, False):
+        raise UserError(f"deepspeed.bf16.enabled: must be true, false or auto, but is {is_bf16!r}; correct it")
     stage = zero.get("stage", 0)
     return {
         **deepspeed,

@@ -13,7 +13,6 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mtptrain.target.position_cache import PositionCache, Reading, TreeSlots
-from mtptrain.utils.errors import UserError
 
 
 class StateCache(PositionCache):
@@ -79,11 +78,7 @@ class StateCache(PositionCache):
             of_layer[index] = state.clone()
 
     def begin(self, positions: torch.Tensor, tree: TreeSlots | None = None) -> torch.Tensor | None:
-        if tree is not None:
-            raise UserError(
-                "acceptance.baselines: must not name `tree` for a target whose layers keep states, which cannot be "
-                "read again for each branch; drop `tree`"
-            )
+        assert tree is None, "states cannot be read again for each branch"
         if self._prompts is None:
             return super().begin(positions)
         self._used_slots = max(self._used_slots, positions.shape[1])
@@ -104,11 +99,6 @@ class StateCache(PositionCache):
         self._after = [[state[is_kept.to(state.device)] for state in states] for states in self._after]
         self._first = self._first[is_kept.to(self._first.device)]
         self._set(self._after[-1])
-
-    @property
-    def state_values(self) -> int:
-        """Number of elements in the states of one sequence, over all layers."""
-        return sum(state[0].numel() for state in self._after[-1])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self._prompts is not None else self._used_slots

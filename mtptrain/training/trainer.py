@@ -209,6 +209,7 @@ def check_batch_ranks(micro_batches_per_step: int, world_size: int) -> None:
     if micro_batches_per_step % world_size:
         raise UserError(
             f"train.micro_batches_per_step: must be a multiple of the number of ranks, {world_size}, but is "
-            f"{micro_batches_per_step}; set it to {-(-micro_batches_per_step // world_size) * world_size} or change "
-            "--nproc-per-node"
+            f"{micro_batches_per_step}; set it to {-(-micro_batches_per_step // world_size) * world_size}, or change "
+            "the number of ranks (torchrun's --nproc-per-node; NPROC_train and NODES under Slurm; CUDA_VISIBLE_DEVICES "
+            "for mtptrain run)"
         )

@@ -160,6 +160,20 @@ def test_a_signal_that_comes_before_the_work_begins_stops_the_job(
     assert stand.asked("srun") == [] and stand.asked("scontrol") == requeued
 
 
+def test_a_job_that_stops_again_with_nothing_finished_fails_and_says_so(stand: Stand) -> None:
+    (stand.directory / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nexit 1\n")
+    variables = array_of("0-3", "2") | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(stand.directory)}
+    again = stand.run("hidden_states.sbatch", "recipe=quickstart", **variables, SLURM_RESTART_COUNT="4")
+    assert (again.returncode, stand.asked("scontrol")) == (75, ["requeue 7"])
+    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **variables, SLURM_RESTART_COUNT="5")
+    assert (result.returncode, stand.asked("scontrol")) == (1, ["requeue 7"])
+    assert (
+        "hidden_states: stopped by USR1 with nothing finished since it started, after 5 restarts: not put back into "
+        "the queue; give it a longer --time\n"
+    ) in result.stderr
+    assert "task 2 of 0-3 has failed with exit code 1" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "num_ranks"), [({"NODES": "2"}, 16), ({"NODES": "1-2"}, 16), ({"NODES": "3", "NPROC": "1"}, 3)]
 )

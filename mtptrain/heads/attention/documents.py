@@ -3,6 +3,7 @@
 Packed documents do not see each other.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -20,8 +21,8 @@ def longer_documents(packing: Packing) -> Packing:
     """Returns a packing in which every document has one more token, and attention is causal over whole documents.
 
     A draft model reads the first token of a document and the token after each of its tokens: one token more
-    than the document has in the packing. Use the result for attention only: its `positions` and `draft_positions` are
-    those of `packing`.
+    than the document has in the packing. Only its `segments`, `document_lengths` and `document_offsets` are those of
+    the longer documents; all other fields are still those of `packing`.
     """
     lengths = tuple(length + 1 for length in packing.document_lengths)
     offsets = packing.document_offsets + torch.arange(len(lengths) + 1, device=packing.document_offsets.device)
@@ -65,6 +66,7 @@ def documents_or_cache_attention(
     if documents is None:
         return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, **kwargs)  # type: ignore[arg-type]
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
+    assert scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, (kv) heads, head_dim]
     return depth_attention(query, key, value, [], [], documents)[None], None
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mtptrain.target.causal_attention import (
     CAUSAL_OR_MASKED,
+    FLASH_DTYPES,
     FULL,
     Extras,
     MaskOf,
@@ -82,13 +83,11 @@ def token_budget_batches(lengths: Sequence[int], batch_tokens: int, is_padded: b
     batch: list[int] = []
     room = batch_tokens
     for index in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        size = lengths[batch[0]] if batch and is_padded else lengths[index]
-        if batch and size > room:
+        if batch and lengths[batch[0] if is_padded else index] > room:
             yield batch
             batch, room = [], batch_tokens
-            size = lengths[index]
         batch.append(index)
-        room -= size
+        room -= lengths[batch[0] if is_padded else index]
     if batch:
         yield batch
 
@@ -222,7 +221,7 @@ def packed_attention(
     mask, extras = packed_documents.mask_of(module), Extras(softcap, s_aux)
     query = tempered(module, query, packed_documents.positions[None], num_read=0)
     has_kernel = mask.chunk is None and not extras and query.shape[-1] == value.shape[-1]
-    if has_kernel and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if has_kernel and query.is_cuda and query.dtype in FLASH_DTYPES:
         return _varlen(query, key, value, scaling, packed_documents, mask.window), None
     outs = []
     for start, count, length in packed_documents.runs:
@@ -253,7 +252,7 @@ def _varlen(
     `num_splits=1` keeps the order of summation within a document independent of the other documents. torch 2.11
     has neither this argument nor `enable_gqa`: there, the kernel shares key heads without being told.
     """
-    from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
+    from torch.nn.attention.varlen import varlen_attn
 
     settings: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1], "num_splits": 1}
     known = _parameters_of(varlen_attn)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -30,6 +31,15 @@ def test_an_engine_that_accepts_more_drafts_than_it_should_make_is_found() -> No
     """Tests that `check_counts` of serving-check then sees another K."""
     assert counts_of([[1, 0], [4]], 3) == EngineCounts(3, None, [2, 1, 1, 1])
     assert counts_of([[], [0]], 3) == EngineCounts(1, None, [0, 0, 0])
+
+
+def test_another_openvino_than_the_tested_one_is_warned_of(user_warnings: list[warnings.WarningMessage]) -> None:
+    for version in ("2026.4.1.0", "2026.3.0.0"):
+        OpenvinoModels(Path("python"), Path(), Path()).warn_of_untested(version)
+    assert [str(warning.message) for warning in user_warnings] == [
+        "serving.openvino_python=python: OpenVINO GenAI should be 2026.4.1, the only version that mtptrain was tested "
+        "with, but is 2026.3.0.0; another version may read exports differently"
+    ]
 
 
 def test_a_head_with_which_openvino_decodes_one_request_at_a_time_is_refused_for_more() -> None:

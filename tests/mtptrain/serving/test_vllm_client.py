@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from mtptrain.serving import vllm_client as vllm
-from mtptrain.serving.exports import served_model, speculative_config
+from mtptrain.serving.exports import cache_bytes, served_model, speculative_config
 from mtptrain.serving.vllm_client import GenerateJob, VllmProcess
 from mtptrain.utils.errors import UserError
 from tests.programs import fake_python
@@ -80,3 +81,12 @@ def test_a_worker_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> N
         UserError, match=r"(?s)must end with a result, but ended with status 3; .*libsomething\.so: cannot open"
     ):
         vllm.generate([JOB], python)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"head_dim": 32, "num_key_value_heads": 2}])
+def test_the_layers_of_a_large_draft_model_count_in_the_cache(tmp_path: Path, sizes: dict[str, int]) -> None:
+    shared = {"hidden_size": 64, "num_attention_heads": 2}
+    target = AutoConfig.for_model("qwen2", **shared, num_key_value_heads=2, num_hidden_layers=2)
+    (tmp_path / "config.json").write_text(json.dumps({**shared, "num_hidden_layers": 24, **sizes}))
+    num_tokens, bytes_of_layer = 72 + 128, 2 * 4 * 64
+    assert cache_bytes(target, tmp_path, 72, 1) - (64 << 20) == num_tokens * (2 + 24) * bytes_of_layer

@@ -52,6 +52,14 @@ def test_auto_can_stand_beside_other_deepspeed_settings(monkeypatch: pytest.Monk
     assert config.deepspeed["zero_optimization"] == {"stage": 2} and config.deepspeed["wall_clock_breakdown"]
 
 
+@pytest.mark.parametrize("value", ["off", "on", "null"])
+def test_a_word_that_is_no_switch_is_refused_for_bf16(value: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"deepspeed\.bf16\.enabled: must be true, false or auto, but is .*; correct it"
+    ):
+        make_config(f"deepspeed.bf16.enabled={value}")
+
+
 def test_a_plan_for_gpus_is_made_in_bf16_on_any_machine(pretended: str) -> None:
     config = make_config("plan=true", "planner.gpu_tflops=989")
     assert config.hidden_states.dtype == config.acceptance.dtype == Dtype.bfloat16

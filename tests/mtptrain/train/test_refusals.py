@@ -38,7 +38,9 @@ def test_a_loss_that_is_not_finite_between_two_records_is_named_with_its_step(fr
         (
             ("train.micro_batches_per_step=3",),
             2,
-            "train.micro_batches_per_step: must be a multiple of the number of ranks, 2, but is 3",
+            "train.micro_batches_per_step: must be a multiple of the number of ranks, 2, but is 3; set it "
+            "to 4, or change the number of ranks (torchrun's --nproc-per-node; NPROC_train and NODES under Slurm; "
+            "CUDA_VISIBLE_DEVICES for mtptrain run)",
         ),
         (
             ("train.batch_tokens=64",),
