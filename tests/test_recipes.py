@@ -41,6 +41,7 @@ OUT_OF_RANGE = [
     ("train.lr", "nan", "at least 0.0, but is nan"),
     ("acceptance.temperature", "inf", "at least 0.0, but is inf"),
     ("train.epochs", "0", "at least 1, but is 0"),
+    ("train.batch_tokens", "1", "at least 2, but is 1"),
     ("prompts.max_document_tokens", "3", "at least 4, but is 3"),
     ("prompts.validation_fraction", "0", "above 0 and below 1, but is 0.0"),
     ("prompts.validation_fraction", "1", "above 0 and below 1, but is 1.0"),

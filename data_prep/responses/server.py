@@ -137,7 +137,7 @@ class CompletionServer:
                 raise ValueError(
                     f"the number of tokens must be in [0, {self._sampling.max_new_tokens}], but is {num_tokens}"
                 )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise RequestFailed(
                 f"the server's answer is not a completion ({type(error).__name__}: {self.quote(str(error))}): "
                 f"{self.quote(json.dumps(content))}"
@@ -172,15 +172,16 @@ class CompletionServer:
     def _choose_model(self, model: str | None, served: list[str]) -> str:
         if model is None and len(served) == 1:
             return served[0]
+        names = self.quote(", ".join(served)) or "none"
         if model is None:
             raise UserError(
-                f"responses.model: must be set unless the server has exactly one model, but {self.url} serves "
-                f"{self.quote(', '.join(served)) or 'none'}; set it to the target's name on the server"
+                f"responses.model: must be set unless the server has exactly one model, but {self.url} serves {names}; "
+                "set it to the target's name on the server"
             )
         if model not in served:
             raise UserError(
-                f"responses.model: must be one of the models that {self.url} serves "
-                f"({self.quote(', '.join(served))}), but is {model}; correct it or start the server with that model"
+                f"responses.model: must be one of the models that {self.url} serves ({names}), but is {model}; correct "
+                "it or start the server with that model"
             )
         return model
 

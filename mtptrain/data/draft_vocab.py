@@ -24,8 +24,6 @@ from mtptrain.utils.files import file_sha256, manifest_of, read_sealed, save_ten
 DRAFT_VOCAB = "draft_vocab.safetensors"
 MANIFEST = "manifest.json"
 PROGRAM = "mtptrain draft-vocab"
-
-
 SURELY_ADJACENT = 64
 """In a draft vocabulary of so many tokens, some are neighbours in the target's: the most frequent ones are chosen."""
 
@@ -52,8 +50,7 @@ class DraftVocabManifest:
 
 
 def offsets(token_ids: torch.Tensor) -> torch.Tensor:
-    """Returns `d2t` for target ids i64[D], which must be ascending."""
-    assert bool((token_ids.diff() > 0).all()), "ids of a draft vocabulary must be ascending"
+    """Returns `d2t` for the target ids i64[D] of the draft tokens. Those of published heads may be in any order."""
     return token_ids - torch.arange(len(token_ids))
 
 
@@ -146,8 +143,7 @@ def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: P
     The draft vocabulary, if the head has one, is read from `draft_vocab_dir` first.
 
     Raises:
-        UserError: the draft vocabulary has not been chosen, or the draft vocabulary was chosen for other prompts or
-            sizes.
+        UserError: the draft vocabulary has not been chosen, or was chosen for other prompts or sizes, or is damaged.
     """
     if head.d2t is not None:
         vocab_size = len(parts.lm_head)

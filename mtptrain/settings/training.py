@@ -32,7 +32,7 @@ class TrainConfig:
     max_steps: int = at_least(0, default=0)
     """Number of steps; 0 trains for `epochs` epochs."""
     epochs: int = at_least(1, default=1)
-    batch_tokens: int = at_least(1, default=16_384)
+    batch_tokens: int = at_least(2, default=16_384)
     """Maximum number of tokens in one packed micro-batch of whole documents."""
     micro_batches_per_step: int = at_least(1, default=1)
     """Number of micro-batches per step over all ranks, a multiple of the world size. Each rank runs an equal share."""

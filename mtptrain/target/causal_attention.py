@@ -65,7 +65,7 @@ class SeenSlots:
     """Positions of the tokens [B, S]."""
     tree: TreeSlots | None = None
     num_read: int = 0
-    """The number of tokens that models take for read before these ones, from the cache's length."""
+    """The cache's length, from which models that count positions themselves start."""
     _made: dict[tuple[MaskOf, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def of_layer(self, index: int, device: torch.device) -> tuple[torch.Tensor | None, MaskOf]:
@@ -78,13 +78,15 @@ class SeenSlots:
         return self._made[kind, device], kind
 
     def _masked(self, mask: torch.Tensor, kind: MaskOf) -> torch.Tensor:
+        """Returns the mask without the slots whose positions are outside a token's window or chunk."""
         if kind == FULL:
             return mask
-        slots = torch.arange(mask.shape[-1], device=mask.device).repeat(len(mask), 1)  # [B, slots], their positions
+        keys, queries = torch.arange(mask.shape[-1], device=mask.device), self.positions[:, None, :, None]
         if self.tree is not None:
-            tree = self.tree.root[:, None] + torch.arange(self.positions.shape[1], device=mask.device)
-            slots.scatter_(1, tree, self.positions)
-        keys, queries = slots[:, None, None], self.positions[:, None, :, None]
+            # A token of a tree sees its ancestors and itself: one slot for each position, in rising order.
+            root, sees = self.tree.root[:, None, None], self.tree.sees
+            inside = (root + torch.arange(sees.shape[2], device=mask.device)).expand_as(sees)  # [B, S, first + S]
+            keys = keys.repeat(*sees.shape[:2], 1).scatter_(2, inside, root + sees.cumsum(2) - 1)[:, None]
         if kind.chunk is not None:
             return mask & (keys // kind.chunk == queries // kind.chunk)
         assert kind.window is not None
@@ -146,12 +148,10 @@ def causal_attention(
         chunks = zip(*(x.split(mask.chunk, dim=2) for x in (query, key, value)), strict=True)
         return torch.cat([causal_attention(q, k, v, scaling, FULL, extras) for q, k, v in chunks], dim=2)
     is_whole = window is None or length <= window
-    has_grouped_kernel = (
-        is_whole and not extras and query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
-    )
+    is_flash = query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] == value.shape[-1]
     # On CUDA, only the flash kernel supports grouped keys. For other kernels, repeat keys and values: SDPA would
     # otherwise store the scores [B, heads, S, S].
-    if not has_grouped_kernel and not extras:
+    if not extras and not (is_whole and is_flash):
         key, value = (_repeat_for_query_heads(x, query.shape[1]) for x in (key, value))
     if is_whole and not extras:
         return F.scaled_dot_product_attention(
@@ -220,7 +220,7 @@ def _attention_with_extras(
     scaling: float | None,
     extras: Extras,
 ) -> torch.Tensor:
-    """Computes attention with stored scores, which torch's kernels would not cap or give a sink; see the others."""
+    """Computes `masked_attention` with stored scores, which torch's kernels would not cap or give a sink."""
     kv_heads, slots = key.shape[1], key.shape[2]
     rows = query.unflatten(1, (kv_heads, -1))  # [B, kv heads, groups, S, head_dim]
     scores = rows @ key[:, :, None].mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -103,7 +103,7 @@ def draft_losses(
             counts at all smaller depths.
         scale: weight of each depth's sum in the loss [T].
         settings: which loss to compute, and how.
-        draft_token_ids: increasing target token ids i64[D] that form the head's own vocabulary; None if it has none.
+        draft_token_ids: target token ids i64[D] that form the head's own vocabulary; None if it has none.
         data_tokens: the data's token that the first depth should predict at each draft position i64[M]; only for
             `LossPart.data_ce`.
         coupled: the parts that couple depths, at the depths in `states`; None if these are all depths.
@@ -135,8 +135,9 @@ def draft_losses(
 
 
 def draft_ids_of(tokens: torch.Tensor, draft_token_ids: torch.Tensor) -> torch.Tensor:
-    """Returns the index of each token [M] in the sorted draft vocabulary i64[D]; -1 for tokens outside it."""
-    index = torch.searchsorted(draft_token_ids, tokens).clamp(max=len(draft_token_ids) - 1)
+    """Returns the index of each token [M] in the draft vocabulary i64[D]; -1 for tokens outside it."""
+    order = draft_token_ids.argsort()  # the ids of published heads need not ascend
+    index = order[torch.searchsorted(draft_token_ids, tokens, sorter=order).clamp(max=len(order) - 1)]
     return torch.where(draft_token_ids[index] == tokens, index, -1)
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -59,7 +58,7 @@ from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
 from mtptrain.serving.exports import SERVING
-from mtptrain.target.hub import indexed_files
+from mtptrain.target.hub import HUB_ERRORS, indexed_files
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import SEAL, read_json, read_sealed, tensor_shapes
 
@@ -132,17 +131,18 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
         return _own(directory, target_config)
-    if SEAL in (read_json(serving) if (serving := directory / SERVING).is_file() else {}):
-        read_sealed(serving, "copy or download it again", files=None)
+    serving, advice = directory / SERVING, "copy or download it again"
+    if serving.is_file() and SEAL in read_json(serving, advice):
+        read_sealed(serving, advice, files=None)
     files = tensor_files(directory)
     if not (directory / "config.json").is_file():
         raise UserError(
             f"head.init_from: must hold head.json or config.json, but {directory} has neither; choose another directory"
         )
-    config: dict[str, Any] = read_json(directory / "config.json", "copy or download it again")
+    config: dict[str, Any] = read_json(directory / "config.json", advice)
     names = tensor_names(files)
     if any(DEEPSEEK_MTP.match(name) for name in names):
-        return _deepseek_mtp(directory, names, target_config)
+        return _deepseek_mtp(directory, files, names, target_config)
     if is_medusa(config, names):
         config = read_config(directory, "medusa", target_config)
         medusa = medusa_tensors(read_tensors(files))
@@ -243,10 +243,11 @@ def resolve_init(path: str) -> Path:
         return Path(path)
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", MASK_EMBEDDING]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except HUB_ERRORS as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and "
-            f"cannot be downloaded: {str(error).splitlines()[0]}; correct the path or download the head first"
+            f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and cannot be "
+            f"downloaded: {reason}; correct the path or download the head first"
         ) from error
 
 
@@ -316,8 +317,10 @@ def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> d
     return settings | {name: size for name, size in sizes.items() if name in settings} | resolved
 
 
-def _deepseek_mtp(directory: Path, names: set[str], target_config: PreTrainedConfig) -> PublishedHead:
-    """Returns the MTP layer of a checkpoint."""
+def _deepseek_mtp(
+    directory: Path, files: list[Path], names: set[str], target_config: PreTrainedConfig
+) -> PublishedHead:
+    """Returns the MTP layer of a checkpoint, given its files and the names of its tensors."""
     prefixes = sorted({match[1] for name in names if (match := DEEPSEEK_MTP.match(name))})
     refuse_several(prefixes, directory)
     behind = f"model.layers.{target_config.num_hidden_layers}."
@@ -337,10 +340,7 @@ def _deepseek_mtp(directory: Path, names: set[str], target_config: PreTrainedCon
             f"{directory} has {' and '.join(foreign)}; set head=native_mtp"
         )
     config = read_config(directory, "native", target_config)
-    tensors = {
-        name.removeprefix(prefixes[0]): tensor
-        for name, tensor in read_tensors(tensor_files(directory), prefixes[0]).items()
-    }
+    tensors = renamed(read_tensors(files, prefixes[0]), lambda name: name.removeprefix(prefixes[0]))
     tensors = rename(tensors, NATIVE_NAMES)
     return PublishedHead(directory, "mtp", layer_sizes(directory, "mtp", config), tensors, None, config)
 

@@ -30,6 +30,11 @@ from tests.data_prep.speaking import EOS, FakeServer, completion, make_speaking_
             r"responses\.model: must be one of the models that .* serves \(tiny\), but is other; correct it",
         ),
         (
+            {"models": {"data": []}},
+            ["responses.model=other"],
+            r"responses\.model: must be one of the models that .* serves \(none\), but is other; correct it",
+        ),
+        (
             {"models": {"data": [{"id": "a"}, {"id": "b"}]}},
             [],
             r"responses\.model: must be set unless the server has exactly one model, but .* serves a, b; set",

@@ -112,13 +112,16 @@ def test_the_file_of_a_target_is_written_as_it_was_read(tmp_path: Path) -> None:
     assert {key: ours.metadata[key] for key in same} == {key: pytest.approx(theirs.metadata[key]) for key in same}
 
 
-def test_d2t_holds_the_ids_themselves(target_gguf: Path) -> None:
+@pytest.mark.parametrize("ids", [[0, 5, 99, 259], [99, 0, 259, 5]], ids=["ascending", "as in some published heads"])
+def test_d2t_holds_the_ids_themselves(target_gguf: Path, ids: list[int]) -> None:
     config, target = head_config("eagle3", draft_vocab_size=4), target_of("llama")
     head = random_head(config, target)
     assert head.d2t is not None
-    head.d2t.copy_(torch.tensor([0, 4, 97, 256]))
+    head.d2t.copy_(torch.tensor(ids) - torch.arange(4))
     form = format_for("llama_cpp", config, target, target_gguf)
-    assert form.tensors(head.state_dict())["d2t"].tolist() == [0, 5, 99, 259]
+    tensors = form.tensors(head.state_dict())
+    assert tensors["d2t"].tolist() == ids
+    assert torch.equal(form.state(tensors)["d2t"], head.d2t)
 
 
 def test_layers_and_mask_token_are_in_the_metadata(tmp_path: Path, target_gguf: Path) -> None:

@@ -15,12 +15,12 @@ from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupD
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
-from mtptrain.target.causal_attention import MaskOf
+from mtptrain.target.causal_attention import MaskOf, SeenSlots
 from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
-from mtptrain.target.position_cache import PositionCache
+from mtptrain.target.position_cache import PositionCache, TreeSlots
 from tests.conftest import FAMILIES, WINDOW, as_draft_model, make_target
 from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS
 
@@ -183,6 +183,19 @@ def test_a_window_left_out_or_off_by_one_shows_behind_it(
     first_wrong = min(WINDOW, window or WINDOW)
     assert torch.equal(states[:first_wrong], expected[:first_wrong])
     assert ((states - expected).abs().amax(-1)[first_wrong:] > 1e-5).all()
+
+
+@pytest.mark.parametrize("kind", [MaskOf(window=1), MaskOf(window=2), MaskOf(window=4), MaskOf(chunk=8)])
+def test_windows_and_chunks_count_positions_at_the_second_depth_of_a_tree_too(kind: MaskOf) -> None:
+    cache, branches = PositionCache(10), torch.eye(2, dtype=torch.bool)[None]
+    cache.begin(torch.arange(6)[None])
+    cache.begin(torch.tensor([[6, 6]]), TreeSlots(torch.tensor([6]), 0, branches))
+    tree, own = TreeSlots(torch.tensor([6]), 2, torch.cat([branches, branches], 2)), torch.tensor([[7, 7]])
+    mask = cache.begin(own, tree)
+    assert mask is not None
+    seen, _ = SeenSlots((kind,), mask, own, tree).of_layer(0, CPU)
+    distances = 7 - torch.tensor([0, 1, 2, 3, 4, 5, 6, 6, 7, 7])  # positions of the slots
+    assert seen is not None and torch.equal(seen, mask & (distances < (kind.window or 8)))
 
 
 def test_rope_parameters_of_a_head_are_a_copy(targets: dict[str, Target]) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from mtptrain.config import LossPart
 from mtptrain.training.loss_blocks import compare
 from mtptrain.training.loss_parts import Drafted
-from mtptrain.training.losses import LossSettings, LossSums, draft_losses
+from mtptrain.training.losses import LossSettings, LossSums, draft_ids_of, draft_losses
 from mtptrain.training.teacher import Teacher, teach, teach_by_logits, teach_by_probs
 from mtptrain.utils import compile as fusing
 from tests.mtptrain.training.plain_losses import PARTS_OF_LOGITS
@@ -143,6 +143,12 @@ def test_a_target_token_outside_the_draft_vocabulary_is_a_miss() -> None:
         states, lm_head[outside], target_states, lambda x: x @ lm_head.T, is_draft, scale, LossSettings(), outside
     )
     assert ours.top1_accuracy.tolist() == [0, 0, 0]
+
+
+def test_tokens_of_the_data_are_found_in_a_draft_vocabulary_in_any_order() -> None:
+    tokens, ids = torch.tensor([3, 9, 200, 7, 255, 4]), torch.tensor([9, 3, 200, 4])
+    assert draft_ids_of(tokens, ids).tolist() == [1, 0, 2, -1, -1, 3]
+    assert draft_ids_of(tokens, ids.sort().values).tolist() == [0, 2, 3, -1, -1, 1]
 
 
 def test_the_lk_loss_is_kl_where_drafts_are_refused_and_the_chance_of_refusal_where_they_are_accepted() -> None:

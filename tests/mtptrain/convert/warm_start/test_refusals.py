@@ -223,11 +223,20 @@ def test_a_quantisation_beside_the_config_is_refused(tmp_path: Path, tiny_target
         load_init(str(tmp_path), EAGLE3, TargetFiles(tiny_target))
 
 
-def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(tiny_target: Path) -> None:
+def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(
         UserError, match=r"head\.init_from: must be a local directory or a hub name, but '/no/head' is not"
     ):
         load_init("/no/head", MTP, TargetFiles(tiny_target))
+
+    def without_a_message(*args: object, **kwargs: object) -> str:
+        raise TimeoutError
+
+    monkeypatch.setattr("mtptrain.convert.published.heads.snapshot_download", without_a_message)
+    with pytest.raises(UserError, match=r"'no/head' is not .* cannot be downloaded: TimeoutError; correct the path"):
+        load_init("no/head", MTP, TargetFiles(tiny_target))
 
 
 def test_a_block_drafter_of_another_block_size_or_without_its_settings_is_refused(tmp_path: Path) -> None:
