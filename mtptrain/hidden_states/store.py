@@ -10,7 +10,7 @@ values (`fp8.py`). While the store is being filled, it holds `plan.json` instead
 `shard_*.json` for each finished shard. Both are deleted once the manifest is written.
 
 Three checks detect damage. Mapping a shard compares its length, and the checksum of its header, tables and loss mask,
-with the manifest. Reading a document compares its checksum. `verify` compares the sha256 of every shard.
+with the manifest. Reading a document compares its checksum. `verify=true` compares the sha256 of every shard.
 """
 
 import signal
@@ -150,7 +150,7 @@ class HiddenStates(ABC):
 
     @abstractmethod
     def loss_masks(self) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """Yields loss masks [N] and document offsets [D + 1] of consecutive documents, without copies."""
+        """Yields loss masks [N] and document offsets [documents + 1] of consecutive documents, without copies."""
 
     @abstractmethod
     def record(self, shard: int) -> ShardRecord:
@@ -300,8 +300,8 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
     Returns:
         A message for each damaged shard, by shard index. It says what is wrong and what to do.
     """
-    chosen = list(range(len(store.manifest.shards)) if shards is None else shards)
-    records = {index: store.manifest.shards[index] for index in chosen}
+    indices = range(len(store.manifest.shards)) if shards is None else shards
+    records = {index: store.manifest.shards[index] for index in indices}
     num_bytes = sum(record.num_bytes for record in records.values())
     damaged = {}
     with tqdm(
@@ -314,13 +314,6 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
                 damaged[index] = str(error)
             bar.update(record.num_bytes)
     return damaged
-
-
-def verify(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> None:
-    """Raise UserError if `find_damage` finds a damaged shard."""
-    damaged = find_damage(store, shards, show_progress)
-    if damaged:
-        raise UserError("\n".join(damaged.values()))
 
 
 def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:

@@ -90,7 +90,7 @@ class Plan:
     """Size of the target's weights as extraction loads them."""
     target_bytes_per_gpu: int
     states_in_flight_bytes: int
-    """Hidden states in vLLM's KV cache, on each GPU. Meaningless with backend transformers."""
+    """Hidden states in vLLM's KV cache, on each GPU; with backend transformers, those that vLLM would hold."""
     is_spread: bool
     """Whether accelerate spreads the target over all GPUs, which then take turns. Never true with backend vllm."""
     max_position_embeddings: int
@@ -178,7 +178,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             planner,
             trained_tokens,
             planner.train_tokens_per_s,
-            step_flops / max(1, config.train.batch_tokens),
+            step_flops / config.train.batch_tokens,
             stored_bytes[settings.store_dtype],
             planner.train_peak_share,
             planner.num_gpus,
@@ -239,10 +239,14 @@ def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -
 
 def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
     """Returns the bytes that vLLM's worker writes to `hidden_states.scratch_dir` per token: each stream once."""
-    if config.hidden_states.backend is not Backend.vllm:
-        return 0
-    num_streams = len({*captured, target_config.num_hidden_layers})
+    is_vllm = config.hidden_states.backend is Backend.vllm
+    return _streams_bytes(config, target_config, captured) if is_vllm else 0
+
+
+def _streams_bytes(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
+    """Returns the bytes of a token's streams, the captured ones and the last, in the dtype of extraction."""
     hidden_size: int = target_config.hidden_size
+    num_streams = len({*captured, target_config.num_hidden_layers})
     return num_streams * hidden_size * _itemsize(config.hidden_states.dtype.value)
 
 
@@ -278,11 +282,7 @@ def states_in_flight_bytes(
     allocates a page in every layer for each block of states, but fills only one of them. Tensor parallelism does not
     divide states: every GPU holds all of them (`get_kv_cache_groups` in vLLM 0.32).
     """
-    num_layers: int = target_config.num_hidden_layers
-    num_streams = len({*captured, num_layers})
-    token_bytes: int = (
-        num_layers * num_streams * target_config.hidden_size * _itemsize(config.hidden_states.dtype.value)
-    )
+    token_bytes: int = target_config.num_hidden_layers * _streams_bytes(config, target_config, captured)
     return token_bytes * (2 * config.hidden_states.batch_tokens + longest_tokens)
 
 

@@ -42,7 +42,7 @@ class Divergence:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding of weights or activations explains that the target chose another token."""
+        """Whether rounding of weights or activations may explain the difference; for drafts, however large the gap."""
         return self.what == "draft" or abs(self.logit_gap) <= ROUNDED_SHARE * abs(self.logit)
 
     def __str__(self) -> str:

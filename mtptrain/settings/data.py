@@ -90,18 +90,18 @@ class PromptsConfig:
     """`conversations`, `responses`: variables of the target's chat template, such as `{enable_thinking: false}`. These
     are a server's `chat_template_kwargs`. A head that is trained with them must be served with them."""
     roles: dict[str, str] = field(default_factory=dict, metadata=each_value_of(ROLES))
-    """`conversations`: further names of roles in the data, such as `{bot: assistant}`."""
+    """`conversations`, `responses`: further names of roles in the data, such as `{bot: assistant}`."""
     max_document_tokens: int = at_least(4, default=2048)
     """Longer documents are cut into windows of at most this many tokens."""
     validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")
-    """Share of files or conversations held out for validation. Files are chosen by a hash of their name. Conversations
-    are chosen by a hash of their question (normalised system prompt and first user turn), so that no held-out question
-    is trained on."""
+    """Share of files or rows held out for validation. Files are chosen by a hash of their name. Conversations are
+    chosen by a hash of their question (normalised system prompt and first user turn), and rows of tokens by that of the
+    tokens before their first supervised one, so that no held-out question is trained on."""
     near_duplicate_similarity: float = between(0.5, 1.0, default=1.0)
     """`conversations`, `responses`: questions of at least this similarity stay in one split. It is the share of runs of
     three words that two first user turns have in common. 1 joins only questions that are equal."""
     max_train_tokens: int = at_least(0, default=0)
-    """Maximum number of training tokens; 0 keeps all. Files or conversations are taken in the order of the hashes that
+    """Maximum number of training tokens; 0 keeps all. Files or rows are taken in the order of the hashes that
     `validation_fraction` describes, until a window would exceed the maximum."""
 
 

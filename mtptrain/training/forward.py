@@ -56,14 +56,12 @@ def training_losses(
         together = num_depths if batch.packing.depths_share_targets else 1
         # The gradient of a split is a copy, so all depths together are not split.
         groups = [states] if together == num_depths else states.split(together)
-        tokens = [
-            (batch.packing.draft_positions + 1 + first).clamp(max=batch.num_tokens - 1)  # [M]
-            for first in range(0, num_depths, together)
-        ]
+        firsts = range(0, num_depths, together)
+        tokens = [(batch.packing.draft_positions + 1 + first).clamp(max=batch.num_tokens - 1) for first in firsts]
         lm_head = head.output_weight(parts)
         corrections = [
             None if correction is None else replace(correction, features=correction.features[first : first + together])
-            for first in range(0, num_depths, together)
+            for first in firsts
         ]
 
         def target_states(targets: torch.Tensor) -> torch.Tensor:
@@ -87,7 +85,6 @@ def training_losses(
             coupled = coupled_parts(Agreement.joined(found), batch.is_draft, scale)
         # 5. Compute the losses.
         sums = []
-        firsts = range(0, num_depths, together)
         for first, group, targets, added in zip(firsts, groups, tokens, corrections, strict=True):
             depths = slice(first, first + together)
             sums.append(

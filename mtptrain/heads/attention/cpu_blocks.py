@@ -44,10 +44,7 @@ def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
         The output [Q, heads, head_dim], its log-sum-exp f32[Q, heads], and each row's approximate maximum raw score
         f32[Q, heads].
     """
-    out, lse, row_max = (
-        query.new_empty(query.shape),
-        *query.new_empty(2, *query.shape[:2], dtype=torch.float32).unbind(),
-    )
+    out, (lse, row_max) = query.new_empty(query.shape), query.new_empty(2, *query.shape[:2], dtype=torch.float32)
     for queries, keys in _batches(segments):
         inputs = _batch(query, queries), _batch(key, keys), _batch(value, keys)
         if _uses_blocks(segments, keys) and not _has_fast_flash(query, keys):

@@ -10,7 +10,7 @@ import torch
 from data_prep.hidden_states import extract_hidden_states
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
-from mtptrain.hidden_states.store import HiddenStore, verify
+from mtptrain.hidden_states.store import HiddenStore, find_damage
 from mtptrain.run import Run
 from mtptrain.target.loading import load_target
 from mtptrain.utils.files import file_sha256
@@ -28,7 +28,7 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
     extract_hidden_states(Run(config), ONE_RANK)
 
     store = HiddenStore.open(config.stage_dir("hidden_states"))
-    verify(store)
+    assert not find_damage(store)
     documents = make_documents(LENGTHS)
     assert store.document_lengths.tolist() == LENGTHS
     assert len(store.manifest.shards) > 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mtptrain.hidden_states import writer
-from mtptrain.hidden_states.store import HiddenStore, verify
+from mtptrain.hidden_states.store import HiddenStore, find_damage
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards, shard_ranges
 from mtptrain.utils.errors import UserError
 from tests.mtptrain.hidden_states.small_store import (
@@ -169,7 +169,7 @@ def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: P
     write_shard(tmp_path, 3, shards[3])
     manifest = finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
     assert manifest is not None
-    verify(HiddenStore(tmp_path, manifest), show_progress=False)
+    assert not find_damage(HiddenStore(tmp_path, manifest), show_progress=False)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
