@@ -22,7 +22,8 @@ _PROBES: list[list[Message]] = [
     [_QUESTION, _ANSWER | {"reasoning_content": "A sum."}],
     [_QUESTION, {"role": "assistant", "content": "<think>\nA sum.\n</think>\n\nFour."}],
 ]
-"""Conversations of which a template has to render one: some templates ask for reasoning."""
+"""Conversations. A template must accept the first, and the loss mask of one must select tokens: some templates ask for
+reasoning."""
 
 
 @dataclass(frozen=True)

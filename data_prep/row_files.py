@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 from datasets.utils.logging import CRITICAL, set_verbosity
 
 from mtptrain.data.rows import ConversationRefused, Row, kind
@@ -133,9 +133,7 @@ def refuse_duplicate_paths(paths: Sequence[str]) -> None:
 def _read_rows(path: str, split: str) -> Rows:
     suffix = Path(path).suffix
     if Path(path).is_dir():
-        raise UserError(
-            f"prompts.paths: conversations must be files or hub data sets, but {path!r} is a directory; list its files"
-        )
+        raise UserError(f"prompts.paths: must name files or hub data sets, but {path!r} is a directory; list its files")
     if Path(path).is_file() and suffix not in FILE_SUFFIXES:
         raise UserError(
             f"prompts.paths: files must end in {', '.join(FILE_SUFFIXES)}, but {path!r} does not; convert the file"
@@ -150,21 +148,18 @@ def _read_rows(path: str, split: str) -> Rows:
 
 
 def _read_jsonl(path: str) -> Rows:
-    numbered = list(_json_lines(path))
-    return Rows(path, [row for _, row in numbered], [number for number, _ in numbered])
-
-
-def _json_lines(path: str) -> Iterator[tuple[int, Row]]:
+    rows: dict[int, Row] = {}
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, parse_json(line, f"{path}:{number}", CORRECT)
+                rows[number] = parse_json(line, f"{path}:{number}", CORRECT)
+    return Rows(path, list(rows.values()), list(rows))
 
 
 def _read_json(path: str) -> Rows:
     content = parse_json(Path(path).read_bytes(), path, CORRECT)
     if not isinstance(content, list):
-        raise UserError(f"{path}: must hold one array of conversations, but holds {kind(content)}; convert it to jsonl")
+        raise UserError(f"{path}: must hold one array of rows, but holds {kind(content)}; convert it to jsonl")
     return Rows(path, content, range(1, len(content) + 1))
 
 
@@ -183,7 +178,7 @@ def _read_parquet(path: str) -> Rows:
 def _read_hub(name: str, split: str) -> Rows:
     try:
         rows = load_dataset(name, split=split)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: a data set that is a script
         reason = (str(error).splitlines() or [repr(error)])[0]
         raise SourceMissing(
             f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "

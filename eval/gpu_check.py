@@ -36,7 +36,7 @@ from mtptrain.utils.files import write_json
 
 from .checks.findings import Check, Outcome, Row, print_rows, run_check
 from .checks.numerics import check_attention, check_decode, check_loss
-from .checks.pipeline import RunProgram, Stages, run_in_subprocess
+from .checks.pipeline import RunStage, Stages, run_in_subprocess
 
 COMMON = ("train.log_every=1", "train.tracker=none", "train.validate_every=0", "train.warmup_steps=5")
 SIZES = {
@@ -107,7 +107,7 @@ def forwarded(given: Sequence[str]) -> list[str]:
 
 
 def run_all(
-    config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device, run: RunProgram
+    config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device, run: RunStage
 ) -> list[Row]:
     """Runs every check in order, prints each result as it comes, and returns all rows."""
     Path(config.run_dir).mkdir(parents=True)

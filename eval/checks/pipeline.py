@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mtptrain.command_line.program import python_module, quoted
+from mtptrain.command_line.program import quoted, stage_command
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
@@ -30,8 +29,8 @@ from .findings import Finding, Outcome, at_most, judged, measured, skipped
 from .numerics import relative_error
 from .processes import kill_tree
 
-RunProgram = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
-"""Runs `mtptrain STAGE` or the module of a bench, with arguments, on the given number of ranks, until it has ended."""
+RunStage = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
+"""Runs `mtptrain STAGE` with overrides on the given number of ranks, until it has ended."""
 LIMIT_S = 600
 """Time limit of one program in seconds, so that a hanging check does not block the others."""
 COMPARED_DOCUMENTS = 8
@@ -46,17 +45,9 @@ The gap is divided by the magnitude of the logit of the token that plain decodin
 """
 
 
-def command_of(program: str, arguments: Sequence[str], num_ranks: int) -> list[str]:
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
-    )
-    module, *stage = program.split()
-    return [sys.executable, *launcher, "-m", python_module(module), *stage, *arguments]
-
-
-def run_in_subprocess(program: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    """Runs a program as a user does. If it exceeds the time limit, it is killed with all its ranks."""
-    command = command_of(program, arguments, num_ranks)
+def run_in_subprocess(stage: str, overrides: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+    """Runs a stage as a user does. If it exceeds the time limit, it is killed with all its ranks."""
+    command = stage_command(stage, overrides, num_ranks)
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
         try:
@@ -70,43 +61,43 @@ def run_in_subprocess(program: str, arguments: list[str], num_ranks: int) -> sub
 class Stages:
     """Runs the programs of the pipeline one after the other, in a separate run folder."""
 
-    def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device, run: RunProgram) -> None:
+    def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device, run: RunStage) -> None:
         """
         Args:
             config: the settings that result from `overrides`, with the run_dir that the programs write to.
             overrides: command-line overrides for every program, without run_dir.
             device: the device that the checks compute on.
-            run: runs one program.
+            run: runs one stage.
         """
         self.config, self.overrides, self.device, self._run = config, list(overrides), device, run
         self.directory = Path(config.run_dir)
         self.num_ranks = min(2, max(1, torch.cuda.device_count()))
 
-    def program(self, program: str, *overrides: str, run_dir: Path | None = None, num_ranks: int = 1) -> str:
-        """Run a program and return what it printed.
+    def run(self, stage: str, *overrides: str, run_dir: Path | None = None, num_ranks: int = 1) -> None:
+        """Run a stage.
 
         Raises:
-            UserError: the program failed. The message has the last line of its stderr; the whole output is in
-                `<program>.log` next to the run folder.
+            UserError: the stage failed. The message has the last line of its stderr; the whole output is in
+                `<run folder>_<stage>.log` next to the run folder.
         """
-        result = self._run(
-            program, [*self.overrides, f"run_dir={quoted(run_dir or self.directory)}", *overrides], num_ranks
-        )
-        log = self.directory.with_name(f"{program.replace(' ', '_')}.log")
+        directory = run_dir or self.directory
+        result = self._run(stage, [*self.overrides, f"run_dir={quoted(directory)}", *overrides], num_ranks)
+        log = directory.with_name(f"{directory.name}_{stage}.log")
         log.write_text(result.stdout + result.stderr)
         if result.returncode:
             last = next(filter(str.strip, reversed(result.stderr.splitlines())), "it printed no error")
-            raise UserError(f"{program}: must exit with 0, but exited with {result.returncode}: {last}; see {log}")
-        return result.stdout
+            raise UserError(
+                f"mtptrain {stage}: must exit with 0, but exited with {result.returncode}: {last}; see {log}"
+            )
 
     def prompts(self) -> Finding:
-        self.program("mtptrain prompts")
+        self.run("prompts")
         manifest = json.loads((self.directory / "prompts/manifest.json").read_text())
         return measured(", ".join(f"{name} {value:,}" for name, value in manifest.items() if isinstance(value, int)))
 
     def extraction(self) -> Finding:
         """Compares the stored states, computed in packed batches, with those of an unpacked forward in fp32."""
-        self.program("mtptrain hidden-states", num_ranks=self.num_ranks)
+        self.run("hidden-states", num_ranks=self.num_ranks)
         store = HiddenStore.open(self.directory / "hidden_states")
         target = load_target(Run(self.config).target.directory, torch.float32, self.device)
         found, wanted = [], []
@@ -129,14 +120,14 @@ class Stages:
             return skipped(f"needs {tensor_parallel_size} GPUs, but this machine has {torch.cuda.device_count()}")
         run_dir = self._sibling(f"vllm_tp{tensor_parallel_size}", "prompts")
         parallel = f"hidden_states.tensor_parallel_size={tensor_parallel_size}"
-        self.program("mtptrain hidden-states", "hidden_states.backend=vllm", parallel, run_dir=run_dir)
+        self.run("hidden-states", "hidden_states.backend=vllm", parallel, run_dir=run_dir)
         ours, theirs = (HiddenStore.open(each / "hidden_states") for each in (self.directory, run_dir))
         indices = range(min(COMPARED_DOCUMENTS, ours.num_documents))
         states = [torch.cat([stored_states(store, index) for index in indices]) for store in (theirs, ours)]
         return at_most(relative_error(*states), 2 * self._store_bound(), "relative difference from the stored states")
 
     def training(self) -> Finding:
-        self.program("mtptrain train", num_ranks=self.num_ranks)
+        self.run("train", num_ranks=self.num_ranks)
         found = losses(self.directory)
         first, last = found[0], found[-1]
         return judged(
@@ -147,8 +138,8 @@ class Stages:
         """Kills a run after a checkpoint, resumes it, and compares its losses with those of the uninterrupted run."""
         run_dir = self._sibling("resumed", "prompts", "hidden_states")
         arguments = [*self.overrides, f"run_dir={quoted(run_dir)}"]
-        killed_at = kill_after_a_checkpoint(command_of("mtptrain train", arguments, self.num_ranks), run_dir)
-        self.program("mtptrain train", run_dir=run_dir, num_ranks=self.num_ranks)
+        killed_at = kill_after_a_checkpoint(stage_command("train", arguments, self.num_ranks), run_dir)
+        self.run("train", run_dir=run_dir, num_ranks=self.num_ranks)
         resumed, uninterrupted = losses(run_dir), losses(self.directory)
         if len(resumed) != len(uninterrupted) or killed_at >= len(uninterrupted):
             return Finding(
@@ -164,7 +155,7 @@ class Stages:
         )
 
     def acceptance(self) -> Finding:
-        self.program("mtptrain acceptance")
+        self.run("acceptance")
         report = json.loads((self.directory / "acceptance/report.json").read_text())
         length = report["acceptance_length"]
         return judged(length > 1.0, f"acceptance length {length:.3f}", "above 1", "no draft was accepted")
@@ -204,14 +195,14 @@ class Stages:
         )
 
     def export(self) -> Finding:
-        self.program("mtptrain export", "export.engine=vllm")
+        self.run("export", "export.engine=vllm")
         return measured("proposals are the same after reloading")
 
     def serving(self) -> Finding:
         """Runs mtptrain serving-check, which has its own bounds and fails if they are exceeded."""
         if reason := self.why_vllm_is_missing():
             return skipped(reason)
-        self.program("mtptrain serving-check")
+        self.run("serving-check")
         report = json.loads((self.directory / "serving_check/report.json").read_text())
         ours, theirs = (report[side]["acceptance_length"] for side in ("ours", "theirs"))
         bound = "equal" if report["dtype"] == "float32" else "2 % of the acceptance length"

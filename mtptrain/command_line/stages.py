@@ -10,8 +10,9 @@ Runner = Literal["process", "ranks", "server"]
 """How a stage of a whole run runs: as one process without a GPU, as ranks on the GPUs, or as one process that queries a
 server.
 
-There is a rank for each GPU, but only one if the target needs several GPUs, all of which that rank then uses.
-choose-head is for such targets, so it always has one: see `num_ranks` in `all_stages`, and `choose_head.sbatch`.
+There is a rank for each GPU, or for each vLLM engine of several GPUs, but only one if transformers runs a target that
+needs several GPUs, all of which that rank then uses. choose-head is for such targets, so it always has one: see
+`num_ranks` in `all_stages`, and `choose_head.sbatch`.
 """
 KEPT_STAGES = "finished stages are kept in {run_dir}; the same command starts this one again"
 

@@ -22,7 +22,7 @@ from mtptrain.utils.setting_bounds import between_or_none
 
 
 class Eagle3Head(LayerHead):
-    """EAGLE-3 head. It can be exported for vLLM and SGLang; only exports for vLLM have been served."""
+    """EAGLE-3 head."""
 
     @dataclass
     class Config(LayerConfig):
@@ -44,7 +44,7 @@ class Eagle3Head(LayerHead):
         norm_output: bool = False
         """Feed back the state after the final norm."""
         norm_before_residual: bool = False
-        """Start the residual stream from the normed hidden state. Only exports for vLLM support this."""
+        """Start the residual stream from the normed hidden state. Only exports for vLLM and llama.cpp support this."""
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)

@@ -24,7 +24,7 @@ def describe_engines(serving: ServingConfig) -> str:
     ):
         try:
             version = find(serving)
-        except UserError as error:
+        except (UserError, OSError) as error:  # OSError: a Python that cannot be run
             lines.append(f"{name}: not found ({str(error).rpartition('; ')[2]})")
             continue
         known = KNOWN.get((name, ".".join(version.split(".")[:2])), f"tested is {WRITTEN_FOR[engine]}")

@@ -37,8 +37,8 @@ class LossPart(StrEnum):
     """1 - (1 / T) sum_j a_0 ... a_j over the depths j of a draft position: one minus the expected share of drafts that
     are accepted (arXiv 2607.25852). The weight of depth j replaces 1 / T."""
     dpace = "dpace"
-    """`ce`, with depth j of a draft position weighted by sum_{m >= j} f_0 ... f_m, where f_i = q_i(x) / 2 + 1 / 2 is of
-    depth i and its most likely token x of the target, and has no gradient (D-PACE, arXiv 2605.18810)."""
+    """`ce`, with depth j of a draft position weighted by sum_{m >= j} f_0 ... f_m, which has no gradient. Here
+    f_i = q_i(x) / 2 + 1 / 2, where x is the target's most likely token at depth i (D-PACE, arXiv 2605.18810)."""
     selector = "selector"
     """KL(p || q) among the candidates that head `dflash2` chooses from, times their mass m: the sum over them of
     p log(p / (m q)), where q is the softmax of their scores after the data's token before."""

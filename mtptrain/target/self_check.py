@@ -6,10 +6,11 @@ read, so that a text is longer than any of them.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
 
+from mtptrain.target.causal_attention import MaskOf
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError, error_summary
 
@@ -67,18 +68,14 @@ def _with_rejected_drafts(target: Target, ids: torch.Tensor, positions: torch.Te
 
 @contextmanager
 def short_limits(target: Target) -> Iterator[None]:
-    """Makes windows and chunks of attention `SHORT` inside this context."""
+    """Makes windows and chunks of attention at most `SHORT` inside this context."""
     form, places = target.form, [target.config, *target.model.modules()]
     found = [(place, name, getattr(place, name)) for place in places for name in LIMITS if hasattr(place, name)]
     changed = [(place, name, value) for place, name, value in found if isinstance(value, int) and value > SHORT]
     for place, name, _ in changed:
         setattr(place, name, SHORT)
-    target.form = replace(
-        form,
-        masks=tuple(
-            mask and replace(mask, window=mask.window and SHORT, chunk=mask.chunk and SHORT) for mask in form.masks
-        ),
-    )
+    masks = (mask and MaskOf(*(size and min(size, SHORT) for size in astuple(mask))) for mask in form.masks)
+    target.form = replace(form, masks=tuple(masks))
     try:
         yield
     finally:

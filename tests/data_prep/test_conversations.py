@@ -5,7 +5,9 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 from datasets import Dataset
+from datasets.exceptions import DatasetGenerationError
 
+from data_prep import row_files
 from data_prep.conversations import conversation_name, read_conversations
 from mtptrain.config import ConversationSchema
 from mtptrain.data.rows import RowFormat, parse_row
@@ -81,10 +83,10 @@ def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path
             r"chats\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it",
         ),
         ("chats.jsonl", b'{"messages": "gr\xf6\xdfe"}\n', r"chats\.jsonl:1: must be UTF-8, but is not \('utf-8' codec"),
-        ("chats.json", b"{}", r"chats\.json: must hold one array of conversations, but holds an object"),
+        ("chats.json", b"{}", r"chats\.json: must hold one array of rows, but holds an object"),
         ("chats.parquet", None, r"chats\.parquet: must be a parquet file with rows, but cannot be read"),
         ("chats.csv", b"a,b\n", r"files must end in \.jsonl, \.json, \.parquet, but '.*chats\.csv' does not"),
-        (".", None, r"conversations must be files or hub data sets, but .* is a directory; list its files"),
+        (".", None, r"prompts\.paths: must name files or hub data sets, but .* is a directory; list its files"),
     ],
 )
 def test_a_file_that_holds_no_conversations_is_refused_by_name(
@@ -179,3 +181,17 @@ def test_a_hub_name_that_cannot_be_loaded_is_named_with_the_hubs_answer(monkeypa
     )
     with pytest.raises(UserError, match=match):
         read_conversations(["nobody/no-such-set"], split="test")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Dataset scripts are no longer supported"), DatasetGenerationError("rows differ")]
+)
+def test_a_data_set_that_cannot_be_made_is_named_with_the_reason(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(path: str, split: str) -> Dataset:
+        raise error
+
+    monkeypatch.setattr(row_files, "load_dataset", load_dataset)
+    with pytest.raises(UserError, match=f"cannot be loaded from the hub: {error}; correct .* download it as parquet"):
+        read_conversations(["some/set"])

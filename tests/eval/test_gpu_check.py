@@ -18,6 +18,7 @@ from mtptrain.config import CheckSize
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import Packing
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program, write_text_files
 from tests.programs import run_ranks
 
@@ -36,10 +37,9 @@ NEEDS_MORE = {
 """Names of the checks that need another Python environment, and are skipped here."""
 
 
-def run_quickly(program: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    """Runs a program in forks, which start faster."""
-    module, *stage = program.split()
-    return run_ranks(module, [*stage, *arguments], num_ranks)
+def run_quickly(stage: str, overrides: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+    """Runs a stage in forks, which start faster."""
+    return run_ranks("mtptrain", [stage, *overrides], num_ranks)
 
 
 def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
@@ -73,6 +73,18 @@ def test_the_page_has_a_row_for_each_check_in_their_order(tmp_path: Path) -> Non
     rows = re.findall(r"^\| (?!row )([^|]+) \|", page, re.MULTILINE)
     stages = Stages(make_config(f"run_dir={tmp_path}"), [], CPU, run_quickly)
     assert rows == list(checks_of(stages, CheckSize.full, CPU))
+
+
+def test_a_stage_that_fails_names_the_log_of_its_own_run(tmp_path: Path) -> None:
+    def fail(stage: str, overrides: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 1, f"{overrides}\n", "error: no space\n\n")
+
+    stages = Stages(make_config(f"run_dir={tmp_path}/run"), [], CPU, fail)
+    for name in ("run", "resumed"):
+        match = rf"^mtptrain train: must exit with 0, but exited with 1: error: no space; see .*/{name}_train\.log$"
+        with pytest.raises(UserError, match=match):
+            stages.run("train", run_dir=tmp_path / name)
+    assert f"{tmp_path}/run'" in (tmp_path / "run_train.log").read_text()
 
 
 def without_own_keys(

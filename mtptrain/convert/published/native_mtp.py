@@ -38,6 +38,14 @@ def read_native_mtp(path: str, target_config: PreTrainedConfig) -> PublishedHead
     single = {name for name in shapes if form.head_name(name) not in state}
     # A checkpoint may have all experts in joined tensors, as transformers' model has, or one tensor for each.
     wanted = set(shapes) - single if {form.head_name(name) for name in found} >= state.keys() else set(shapes)
+    tensors = read_tensors(files, found)
+    for name, tensor in tensors.items():  # first, because quantised weights may have other names than those wanted
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            raise UserError(
+                f"head.init_from: the MTP module of {directory} must have floating-point numbers of 16 bits or more, "
+                f"because the scales of quantised weights are not read, but {name} has {tensor.dtype}; choose the "
+                "checkpoint in bf16"
+            )
     if missing := sorted(wanted - found):
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         raise UserError(
@@ -45,14 +53,7 @@ def read_native_mtp(path: str, target_config: PreTrainedConfig) -> PublishedHead
             f"{declared} ({form.native.count}), but lacks {', '.join(missing[:MOST_NAMED])}{more}; download the files "
             "that hold them, or unset head.init_from to train a module from random weights"
         )
-    tensors = read_tensors(files, found)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
-            raise UserError(
-                f"head.init_from: the MTP module of {directory} must have floating-point numbers of 16 bits or more, "
-                f"because the scales of quantised weights are not read, but {name} has {tensor.dtype}; choose the "
-                "checkpoint in bf16"
-            )
         if name in single and (name not in wanted or tensor.shape != shapes[name]):
             must = f"of shape {tuple(shapes[name])}" if name in wanted else "absent beside the joined experts"
             raise UserError(

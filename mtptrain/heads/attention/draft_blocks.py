@@ -108,10 +108,10 @@ def _merge_block(
     Matmuls are faster than `training._merge_own` for the tokens of a block, which share their keys, but slower for
     the few queries per key of the other heads at depth 1.
     """
-    scores = _block_scores(query, block_key, mask)  # [M, kv heads, groups, R + E]
+    scores = _block_scores(query, block_key, mask)  # [M, kv heads, Q * groups, R + E]
     grouped_lse = lse.unflatten(1, scores.shape[1:3])
     total_lse = torch.logaddexp(grouped_lse, scores.logsumexp(-1))
-    inside = (scores - total_lse[..., None]).exp() @ _by_block(block_value)  # [M, kv heads, groups, head_dim]
+    inside = (scores - total_lse[..., None]).exp() @ _by_block(block_value)  # [M, kv heads, Q * groups, head_dim]
     merged = out.unflatten(1, scores.shape[1:3]) * (grouped_lse - total_lse).exp()[..., None] + inside
     return merged.flatten(1, 2).to(out.dtype), total_lse.flatten(1)
 
@@ -129,9 +129,9 @@ def _block_backward(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the query's gradient with the block's part added, and the gradients of the block's keys and values."""
-    scores = _block_scores(query, block_key, mask)  # [M, kv heads, groups, R + E]
+    scores = _block_scores(query, block_key, mask)  # [M, kv heads, Q * groups, R + E]
     heads = scores.shape[1:3]
-    grad, grouped = (x.unflatten(1, heads).float() for x in (grad_out, query))  # [M, kv heads, groups, head_dim]
+    grad, grouped = (x.unflatten(1, heads).float() for x in (grad_out, query))  # [M, kv heads, Q * groups, head_dim]
     probs = (scores - lse.unflatten(1, heads)[..., None]).exp()
     delta = (grad * out.unflatten(1, heads).float()).sum(-1, keepdim=True)
     grad_scores = probs * (grad @ _by_block(block_value).mT - delta) * query.shape[-1] ** -0.5
@@ -143,7 +143,7 @@ def _block_backward(
 
 
 def _block_scores(query: torch.Tensor, block_key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Returns the scaled scores between each query and the tokens of its block f32[M, kv heads, groups, R + E]."""
+    """Returns the scaled scores between each query and the tokens of its block f32[M, kv heads, Q * groups, R + E]."""
     grouped = query.unflatten(1, (block_key.shape[2], -1)).float()
     scores = grouped @ _by_block(block_key).mT * query.shape[-1] ** -0.5
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)

@@ -44,3 +44,8 @@ def test_an_engine_that_is_missing_is_said_to_be(tmp_path: Path) -> None:
     assert lines[0].startswith("vLLM: not found (run `make .venv-vllm/.installed`")
     assert lines[1].startswith("llama.cpp: not found (run `make .engines/llama_cpp/.installed`")
     assert lines[2].startswith("OpenVINO GenAI: not found (run `make .venv-openvino/.installed`")
+    other = tmp_path / "other"
+    other.touch()
+    lines = describe_engines(ServingConfig(python=str(other), llama_server=missing, openvino_python=str(other)))
+    denied = f"not found ([Errno 13] Permission denied: '{other}')"
+    assert f"vLLM: {denied}" in lines and f"OpenVINO GenAI: {denied}" in lines

@@ -140,6 +140,12 @@ def test_the_language_model_of_an_image_model_reads_text_as_the_whole_does(
     assert_close(load_frozen_parts(tmp_path).logits(states), whole(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize(("name", "limit"), [("mistral", "sliding_window"), ("llama4_text", "attention_chunk_size")])
+def test_a_window_or_chunk_below_those_of_the_check_is_kept(tmp_path: Path, name: str, limit: str) -> None:
+    family, settings = EXACT[name]
+    check_streams(load(write_member(tmp_path, family, {**settings, limit: self_check.SHORT - 2})))
+
+
 def without(**changes: object) -> Callable[[TargetForm], TargetForm]:
     return lambda form: replace(form, **changes)
 

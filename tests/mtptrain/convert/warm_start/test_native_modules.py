@@ -208,11 +208,16 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
         ),
         (
             "glm4_moe",
+            lambda tensors: {**without(EXPERT)(tensors), f"{EXPERT}_packed": torch.ones(32, 8, dtype=torch.int32)},
+            r"must have floating-point numbers of 16 bits or more, .*up_proj\.weight_packed has torch\.int32; choose",
+        ),
+        (
+            "glm4_moe",
             lambda tensors: {**tensors, EXPERT: torch.ones(16, 64)},
             r"experts\.3\.up_proj\.weight of .* must be of shape \(32, 64\) for this target, but is of shape \(16,",
         ),
     ],
-    ids=["all", "an expert", "a projection", "fp8", "a bias", "a shape", "integers", "the shape of an expert"],
+    ids=["all", "an expert", "a projection", "fp8", "a bias", "a shape", "int32", "packed", "the shape of an expert"],
 )
 def test_a_module_that_is_not_whole_is_refused_by_the_names_of_its_tensors(
     tmp_path: Path, family: str, change: Callable[[Tensors], Tensors], message: str
