@@ -151,6 +151,11 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     check_bounds(config)
     if config.head.name not in HEADS:
         raise UserError(f"head.name: must be one of {', '.join(HEADS)}, but is {config.head.name!r}; set head=NAME")
+    if type(config.head) is not HEADS[config.head.name].Config:
+        raise UserError(
+            f"head.name: must be {type(config.head)().name}, the head whose settings are chosen, but is "
+            f"{config.head.name}; set head={config.head.name} instead"
+        )
     _check_relations(config)
     check_acceptance(config.acceptance)
     check_export(config.export)
@@ -218,8 +223,8 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
     depths = head.ttt_steps
     if HEADS[head.name].drafts_all_depths and num_drafts != depths:
         raise UserError(
-            f"{setting}: must equal head.ttt_steps={depths} with head {head.name}, which learns blocks of {depths + 1} "
-            f"tokens, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"
+            f"{setting}: must equal head.ttt_steps={depths} with head {head.name}, which always drafts a whole "
+            f"block, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"
         )
     if HEADS[head.name].is_bound_to_depths and num_drafts > depths:
         raise UserError(

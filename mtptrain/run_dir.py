@@ -141,7 +141,8 @@ def check_replaceable(directory: Path, known: Collection[str], setting: str) -> 
         setting: name of the setting that chooses the folder, for error messages.
 
     Raises:
-        UserError: the folder, or one of those beside it that `replaced` uses, holds files of somebody else.
+        UserError: the folder, or one of those beside it that `replaced` uses, holds files of somebody else, or the
+            folder is the working directory.
     """
     if directory.resolve() == Path.cwd():
         raise UserError(
@@ -265,10 +266,11 @@ def _remove_ours(directory: Path) -> None:
 
 
 def _git_revision() -> str | None:
+    """Returns the revision of mtptrain's own checkout; None in a package that is installed, even inside another one."""
     try:
         result = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=Path(__file__).parent,
+            ["git", "--git-dir=.git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parents[1],
             capture_output=True,
             text=True,
             check=False,

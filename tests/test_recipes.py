@@ -36,6 +36,7 @@ OUT_OF_RANGE = [
     ("run_dir", "/", "but is '/'; choose a path that is not a file and not the root"),
     ("run_dir", "/usr/..", "but is '/usr/..'; choose a path that is not a file and not the root"),
     ("acceptance.output_dir", "README.md", "must name a directory, but is 'README.md'"),
+    ("head.name", "eagle3", "be mtp, the head whose settings are chosen, but is eagle3; set head=eagle3 instead"),
     ("seed", "-1", "at least 0 and below 2**63, but is -1"),
     ("seed", f"{2**63}", "below 2**63, but is 9223372036854775808"),
     ("train.lr", "nan", "at least 0.0, but is nan"),
@@ -211,8 +212,8 @@ def test_a_head_without_a_chain_drafts_no_more_than_it_was_trained_for() -> None
 def test_a_block_drafter_drafts_exactly_as_many_tokens_as_it_was_trained_for(drafts: int) -> None:
     with pytest.raises(
         ValueError,
-        match=r"acceptance\.num_speculative_tokens: must equal head\.ttt_steps=3 with head dflash, which learns blocks "
-        rf"of 4 tokens, but is {drafts}; set it to 3, or train with head\.ttt_steps={drafts}",
+        match=r"acceptance\.num_speculative_tokens: must equal head\.ttt_steps=3 with head dflash, which always drafts "
+        rf"a whole block, but is {drafts}; set it to 3, or train with head\.ttt_steps={drafts}",
     ):
         make_config("head=dflash", "head.ttt_steps=3", f"acceptance.num_speculative_tokens={drafts}")
     make_config("head=dflash", "head.ttt_steps=3", "acceptance.num_speculative_tokens=3")

@@ -29,11 +29,8 @@ class Peer:
     """
 
     def __init__(self, request: dict) -> None:
-        hidden_size, vocab_size, self.device = (
-            request["hidden_size"],
-            request["vocab_size"],
-            torch.device(request["device"]),
-        )
+        hidden_size, vocab_size = request["hidden_size"], request["vocab_size"]
+        self.device = torch.device(request["device"])
         layer = LlamaConfig(
             hidden_size=hidden_size,
             intermediate_size=request["intermediate_size"],

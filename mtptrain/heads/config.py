@@ -22,8 +22,8 @@ class HeadConfig:
 
     name: str = ""
     ttt_steps: int = between(1, MAX_DEPTHS, default=4)
-    """Number of trained depths T: in training, each draft position drafts this many tokens. `dflash` drafts exactly T
-    tokens in serving too; `peagle`, `medusa` and `hydra` draft at most T."""
+    """Number of trained depths T: in training, each draft position drafts this many tokens. `dflash`, `dspark`
+    and `dflash2` draft exactly T tokens in serving too; `peagle`, `medusa` and `hydra` draft at most T."""
     init_from: str | None = None
     """The head to start from, as a directory or a hub name: a published head, a head of another run
     (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.convert.warm_start`. null starts from random

@@ -52,9 +52,9 @@ class HydraHead(Head):
 
     def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
-        self.hidden_size, self.num_layers = int(target_config.hidden_size), config.num_layers
+        self.hidden_size = int(target_config.hidden_size)
         self.mlps = nn.ModuleList(
-            [HydraMlp(self.hidden_size, 1 + depth, self.num_layers) for depth in range(config.ttt_steps)]
+            [HydraMlp(self.hidden_size, 1 + depth, config.num_layers) for depth in range(config.ttt_steps)]
         )
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:

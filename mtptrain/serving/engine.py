@@ -42,7 +42,7 @@ class EngineRun:
     accepted_by_round: list[list[int]] | None
     """Number of accepted drafts in each round of each prompt; None if the engine does not report them."""
     error: str = ""
-    """The engine's error, if it failed; everything else is then empty."""
+    """The engine's error, if it failed; there are then neither tokens nor counts."""
 
 
 class Engine(Protocol):

@@ -165,7 +165,7 @@ class Trainer:
         """Returns the record of step `step` (from 1) for `metrics.jsonl`.
 
         Raises:
-            UserError: a loss or a gradient norm since the last record is not finite.
+            UserError: a loss or a gradient norm since the last check is not finite.
         """
         self.check_finite(step)
         losses, mix = metrics.by_depth("losses"), self.loss_settings.mix

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +84,19 @@ def test_the_provenance_is_the_first_file_of_a_folder(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         write_provenance(tmp_path / "stage", make_config())
     assert [path.name for path in (tmp_path / "stage").iterdir()] == [PROVENANCE]
+
+
+@pytest.mark.parametrize(("package", "is_ours"), [("mtptrain", True), (".venv/mtptrain", False)])
+def test_the_revision_is_not_that_of_a_checkout_in_which_mtptrain_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, is_ours: bool
+) -> None:
+    commit = ["-c", "user.name=a", "-c", "user.email=a", "commit", "-q", "--allow-empty", "-m", "first"]
+    for arguments in (["init", "-q"], commit):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    (tmp_path / package).mkdir(parents=True)
+    monkeypatch.setattr(run_dir, "__file__", str(tmp_path / package / "run_dir.py"))
+    write_provenance(tmp_path / "stage", make_config())
+    assert (json.loads((tmp_path / "stage" / PROVENANCE).read_text())["git_revision"] is not None) == is_ours
 
 
 @pytest.mark.parametrize(

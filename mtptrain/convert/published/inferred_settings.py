@@ -14,7 +14,6 @@ from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, Config, cap
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import FULL, SLIDING, CausalLayers
 from mtptrain.heads.dflash2 import Dflash2Head, published_settings
-from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.layers import SERVED_HEAD_DIMS
 from mtptrain.serving.exports import SERVING
@@ -91,7 +90,7 @@ def dflash_settings(
     directory: Path, name: str, config: Config, tensors: Tensors, target_config: PreTrainedConfig
 ) -> Settings:
     """Returns the settings of head `dflash`, `dspark` or `dflash2`."""
-    is_dspark, is_dflash2 = (name == kind.Config().name for kind in (DsparkHead, Dflash2Head))
+    is_dspark, is_dflash2 = name == "dspark", name == "dflash2"
     key_of = OWN_KEYS.get(name, {})
     needed = ["num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id"]
     missing = [key for key in (*needed, *key_of.values()) if key not in config]
@@ -131,7 +130,7 @@ def _dflash_attention(directory: Path, config: Config) -> dict[str, Any]:
 
 
 def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTrainedConfig) -> list[list[int]]:
-    """Returns the capture layers that the layer ids may mean, most likely first. None are the engines' default layers.
+    """Returns the capture layers that the layer ids may mean, most likely first. None means the engines' default.
 
     Engines number layers differently (see their formats). The `serving.json` of our own exports names the engine.
     """
