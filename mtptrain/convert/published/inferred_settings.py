@@ -132,7 +132,7 @@ def _dflash_attention(directory: Path, config: Config) -> dict[str, Any]:
 def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTrainedConfig) -> list[list[int]]:
     """Returns the capture layers that the layer ids may mean, most likely first. None means the engines' default.
 
-    Engines number layers differently (see their formats). The `serving.json` of our own exports names the engine.
+    SGLang numbers layers differently from the other engines. The `serving.json` of our own exports names the engine.
     """
     num_layers, note = target_config.num_hidden_layers, ""
     if ids is None:
@@ -140,10 +140,9 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     elif target_config.model_type in FROM_1_IN_SGLANG and ids[0] != 1:
         choices = [ids]
     else:
-        as_engine = {"vllm": ids, "sglang": [layer + 1 for layer in ids]}
-        serving = directory / SERVING
+        as_sglang, serving = [layer + 1 for layer in ids], directory / SERVING
         engine = read_json(serving).get("engine") if serving.is_file() else None
-        choices = [as_engine[engine]] if engine in as_engine else list(as_engine.values())
+        choices = [ids, as_sglang] if engine is None else [as_sglang if engine == "sglang" else ids]
     return _capturable(directory, "eagle_aux_hidden_state_layer_ids", choices, target_config, note)
 
 

@@ -147,7 +147,8 @@ def test_explicit_layer_ids_are_taken_as_either_engine_counts_unless_the_export_
         r"\[0, 2\] here\); set head\.capture_layers=\[0,1\], or choose another head",
     ):
         load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[0, 2]), TargetFiles(tiny_target))
-    for engine, right, wrong in (("vllm", as_vllm, as_sglang), ("sglang", as_sglang, as_vllm)):
+    for engine in ("vllm", "openvino", "tensorrt_llm", "sglang"):
+        right, wrong = (as_sglang, as_vllm) if engine == "sglang" else (as_vllm, as_sglang)
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
         load_init(str(tmp_path / "head"), right, TargetFiles(tiny_target))
         with pytest.raises(ValueError, match=r"but differ in head\.capture_layers"):
