@@ -29,7 +29,8 @@ class TokenRows(UsableRows):
 def read_token_rows(paths: Sequence[str], metadata: Collection[str], split: str) -> TokenRows:
     """Reads all files and data sets, and finds the usable rows.
 
-    A row's group is the hash of its tokens before the first supervised one, so answers to one prompt stay together.
+    A row's group is the hash of its tokens before the first supervised one, or of all if that comes first, so answers
+    to one prompt stay together.
 
     Args:
         paths: see `UsableRows.add_all`, which also lists the errors.

@@ -7,9 +7,9 @@
 
 `plan=true` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one for
 each (see `num_ranks`); on a CPU, responses and hidden-states start as many as are worth it. A stage is passed over if
-its output exists, was made with the same settings, and is newer than that of the stages before it; one that was
-interrupted goes on where it stopped. So is a stage whose folder is a link to that of another run, which shares it. A
-stage that fails ends the run with its exit code.
+its output exists, is newer than that of the stages before it, and was made with the same settings or lies in a folder
+that is a link to another run's. One that was interrupted goes on where it stopped. A stage that fails ends the run with
+its exit code.
 
 With `--multirun`, each setting with several values makes variants, which run one after the other; all of them are
 checked before the first begins. `mtptrain compare` compares their measurements.
@@ -182,7 +182,7 @@ def run_stage(command: Sequence[str]) -> None:
 
 
 def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) -> None:
-    """Print how long each stage took, how well the head drafts, and where its files are."""
+    """Print how long each stage took, how well the head drafts, and where the report and the export are."""
     report_path, export = (output_of(name, STAGES[name], config) for name in ("acceptance", "export"))
     report = read_sealed(report_path, "run mtptrain acceptance again")
     table = Table("", "", title=f"Head {config.head.name}", show_header=False)
@@ -191,7 +191,8 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
     table.add_row("tokens per step", f"{report['tokens_per_step']:.2f}, where plain decoding has 1")
     table.add_row("acceptance length", f"{report['acceptance_length']:.3f}")
     Console().print(table)
-    print(f"{report_path.with_name('report.html')} shows it; {export.parent} has the head and says how to serve it")
+    exported = f"; {export.parent} has the head and says how to serve it" if has_format(config) else ""
+    print(f"{report_path.with_name('report.html')} shows it{exported}")
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class Training:
     progress: Progress
     resume_facts: dict[str, object]
     head_facts: dict[str, object]
-    """Facts saved with every head: the sha256 of its target's weights, and the seed."""
+    """Facts saved with every head: the sha256 of its target's weights, the seed, and the chat template's arguments."""
 
     @property
     def stage_dir(self) -> Path:

@@ -135,10 +135,10 @@ def secrets_of(url: str, api_key: str | None) -> list[str]:
         user_info = httpx.URL(url).userinfo.decode()
     except httpx.InvalidURL:
         user_info = ""
-    if "@" in url.split("://")[-1].split("?")[0] and not user_info:
+    if "@" in url and not user_info:
         raise UserError(
-            "responses.url: the user and password must be percent-encoded, but hold a character such as / or # as it "
-            "is; write it as %2F or %23"
+            "responses.url: the user and password must be percent-encoded, but hold a character such as /, ? or # as "
+            "it is; write it as %2F, %3F or %23, or the at sign of a path as %40"
         )
     password = user_info.partition(":")[2]
     secrets = [api_key or "", password, unquote(password), b64encode(unquote(user_info).encode()).decode()]

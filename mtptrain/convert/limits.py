@@ -272,9 +272,10 @@ LIMITS = (
             "SGLang counts layers from 0 and has no id for the embeddings",
             "set export.engine=vllm, or train with other layers")
       for name in ("eagle3", *BLOCK_DRAFTERS)),
-    Limit("sglang", "eagle3", "head.capture_layers", "two or more", single_stream,
-          "SGLang applies fc only if it reduces the width of the state",
-          "set export.engine=vllm, or train with more layers"),
+    *(Limit(engine, "eagle3", "head.capture_layers", "two or more", single_stream,
+            f"{name} applies fc only if it reduces the width of the state",
+            "set export.engine=vllm, or train with more layers")
+      for engine, name in (("sglang", "SGLang"), ("tensorrt_llm", "TensorRT-LLM"))),
     Limit("sglang", "eagle3", "head.capture_layers",
           f"a list that does not start with 1 for a {' or '.join(FROM_1_IN_SGLANG)} target",
           stream_1_counted_from_1,

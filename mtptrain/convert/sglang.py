@@ -1,4 +1,4 @@
-"""Export formats of SGLang 0.5.23 (sglang/srt/models/: mimo_mtp.py, llama_eagle.py, llama_eagle3.py)."""
+"""Export formats of SGLang 0.5.23 (sglang/srt/models/: mimo_mtp.py, llama_eagle.py, llama_eagle3.py, dflash.py)."""
 
 import shlex
 from pathlib import Path
@@ -58,7 +58,7 @@ class SglangEagle(Format):
 
 
 class InFormatOfVllm(Format):
-    """A head in vLLM's format, without the notes about vLLM."""
+    """The launch command of heads in vLLM's format, whose notes about vLLM are left out."""
 
     launch = launch
 
@@ -84,22 +84,18 @@ class SglangDspark(InFormatOfVllm, VllmDspark):
     method = "DSPARK"
 
 
-class SglangEagle3(VllmEagle3):
+class SglangEagle3(InFormatOfVllm, VllmEagle3):
     """Exports `eagle3` in vLLM's format, except for the layer ids."""
 
     method = "EAGLE3"
-    launch = launch
 
     def layer_ids(self, layers: tuple[int, ...]) -> dict[str, Any]:
         """Returns the key for the layer ids, which are one less than ours: id k is the output of layer k, from 0.
 
-        Its classes for `FROM_1_IN_SGLANG` add 1 back only if the first id is 1, and otherwise expect our ids.
+        SGLang's classes for `FROM_1_IN_SGLANG` add 1 back only if the first id is 1, and otherwise expect our ids.
         """
         if self.target.model_type in FROM_1_IN_SGLANG and layers[0] != 2:
             ids = list(layers)
         else:
             ids = [layer - 1 for layer in layers]
         return {"eagle_config": {LAYER_IDS: ids}}
-
-    def notes(self) -> list[str]:
-        return []

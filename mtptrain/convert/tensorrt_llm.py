@@ -31,8 +31,8 @@ class TensorRtEagle3(VllmEagle3):
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = super().config_json(dtype)
-        own = {"norm_before_fc": self.head.norm_before_fc}  # read here alone
-        return config | {"eagle_config": {**config.get("eagle_config", {}), **own}}
+        eagle_config = config.get("eagle_config", {}) | {"norm_before_fc": self.head.norm_before_fc}
+        return config | {"eagle_config": eagle_config}  # TensorRT-LLM reads norm_before_fc only there
 
     @property
     def engine_layers(self) -> list[int]:
@@ -45,8 +45,8 @@ class TensorRtEagle3(VllmEagle3):
 
     def notes(self) -> list[str]:
         return [
-            f"TensorRT-LLM must be told the layers: `eagle3_layers_to_capture: {self.engine_layers}`. Without it, it "
-            "reads others and says nothing. The files were checked, but not served."
+            f"TensorRT-LLM must be told the layers: `eagle3_layers_to_capture: {self.engine_layers}`. Without "
+            "this setting, it reads its default layers and says nothing. The files were checked, but not served."
         ]
 
 

@@ -299,10 +299,11 @@ def block_size(config: DflashHead.Config) -> int:
 
 
 def layer_types(config: DflashHead.Config) -> list[str]:
-    """Returns the kind of each layer.
+    """Returns the type of each layer.
 
     Raises:
-        UserError: there is not one for each layer, a kind is unknown, or a layer slides without a window.
+        UserError: there is not one for each layer, a type is unknown, or a window is set but no layer slides or vice
+            versa.
     """
     default = [SLIDING if config.sliding_window else FULL] * config.num_layers
     if config.num_layers > 1:
@@ -337,11 +338,7 @@ def layer_kinds(config: DflashHead.Config) -> list[LayerKind]:
         raise UserError(
             "head.causal: must be all or none without head.sliding_window, but is sliding; set one of them, or a window"
         )
-    causal = {
-        CausalLayers.none: set[str](),
-        CausalLayers.sliding: {SLIDING},
-        CausalLayers.all: {SLIDING, FULL},
-    }[config.causal]
+    causal = {"none": (), "sliding": (SLIDING,), "all": (SLIDING, FULL)}[config.causal]
     return [
         LayerKind(config.sliding_window if kind == SLIDING else None, kind in causal) for kind in layer_types(config)
     ]

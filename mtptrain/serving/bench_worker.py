@@ -2,9 +2,9 @@
 
 `bench_worker.py serve ARGUMENTS` runs `vllm serve` and `bench_worker.py load` runs `vllm bench serve`, both in vLLM's
 Python; `bench_worker.py run COMMAND ARGUMENTS` runs any other server. All exit when the other end of their stdin is
-closed, so that none outlives the program that started it. `load` replaces the
-prompts and the progress bar of `vllm bench serve`. The prompts are token ids, which none of vLLM's datasets supports.
-vLLM's jsonl dataset also needs pandas, which vLLM does not install.
+closed, so that none outlives the program that started it. `load` replaces the prompts and the progress bar of `vllm
+bench serve`. The prompts are token ids, which none of vLLM's datasets supports. vLLM's jsonl dataset also needs pandas,
+which vLLM does not install.
 """
 
 import json

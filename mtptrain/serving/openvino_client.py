@@ -61,9 +61,10 @@ class OpenvinoModels:
     converted_target: Path | None = None
     """A folder that keeps the converted target for later runs; None converts it for one run."""
     converted_head: Path | None = None
+    """A folder that keeps the converted head; None converts it for one run."""
 
     def job(self, directory: Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
-        """Returns a job of the worker. What is not yet converted in `directory`, it converts into it."""
+        """Returns a job of the worker, which converts into `directory` whatever has no folder that keeps it."""
         return more | {
             "target": str(self.target_dir),
             "head": str(self.head_dir),

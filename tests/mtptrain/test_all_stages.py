@@ -42,11 +42,17 @@ def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str],
     assert " ".join(name for name, _, _ in stages_of(make_config(*overrides))) == names
 
 
-def test_a_head_that_no_engine_has_a_class_for_is_not_exported() -> None:
+def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in HEADS.keys() - {"hydra"}:
         loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[name].own_loss_part) else ()
         assert all_stages.has_format(make_config(f"head={name}", "head.start_from_target=false", *loss))
-    assert not all_stages.has_format(make_config("head=hydra", "head.start_from_target=false"))
+    config = make_config("head=hydra", "head.start_from_target=false", f"acceptance.output_dir={tmp_path}")
+    assert not all_stages.has_format(config)
+    write_sealed(tmp_path / "report.json", {"tokens_per_step": 1.5, "acceptance_length": 1.6})
+    all_stages.print_summary(config, [])
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/report.html shows it\n")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_key_that_the_pages_of_the_server_repeat_is_not_shown(
         assert KEY[:6] not in str(failed.value)
 
 
-@pytest.mark.parametrize("url", ["http://me:p/w@127.0.0.1:9/v1", "http://me:1/w@127.0.0.1:9/v1", "http://a#b:c@h/v1"])
+@pytest.mark.parametrize("url", ["http://me:p/w@h:9/v1", "http://me:1/w@h:9/v1", "http://a#b:c@h/v1", "http://a:b?c@h"])
 def test_a_password_that_is_not_encoded_is_refused_without_showing_it(by_server: ConfigFor, url: str) -> None:
     with pytest.raises(ValueError, match=r"^responses\.url: the user and password must be percent-encoded") as failed:
         respond(by_server(f"responses.url='{url}'"))

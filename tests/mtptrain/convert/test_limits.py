@@ -172,6 +172,7 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         r"head\.init_from: must be one of llama, .* but is a qwen2 with yarn RoPE: the names .*; convert the export of",
     ),
     ("tensorrt_llm", "eagle3", {"norm_before_residual": True}, "llama", {}, r"must be false .* is true: TensorRT-LLM"),
+    ("tensorrt_llm", "eagle3", {"capture_layers": [2]}, "llama", {}, r"must be two or more .* but is \[2\]: TensorRT"),
     ("tensorrt_llm", "eagle3", {"capture_layers": [0, 2]}, "llama", {}, r"must be above 0 .* but is \[0, 2\]: Tensor"),
     *(
         ("openvino", "eagle3", {setting: True}, "llama", {}, rf"head\.{setting}: must be false .* but is true: optimum")
