@@ -52,8 +52,9 @@ def prepare_prompts(run: Run) -> PromptsReport:
 
     Raises:
         UserError: the target, a directory, a file or a hub data set does not exist, or no file matches, a file has an
-            unknown format, the chat template is missing or fails, no token is supervised, a split would be empty, the
-            tokenizer belongs to another model, or `run_dir/prompts` holds files of somebody else.
+            unknown format, the chat template is missing or fails, no token is supervised, a split would be empty, no
+            answer is long enough for a draft, the tokenizer belongs to another model, or `run_dir/prompts` holds files
+            of somebody else.
         EndlessTemplate: the chat template takes too long.
     """
     config, vocab_size, tokenizer = run.config, int(run.target.config.vocab_size), run.target.tokenizer

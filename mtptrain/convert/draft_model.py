@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mtptrain.convert.base import Tensors
@@ -14,8 +14,8 @@ from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
 from mtptrain.heads.files import build_head, check_values, checked_weights, fill_head
 from mtptrain.target.checkpoint_check import check_weights, stored_tensors
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.frozen_parts import load_frozen_parts, refuse_quantised
-from mtptrain.target.hub import resolve_target, weight_files
+from mtptrain.target.frozen_parts import load_frozen_parts, refuse_missing, refuse_quantised
+from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target
 from mtptrain.target.self_check import check_target
 from mtptrain.utils.errors import UserError
@@ -70,7 +70,7 @@ def initial_weights(
     expected = {name: tuple(x.shape) for name, x in state.items()}
     if (own := Path(config.init_from) / "head.json").is_file():
         directory = own.parent
-        tensors = _read([checked_weights(directory)], expected)
+        tensors = {name: x for name, x in load_file(checked_weights(directory)).items() if name in expected}
     else:
         directory = _checked_directory(config.init_from, target, setting)
         tensors = _load(directory, expected, setting)
@@ -131,14 +131,6 @@ def _load(directory: Path, names: Collection[str], setting: str) -> Tensors:
             f"{setting}: must be a language model that mtptrain can run, but {directory} is not: {reason}; choose "
             "another draft model"
         ) from error
-    return tensors
-
-
-def _read(files: list[Path], names: Collection[str]) -> Tensors:
-    tensors: Tensors = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in set(names) & set(file.keys())}
     return tensors
 
 
@@ -231,7 +223,7 @@ def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
 
     Raises:
         UserError: the draft model differs from the target in family or sizes, or has more layers, or a tensor of the
-            target is quantised.
+            target is missing or quantised.
     """
     configs = (head.config, target.config)
     ours, theirs = ({name: getattr(each, name, None) for name in COPIED_SIZES} for each in configs)
@@ -249,7 +241,7 @@ def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
             f"head.{name}: must be {wanted}, as in the target, with head.start_from_target=true, but is {found}; leave "
             "it out, or set head.start_from_target=false"
         )
-    state = head.state_dict()
-    refuse_quantised(stored_tensors(target.directory), tuple(name.removesuffix("weight") for name in state))
-    tensors = _read(weight_files(target.directory), state)
-    head.load_state_dict(tensors)
+    state, stored = head.state_dict(), stored_tensors(target.directory)
+    refuse_quantised(stored, tuple(name.removesuffix("weight") for name in state))
+    refuse_missing(target.directory, state.keys() - stored.keys())
+    head.load_state_dict({name: stored[name].read() for name in state})

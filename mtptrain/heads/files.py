@@ -208,7 +208,8 @@ def check_values(path: Path, expected: dict[str, torch.Tensor], state: dict[str,
         advice: what to do about damaged weights.
 
     Raises:
-        UserError: a tensor has integers in place of floating-point numbers, or a number that is not finite.
+        UserError: a tensor has integers or 8-bit numbers in place of floating-point numbers of 16 bits or more, or a
+            number that is not finite.
     """
     for name, tensor in state.items():
         if not expected[name].is_floating_point():

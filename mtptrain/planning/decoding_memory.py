@@ -77,8 +77,10 @@ def forward_values(target_config: PreTrainedConfig) -> int:
     """Returns the approximate number of values per token alive in the MLP, the widest part of a decoder layer."""
     hidden_size = target_config.hidden_size
     dense = 3 * mlp_size(target_config)
-    experts_size = largest(target_config, "moe_intermediate_size")
-    routed = routed_experts(target_config)[0] * (3 * experts_size + 2 * hidden_size) if experts_size else 0
+    num_used, num_experts = routed_experts(target_config)
+    # Families without dense layers, such as Mixtral, call the size of an expert intermediate_size.
+    experts_size = largest(target_config, "moe_intermediate_size", "intermediate_size")
+    routed = num_used * (3 * experts_size + 2 * hidden_size) if num_experts > 1 else 0
     # Four more rows of the hidden size: residual stream, its norm, the MLP's output, and the sum of stream and output.
     return int(max(dense, routed) + 4 * hidden_size)
 

@@ -41,7 +41,7 @@ class Validated:
     """That of the head's confidence, fitted to the same drafts; None for a head without one."""
 
     def record(self) -> dict[str, object]:
-        """Returns the figures for `metrics.jsonl`."""
+        """Returns the figures for `metrics.jsonl`, `choice.json` and the `head.json` of measured heads."""
         losses = {} if self.held_out is None else {f"held_out_{name}": x for name, x in vars(self.held_out).items()}
         return {
             "acceptance_length": self.acceptance.acceptance_length,

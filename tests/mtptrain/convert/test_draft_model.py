@@ -22,6 +22,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from tests.conftest import FAMILIES, make_target, run_program
+from tests.families import IMAGE_MODELS, write_image_model
 from tests.mtptrain.convert.draft_models import CPU, DRAFT, Config, load
 
 
@@ -117,12 +118,19 @@ def test_a_head_of_another_run_is_a_start_too(tmp_path: Path, tiny_target: Path)
     assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
 
 
-def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
-    target = make_target(tmp_path, num_hidden_layers=3)
+@pytest.mark.parametrize("is_image_model", [False, True])
+def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path, is_image_model: bool) -> None:
+    if is_image_model:  # its files name the language model's tensors otherwise than transformers' model does
+        target = write_image_model(tmp_path, *IMAGE_MODELS["qwen3_vl"])
+    else:
+        target = make_target(tmp_path, num_hidden_layers=3)
     head = build_head(Config(num_hidden_layers=2), read_target_config(target))
     assert isinstance(head, DraftModelHead)
     copy_first_layers(head, TargetFiles(target))
-    tensors = load_file(target / "model.safetensors")
+    tensors = {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in load_file(target / "model.safetensors").items()
+    }
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
 
 

@@ -58,6 +58,17 @@ def test_a_start_from_a_target_whose_family_is_not_trained_is_refused(tmp_path: 
         copy_first_layers(head, TargetFiles(target))
 
 
+def test_a_start_from_a_target_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    target, name = make_target(tmp_path), "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(target / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    head = build_head(Config(), read_target_config(target))
+    assert isinstance(head, DraftModelHead)
+    with pytest.raises(UserError, match=rf"the checkpoint must hold {name}, but does not; download it again"):
+        copy_first_layers(head, TargetFiles(target))
+
+
 def change_config(directory: Path, **settings: object) -> Path:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | settings))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.drafters import HeadDrafter
@@ -34,7 +34,7 @@ def read_prompts(target: Target, drafter: HeadDrafter, prompts: int, prompt_toke
 
 
 def measured_bytes(
-    config: PipelineConfig, target_config: LlamaConfig, prompts: int, prompt_tokens: int, num_slots: int
+    config: PipelineConfig, target_config: PreTrainedConfig, prompts: int, prompt_tokens: int, num_slots: int
 ) -> int:
     meter = Meter()
     with FakeTensorMode(), _default_dtype(torch.bfloat16), torch.no_grad():
@@ -47,8 +47,8 @@ def measured_bytes(
     return meter.peak_bytes["cpu"] - held
 
 
-def llama(**settings: int) -> LlamaConfig:
-    """Returns the config of a Llama of 8B with fewer layers."""
+def llama(kind: type[PreTrainedConfig] = LlamaConfig, **settings: int) -> PreTrainedConfig:
+    """Returns the config of a Llama of 8B with fewer layers, or of another family with the same settings."""
     sizes = {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -56,7 +56,7 @@ def llama(**settings: int) -> LlamaConfig:
         "num_key_value_heads": 8,
         "head_dim": 128,
     }
-    return LlamaConfig(
+    return kind(
         **{**sizes, "vocab_size": 128256, "num_hidden_layers": 3, "max_position_embeddings": 131072, **settings}
     )
 
@@ -69,12 +69,22 @@ CONVERSATIONS = (
 )
 
 
-@pytest.mark.parametrize("head", [(), ("head=eagle3", "head.capture_layers=[0,1,3]")], ids=["mtp", "eagle3"])
-def test_validation_is_planned_with_the_memory_that_decoding_takes(head: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("head", "target_config"),
+    [
+        ((), llama()),
+        (("head=eagle3", "head.capture_layers=[0,1,3]"), llama()),
+        ((), llama(MixtralConfig)),  # every token is in two of eight experts, whose size is intermediate_size
+    ],
+    ids=["mtp", "eagle3", "mtp for a mixture"],
+)
+def test_validation_is_planned_with_the_memory_that_decoding_takes(
+    head: tuple[str, ...], target_config: PreTrainedConfig
+) -> None:
     config = make_config(*CONVERSATIONS, *head, "acceptance.dtype=bfloat16", "acceptance.num_speculative_tokens=3")
-    planned = validation_bytes(config, llama(), longest_tokens=16384 - 64)
+    planned = validation_bytes(config, target_config, longest_tokens=16384 - 64)
     num_slots = 16384 + 2 * (3 + 1) + 3  # the slots that `speculate` allocates
-    assert planned == pytest.approx(measured_bytes(config, llama(), 2, 16384 - 64, num_slots), rel=0.05)
+    assert planned == pytest.approx(measured_bytes(config, target_config, 2, 16384 - 64, num_slots), rel=0.05)
 
 
 def test_reading_a_prompt_takes_memory_in_proportion_to_its_length() -> None:
