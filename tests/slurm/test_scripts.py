@@ -248,6 +248,7 @@ def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(
     result = stand.run("hidden_states.sbatch", "recipe=quickstart", "prompts.paths=[a b]", **variables)
     assert result.returncode == int(code)
     assert ("task 2 of 0-3 has failed with exit code 3" in result.stderr) is is_told
+    assert ("with the NODES, NPROC and other variables of the first start:\n" in result.stderr) is is_told
     command = "slurm/pipeline.sh --dependency=afterany:7 [SBATCH OPTIONS] recipe=quickstart prompts.paths=\\[a\\ b\\]\n"
     assert result.stderr.endswith(command) is is_told
 
