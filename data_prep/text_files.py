@@ -21,7 +21,7 @@ class TextFiles:
     texts: dict[str, str]
     """The text of each file that was read, by name, in the order of names."""
     refused: dict[str, str]
-    """Why a file or directory was not read, by name."""
+    """Why a file or directory was not read, by name, or by path if the name was used before."""
 
 
 def standard_library_dir() -> Path:
@@ -41,30 +41,33 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
     """
     texts: dict[str, str] = {}
     refused: dict[str, str] = {}
+
+    def refuse(name: str, directory: str, reason: str) -> None:
+        shown = _printable(name)
+        refused[f"{directory}/{shown}" if shown in texts or shown in refused else shown] = reason
+
     for directory in directories:
         root = standard_library_dir() if directory == STANDARD_LIBRARY else Path(directory)
         if not root.is_dir():
             raise UserError(f"prompts.paths: must name directories, but {directory!r} is not one; correct the path")
         for name in _unreadable_directories(root):
             if not any(fnmatch(f"{name}/", glob) for glob in exclude):
-                refused[_printable(name)] = "a directory that cannot be read"
+                refuse(name, directory, "a directory that cannot be read")
         for path in _matching(root, pattern):
             name = path.relative_to(root).as_posix()
             if not path.is_file() or any(fnmatch(name, glob) for glob in exclude):
                 continue
             if _printable(name) != name:
-                refused[_printable(name)] = "a name that is not UTF-8"
-                continue
-            if path.stat().st_size > MAX_TEXT_BYTES:
-                refused[name] = f"larger than {MAX_TEXT_BYTES:,} bytes"
-                continue
-            if name in texts:
-                refused[f"{directory}/{name}"] = "another directory has a file with this name"
-                continue
-            try:
-                texts[name] = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                refused[name] = "not UTF-8"
+                refuse(name, directory, "a name that is not UTF-8")
+            elif path.stat().st_size > MAX_TEXT_BYTES:
+                refuse(name, directory, f"larger than {MAX_TEXT_BYTES:,} bytes")
+            elif name in texts:
+                refuse(name, directory, "another directory has a file with this name")
+            else:
+                try:
+                    texts[name] = path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    refuse(name, directory, "not UTF-8")
     return TextFiles(dict(sorted(texts.items())), refused)
 
 

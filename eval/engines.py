@@ -72,12 +72,12 @@ def spare_tokens(config: PipelineConfig) -> int:
 
 
 def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> Engine:
-    """Returns the engine after quick checks: of a server only its context, otherwise the export and the program.
+    """Returns the engine after quick checks: those of a running server, otherwise those of export and program.
 
     Raises:
         UserError: the engine's program or the exported head does not exist, or no server answers, or the export is for
-            another engine or holds another head, or the server is of another kind, or the server or the head has too
-            short a context.
+            another engine or holds another head, or the server is of another kind or serves another GGUF file, or the
+            server or the head has too short a context.
     """
     config, serving, settings = run.config, run.config.serving, run.config.acceptance
     found = run.head(getattr(torch, settings.dtype), torch.device("cpu"))

@@ -46,12 +46,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Finding:
 def error_of_attention(packing: Packing, device: torch.device, dtype: torch.dtype) -> float:
     generator = torch.Generator(device).manual_seed(0)
     num_tokens, num_drafts = len(packing.positions), len(packing.draft_positions)
-    shapes = [
-        (num_drafts, 4, 64),
-        (num_tokens, 2, 64),
-        (num_tokens, 2, 64),
-        *[(num_drafts, 2, 64)] * (2 * (DEPTHS - 1)),
-    ]
+    shapes = [(num_drafts, 4, 64), *[(num_tokens, 2, 64)] * 2, *[(num_drafts, 2, 64)] * (2 * (DEPTHS - 1))]
     inputs = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
     weights = torch.randn(shapes[0], generator=generator, device=device)
     results = []

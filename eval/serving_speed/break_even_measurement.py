@@ -2,11 +2,12 @@
 
 Builds the recipe's head with random weights, and decodes prompts of `acceptance.prompt_tokens` random tokens, first in
 our own loop and then in the engine, if it is installed. Answers have `NEW_TOKENS` tokens. In the engine, a round takes
-the time between two messages of a stream. A message carries all tokens of a round, so accepted drafts do not matter.
+the time between two steps of a stream. All tokens of a round arrive together, so accepted drafts do not matter.
 
 Writes `report.json`, `plot.svg` and all logs to `run_dir/serving_bench/break_even/`.
 """
 
+import gc
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,6 @@ from mtptrain.serving.openvino_load import check_openvino
 from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
-from mtptrain.target.model import Target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed
@@ -70,9 +70,11 @@ def measure_break_even(config: PipelineConfig, output_dir: Path) -> None:
     head = random_head(config, target.config)
     prompts = random_prompts(config, target.config, head)
     program = engine_program(run)
-    # 2. Our own loop. The target is freed before an engine needs its memory.
+    # 2. Our own loop. Its target is freed before an engine needs the memory.
     write_provenance(output_dir, config)
     costs = loop_costs(config, target, head, prompts)
+    gc.collect()
+    torch.cuda.empty_cache()  # gives back what nothing holds any more: the target and its caches, and the head's copy
     write_report(config, target, output_dir, costs)
     # 3. The engine.
     if isinstance(program, Path):
@@ -137,14 +139,17 @@ def engine_program(run: Run) -> Path | Exception:
     """Returns the engine's program or Python, or the reason why the engine cannot be measured on this machine.
 
     Raises:
-        UserError: a setting names a program that does not exist or is another one, or the engine cannot keep as many
-            requests in flight as `serving_bench.concurrency` says.
+        UserError: a setting names a program or GGUF file that does not exist or is another one, or the engine cannot
+            keep as many requests in flight as `serving_bench.concurrency` says.
     """
     serving, settings = run.config.serving, run.config.serving_bench
     named = {ServingEngine.vllm: serving.python, ServingEngine.llama_cpp: serving.llama_server}
     named[ServingEngine.openvino] = serving.openvino_python
+    is_llama_cpp = serving.engine is ServingEngine.llama_cpp
+    if is_llama_cpp and run.target.gguf is not None:
+        require_gguf(run)
     try:
-        gguf = require_gguf(run) if serving.engine is ServingEngine.llama_cpp else None
+        gguf = require_gguf(run) if is_llama_cpp else None
         format_for(serving.engine, run.config.head, run.target.config, gguf)
     except UserError as error:
         return error
@@ -179,7 +184,7 @@ def loop_costs(
             decode_with(batch_size, 3, depths)
         spent = fastest_in_turns(partial(decode_with, batch_size, NEW_TOKENS), list(drafters), bench.repeats)
         costs += [loop_cost(batch_size, depths, spent) for depths in bench.num_speculative_tokens]
-    free(target, head)
+    head.cpu()
     return costs
 
 
@@ -189,14 +194,6 @@ def loop_cost(batch_size: int, depths: int, spent: dict[int, Spent]) -> RoundCos
     draft_ms, verify_ms = (own.phases[name] / own.rounds * 1e3 for name in ("draft", "verify"))
     plain_ms, round_ms = spent[0].seconds_per_round * 1e3, own.seconds_per_round * 1e3
     return RoundCost(OWN_LOOP, batch_size, depths, plain_ms, round_ms, draft_ms, verify_ms)
-
-
-def free(target: Target, head: Head) -> None:
-    """Give the GPU's memory back, which the engine will need."""
-    target.model.to("meta")
-    head.cpu()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def engine_costs(

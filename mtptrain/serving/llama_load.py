@@ -2,10 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -17,8 +19,6 @@ from mtptrain.utils.masking import hide_passwords
 
 SAME_STEP_S = 2e-3
 """Largest time between two messages of one step: llama.cpp sends a message for each token that a step accepts."""
-
-
 SAMPLING_NAMES = {"repetition_penalty": "repeat_penalty"}
 """llama.cpp's names of settings that vLLM names otherwise."""
 
@@ -81,10 +81,7 @@ class LlamaLoadGenerator:
             "ttfts": [answer.steps[0] - answer.start for answer in answers],
             "latencies": [answer.end - answer.start for answer in answers],
             "output_lens": [answer.num_tokens for answer in answers],
-            "itls": [
-                [later - step for step, later in zip(answer.steps, answer.steps[1:], strict=False)]
-                for answer in answers
-            ],
+            "itls": [[later - step for step, later in pairwise(answer.steps)] for answer in answers],
         }
         write_json(Path(load.result_path), result)
         return Latencies.read(Path(load.result_path))
@@ -97,16 +94,23 @@ def _ask(client: httpx.Client, load: Load, prompt: list[int], seed: int) -> _Ans
     start, last, steps, num_tokens = time.perf_counter(), -1.0, [], 0
     with client.stream("POST", f"{load.url}/completion", json=request) as response:
         response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                now = time.perf_counter()
-                message = parse_json(line.removeprefix("data: ").encode(), "message")
-                if "error" in message:
-                    raise ValueError(str(message["error"]))
-                if message["stop"]:
-                    num_tokens = message["tokens_predicted"]
-                else:
-                    if now - last > SAME_STEP_S:
-                        steps.append(now)
-                    last = now
+        for message in _messages(response):
+            now = time.perf_counter()
+            if "error" in message:
+                raise ValueError(str(message["error"]))
+            if message["stop"]:
+                num_tokens = message["tokens_predicted"]
+            elif now - last > SAME_STEP_S:
+                steps.append(now)
+            last = now
     return _Answer(start, steps or [last], time.perf_counter(), num_tokens)
+
+
+def _messages(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yields the messages of a stream. `iter_lines` would also split them at U+2028, which JSON allows in a text."""
+    rest = b""
+    for chunk in chain(response.iter_bytes(), [b"\n"]):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield parse_json(line.removeprefix(b"data: "), "message")

@@ -309,7 +309,8 @@ def refuse_overwriting(path: Path, setting: str, marks: Collection[str], advice:
     """Raises UserError if a program would write its output to a file that exists, but has none of these texts."""
     if not path.exists():
         return
-    content = path.read_bytes()[:MAX_TEXT_BYTES].decode(errors="replace") if path.is_file() else ""
+    is_text = path.is_file() and path.stat().st_size <= MAX_TEXT_BYTES
+    content = path.read_text(encoding="utf-8", errors="replace") if is_text else ""
     if not any(mark in content for mark in marks):
         raise UserError(
             f"{setting}: must be a new file or an earlier output of this program, but {path} is something else; "

@@ -37,6 +37,13 @@ def test_the_second_file_of_a_name_is_refused_and_not_overwritten(tmp_path: Path
     assert files.refused == {f"{tmp_path}/two/same.py": "another directory has a file with this name"}
 
 
+def test_files_of_one_name_that_are_not_utf8_are_all_refused(tmp_path: Path) -> None:
+    write(tmp_path / "one" / "same.py", b"\xff")
+    write(tmp_path / "two" / "same.py", b"\xff")
+    files = read_text_files([f"{tmp_path}/one", f"{tmp_path}/two"], "*.py")
+    assert files.refused == {"same.py": "not UTF-8", f"{tmp_path}/two/same.py": "not UTF-8"}
+
+
 def test_standard_library_stands_for_that_of_the_running_python() -> None:
     files = read_text_files([STANDARD_LIBRARY], "abc.py", ["*/*"])
     assert files.texts == {"abc.py": (standard_library_dir() / "abc.py").read_text(encoding="utf-8")}

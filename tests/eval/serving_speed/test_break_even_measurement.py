@@ -3,15 +3,26 @@
 import json
 import sys
 import warnings
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from eval.serving_speed.break_even_measurement import costs_of_rows, loop_cost, warn_of_impossible_costs
+from eval.serving_speed import break_even_measurement
+from eval.serving_speed.break_even_measurement import (
+    costs_of_rows,
+    loop_cost,
+    measure_break_even,
+    warn_of_impossible_costs,
+)
 from mtptrain.decoding.round_costs import Spent
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import RoundCost
 from mtptrain.serving.load_generator import Latencies, Spread
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
 from tests.conftest import make_config, run_program
 
 BREAK_EVEN = ("serving_bench.break_even=true", "acceptance.prompt_tokens=16", "serving_bench.concurrency=[1,3]")
@@ -42,6 +53,23 @@ def test_our_own_loop_is_measured_without_prompts_export_or_engine_and_the_plan_
     assert "<svg" in (directory / "plot.svg").read_text() and (directory / "provenance.json").is_file()
     after = run_program("data_prep.hidden_states", "plan=true", *settings)
     assert "mtptrain, batch 1: " in after.stdout and "not measured" not in after.stdout
+
+
+def test_nothing_holds_the_target_of_our_loop_when_the_gpu_gives_its_memory_back(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embeddings, is_freed = [], []
+
+    def load(*args: Any) -> Target:
+        target = load_target(*args)
+        embeddings.append(weakref.ref(target.parts.embed_tokens))
+        return target
+
+    monkeypatch.setattr(break_even_measurement, "load_target", load)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: is_freed.append(embeddings[0]() is None))
+    overrides = [f"target.path={tiny_target}", "head=medusa", *BREAK_EVEN, "serving_bench.num_speculative_tokens=[1]"]
+    measure_break_even(make_config(*overrides, "serving.engine=llama_cpp"), tmp_path)
+    assert is_freed == [True]
 
 
 def test_a_round_of_our_loop_takes_its_phases_divided_by_its_rounds() -> None:
@@ -100,6 +128,10 @@ def test_settings_that_do_not_fit_are_refused(override: str, message: str) -> No
             f"serving.python={sys.executable}",
             f"serving.python: must be a Python with vLLM, but {sys.executable} has none",
         ),
+        (
+            "serving.engine=llama_cpp target.gguf=/none.gguf",
+            "target.gguf: must be an existing GGUF file, but /none.gguf does not exist; correct the path",
+        ),
         ("head=eagle3", "head.capture_layers: must be different layers in rising order"),
     ],
 )
@@ -107,6 +139,6 @@ def test_bad_input_is_refused_before_anything_is_measured(
     tiny_target: Path, tmp_path: Path, override: str, message: str
 ) -> None:
     settings = [f"target.path={tiny_target}", f"run_dir={tmp_path}/run"]
-    result = run_program("eval.serving_bench", *settings, *BREAK_EVEN, override)
+    result = run_program("eval.serving_bench", *settings, *BREAK_EVEN, *override.split())
     assert result.returncode == 1 and message in result.stderr, result.stderr
     assert not (tmp_path / "run").exists()

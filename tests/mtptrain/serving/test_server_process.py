@@ -45,7 +45,7 @@ def test_a_load_generator_that_ends_names_its_log_and_its_last_lines(tmp_path: P
 
 
 SERVER = """
-import http.server, os, sys, urllib.request
+import http.server, json, os, sys, urllib.request
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -59,6 +59,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         self.send_response(200)
         self.end_headers()
+        for token in json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]:
+            message = json.dumps({"content": chr(token), "stop": False}, ensure_ascii=False)
+            self.wfile.write(f"data: {message}".encode() + bytes([10, 10]))
         self.wfile.write(b'data: {"stop": true, "tokens_predicted": 7}')
 
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
@@ -103,14 +106,31 @@ def test_no_proxy_stands_between_a_server_of_this_machine_and_those_that_ask_it(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, direct)
-    (tmp_path / "prompts.json").write_text("[[1]]")
     command = ["run", sys.executable, "-c", SERVER]
     with ManagedServer(PYTHON, command, tmp_path / "log", 60, NamedServer, "llama-server") as running:
         assert running.read("/health", bytes) == b"True"
-        paths = {"prompts_path": str(tmp_path / "prompts.json"), "result_path": str(tmp_path / "result.json")}
-        load = Load("load", running.url, "", num_requests=1, concurrency=1, max_new_tokens=7, sampling={},
-                    ignore_eos=True, seed=0, **paths)  # fmt: skip
-        assert LlamaLoadGenerator().run(load).output_tokens == 7
+        assert send_prompt([1], running.url, tmp_path)["output_lens"] == [7]
+
+
+def send_prompt(prompt: list[int], url: str, directory: Path) -> dict[str, list[float]]:
+    """Returns the result of one request, which `SERVER` answers with a message for each token of the prompt."""
+    (directory / "prompts.json").write_text(json.dumps([prompt]))
+    paths = {"prompts_path": str(directory / "prompts.json"), "result_path": str(directory / "result.json")}
+    load = Load("load", url, "", num_requests=1, concurrency=1, max_new_tokens=7, sampling={}, ignore_eos=True, seed=0,
+                **paths)  # fmt: skip
+    LlamaLoadGenerator().run(load)
+    result: dict[str, list[float]] = json.loads((directory / "result.json").read_text())
+    return result
+
+
+@pytest.mark.parametrize("prompt", [[], [0x2028], [97, 0x85, 98]], ids=["only the last message", "U+2028", "U+0085"])
+def test_the_messages_of_a_stream_may_lack_text_or_hold_line_breaks_of_unicode(
+    tmp_path: Path, prompt: list[int]
+) -> None:
+    command = ["run", sys.executable, "-c", SERVER]
+    with ManagedServer(PYTHON, command, tmp_path / "log", 60, NamedServer, "llama-server") as running:
+        result = send_prompt(prompt, running.url, tmp_path)
+    assert result["output_lens"] == [7] and result["ttfts"][0] > 0
 
 
 def sleeping_python(directory: Path) -> Path:

@@ -13,6 +13,7 @@ from mtptrain.utils.files import (
     parse_json,
     read_json,
     refuse_lone_surrogates,
+    refuse_overwriting,
     save_tensors,
     tensor_shapes,
     write_text,
@@ -51,6 +52,14 @@ def test_a_json_object_without_a_required_entry_is_refused_by_name(tmp_path: Pat
     assert read_json(tmp_path / "a.json", required=["a"]) == {"a": 1}
     with pytest.raises(ValueError, match=r"a\.json: must have the entries a, b, but lacks b; do that"):
         read_json(tmp_path / "a.json", "do that", ["a", "b"])
+
+
+def test_a_file_that_is_too_large_to_be_an_output_is_kept_without_reading_it(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mark")
+    refuse_overwriting(tmp_path / "a", "--out", ["mark"])
+    os.truncate(tmp_path / "a", 2**30 + 1)
+    with pytest.raises(ValueError, match=r"^--out: must be a new file or an earlier output of .* is something else;"):
+        refuse_overwriting(tmp_path / "a", "--out", ["mark"])
 
 
 def test_the_hash_of_a_file_is_of_its_bytes(tmp_path: Path) -> None:
