@@ -2,9 +2,9 @@
 
 Reads `run_dir/train/best/` (`last/` if no head was measured, or the head of `head.init_from` if nothing was trained)
 and the held-out prompts of `run_dir/prompts/` (or `acceptance.prompts_file`). Writes `report.json`, `report.html` and
-the answers (`generations.jsonl`, and `generations_NAME.jsonl` for each baseline) to `run_dir/acceptance/`, and prints a
-table. The table also has the baselines of `acceptance.baselines` (plain decoding, prompt lookup, a small model, trees,
-and the head combined with prompt lookup) and the head at other temperatures.
+the answers (`generations.jsonl`, and `generations_NAME.jsonl` for each other row) to `run_dir/acceptance/`, and prints
+a table. It also has the baselines of `acceptance.baselines` (plain decoding, prompt lookup, a small model, trees, and
+the head combined with prompt lookup), and the head at other temperatures and confidence thresholds.
 
     mtptrain acceptance recipe=quickstart acceptance.num_speculative_tokens=5
     mtptrain acceptance recipe=quickstart "acceptance.baselines=[none,tree,hybrid]" acceptance.batch_size=1
@@ -134,7 +134,7 @@ def held_out_losses_of(
 def candidates_of(
     settings: AcceptanceConfig, found: RunHead, target: Target, model: Head | None, rank: int
 ) -> dict[str, Candidate]:
-    """Returns the candidates by name: the head, then the baselines, then the head at other temperatures.
+    """Returns the candidates by name: the head, the baselines, and the head at other temperatures and thresholds.
 
     Raises:
         UserError: the head can draft fewer tokens than `tree_top_k`, or the target cannot verify a tree.
@@ -243,7 +243,7 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def remove_generations(output_dir: Path) -> None:
-    """Remove an earlier measurement's answers with baselines and other settings, which this one may not have."""
+    """Remove an earlier measurement's answers of all rows but the head's, which this one may not have."""
     names = "|".join((*Baseline, r"temperature_[0-9.e+-]+(_sampled_drafts)?", r"confidence_[0-9.e-]+"))
     for path in list(output_dir.iterdir()):
         if re.fullmatch(rf"generations_({names})\.jsonl", path.name):
@@ -262,7 +262,7 @@ def write_generations(path: Path, measured: Measured) -> None:
 
 def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     settings = config.acceptance
-    depths = range(settings.num_speculative_tokens)
+    depths, head = range(settings.num_speculative_tokens), f"head {config.head.name}"
     title = (
         f"Acceptance: K={len(depths)}, temperature {settings.temperature:g}, {settings.dtype}, batches of "
         f"{settings.batch_size}"
@@ -285,12 +285,12 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
             f"{each.tokens_per_s:,.0f}",
             *(f"{each.seconds.get(phase, 0) / each.seconds['all']:.0%}" for phase in ("draft", "verify")),
         ]
-        shown = f"head {config.head.name}" if name == "head" else name.replace("_", " ")
+        shown = head if name == "head" else name.replace("_", " ")
         for label, acceptance, more in ((shown, each.pooled, speed), ("  no loops", each.without_loops, ["", "", ""])):
             rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]
             figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
             table.add_row(label, *(f"{figure:.3f}" for figure in figures), str(acceptance.prompts), *more)
-    console = wide_console(75 + 8 * len(depths) + max(map(len, measured)))
+    console = wide_console(75 + 8 * len(depths) + max(map(len, [head, *measured])))
     console.print(table)
     if len(measured["head"].sources) == 1:
         console.print("no confidence intervals: all prompts come from one file or question; add prompts from another")

@@ -53,9 +53,8 @@ def main(addresses: list[str], arguments: list[str]) -> None:
     if not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= os.environ.keys():
         interface = interface_with(address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault(
-            "NCCL_SOCKET_IFNAME", f"={interface}"
-        )  # "=" matches only this name, not every name that begins with it
+        # "=" matches only this name, not every name that begins with it.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     # To find out whether this node hosts the rendezvous store, torchrun would compare the first node's address with
     # this node's host name, which may resolve to a loopback address. `is_host` tells it instead.
     own = ["--local-addr", address, "--rdzv-conf", f"is_host={int(index == 0)}"]

@@ -105,10 +105,12 @@ def sglang_part(
     if form.method not in ADAPTIVE_ALGORITHMS:
         return f"No settings: SGLang drafts a fixed number of tokens with {form.method}."
     write_json(path, adaptive_steps(best))
-    launch = form.launch(target, head_dir.resolve().with_name("sglang"), max(best.values()))
+    sglang_dir = head_dir.resolve().with_name("sglang")
+    launch = form.launch(target, sglang_dir, max(best.values()))
     return (
         "For each batch, SGLang uses the entry of the closest size. The speeds were measured with vLLM, and SGLang was "
-        "not run. Write the head for SGLang first, with `mtptrain export` and `export.engine=sglang`.\n\n"
+        "not run. Write the head for SGLang first, with `mtptrain export`, `export.engine=sglang` and "
+        f"`export.output_dir={sglang_dir}`.\n\n"
         f"```bash\n{launch} \\\n    --speculative-adaptive --speculative-adaptive-config "
         f"{shlex.quote(str(path.resolve()))}\n```"
     )

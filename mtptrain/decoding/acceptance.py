@@ -27,7 +27,7 @@ class Acceptance:
     """For each position, the share of all rounds with drafts that accepted the draft there; not conditional on earlier
     positions."""
     acceptance_length_mean_of_prompts: float
-    """The acceptance length of each prompt, averaged over prompts."""
+    """The acceptance length of each prompt, averaged over the prompts with drafts."""
     tokens_per_step: float
     """Tokens per forward of the target, including rounds without drafts."""
     rounds: int
@@ -35,10 +35,13 @@ class Acceptance:
     empty_rounds: int
     """Number of rounds without drafts."""
     drafted: int
+    """Number of drafted tokens."""
     accepted: int
+    """Number of accepted tokens, without bonus tokens."""
     accepted_at: list[int]
     """Number of rounds that accepted the draft at each position [K]."""
     prompts: int
+    """Number of answers: each turn of a conversation has a prompt of its own."""
 
 
 def summarise(generations: Sequence[Generation]) -> Acceptance:

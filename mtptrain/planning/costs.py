@@ -44,7 +44,8 @@ class TargetCosts:
     def flops_per_token(self, document_tokens: float) -> float:
         """Returns 2 FLOPs per active parameter, plus causal attention over half a document on average.
 
-        This ignores sliding windows, so it is an upper bound for layers that use them.
+        This counts attention to all earlier tokens in every layer: an upper bound for layers with a sliding window, or
+        without attention.
         """
         return 2 * self.active_parameters + self.attention_flops * document_tokens / 2
 

@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,13 +23,14 @@ from mtptrain.utils.masking import hide_passwords
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to a server, with at most `concurrency` of them in flight at any time."""
+    """Requests to an engine, with at most `concurrency` of them in flight at any time."""
 
     name: str
     """Part of each request's id and cache salt, so that no two loads share cached prefixes."""
     url: str
+    """Address of the server; empty if the worker itself decodes."""
     model: str
-    """The model's name at the server."""
+    """The model's name at the server; empty if there is only one."""
     prompts_path: str
     """Path of a JSON list of prompts, each a list of token ids."""
     num_requests: int
@@ -61,7 +63,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Latencies:
-    """The latencies and rates that a client of the server measured, as `vllm bench serve` defines them."""
+    """The latencies and rates of a load, as `vllm bench serve` defines them."""
 
     requests: int
     output_tokens: int
@@ -130,7 +132,8 @@ class LoadGenerator:
         """
         pipe = self._worker.process.stdin
         assert pipe is not None
-        print(json.dumps(asdict(load)), file=pipe, flush=True)
+        with suppress(BrokenPipeError):  # the worker has ended, which `_answer` reports
+            print(json.dumps(asdict(load)), file=pipe, flush=True)
         while "done" in (answer := self._answer()):
             finished(answer["done"])
         if "error" in answer:
@@ -141,9 +144,9 @@ class LoadGenerator:
         errors = [error for error in json.loads(Path(answer["result"]).read_text())["errors"] if error]
         if errors:
             raise UserError(
-                f"{hide_passwords(load.url) or self._name}: the server must answer every request, but {len(errors)} of "
-                f"{load.num_requests} failed at concurrency {load.concurrency}; the first error "
-                f"is:\n{errors[0].strip()}"
+                f"{hide_passwords(load.url) or self._name}: must answer every request, but {len(errors)} of "
+                f"{load.num_requests} failed at concurrency {load.concurrency}; the first error is:\n"
+                f"{errors[0].strip()}"
             )
         return Latencies.read(Path(answer["result"]))
 

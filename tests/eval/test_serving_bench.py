@@ -115,6 +115,8 @@ def test_the_settings_are_files_that_the_readmes_commands_use(
     assert json.loads((tmp_path / "sglang.json").read_text())["4"] == {"candidate_steps": [1]}
     assert f"--speculative-adaptive --speculative-adaptive-config {tmp_path}/sglang.json\n" in readme
     assert "--speculative-num-steps 3 " in readme
+    sglang_dir = tmp_path / "export/sglang"  # `mtptrain export` must write to where the command reads the head
+    assert f"`export.output_dir={sglang_dir}`" in readme and f"-draft-model-path {sglang_dir} " in readme
     found = "fastest K by requests in flight: 3 at 1, 3 at 2, 1 at 4, 0 at 8"
     assert said == f"{found}; settings and commands: {tmp_path}/README.md"
 

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from eval.bench.train import shown
-from eval.bench.train_steps import case_of, plain_losses, random_batch, random_parts
+from eval.bench.train_steps import PeerProcess, case_of, plain_losses, random_batch, random_parts
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.training.losses import LossSettings, draft_losses
-from tests.conftest import run_program
+from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
+from tests.conftest import make_config, run_program
+from tests.programs import fake_python
 
 ROOT = Path(__file__).parents[3]
 TINY = (
@@ -43,6 +46,15 @@ def test_every_candidate_is_measured_and_written(tmp_path: Path) -> None:
 
 def test_only_bytes_are_shown_in_megabytes() -> None:
     assert [shown(name, 2_000_000) for name in ("peak_bytes", "tokens")] == ["2 MB", "2000000"]
+
+
+def test_a_peer_that_ended_between_two_steps_is_reported(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "#!/bin/sh\nread line\necho '{\"peak_bytes\": 1}'\nexit 3\n")
+    case = case_of(64, 50, HEADS["eagle3"].Config())
+    peer = PeerProcess(make_config(f"bench.peer_python={python}"), case, ([9], [0]), Ranks(0, 1, 0))
+    peer._process.wait()
+    with pytest.raises(UserError, match=r"bench\.peer_python: the peer must answer, but exited with 3; run"):
+        peer.step()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])

@@ -82,7 +82,7 @@ def test_a_load_says_how_many_requests_have_finished(tmp_path: Path) -> None:
         (
             {"result": "result.json"},
             RESULT | {"errors": ["", "Bad Request"]},
-            "http://here: the server must answer every request, but 1 of 2 failed at concurrency 1; the first error",
+            "http://here: must answer every request, but 1 of 2 failed at concurrency 1; the first error",
         ),
     ],
 )
@@ -98,6 +98,15 @@ def test_a_load_that_fails_says_why(
 
 def test_requests_that_fail_in_an_engine_without_a_server_name_the_engine(tmp_path: Path) -> None:
     answer, result = {"result": str(tmp_path / "result.json")}, RESULT | {"errors": ["ended"]}
-    message = r"^vllm bench serve: the server must answer every request, but 1 of 2 failed"
+    message = r"^vllm bench serve: must answer every request, but 1 of 2 failed"
     with generator_with(tmp_path, [answer], result) as generator, pytest.raises(UserError, match=message):
         generator.run(replace(load(tmp_path), url=""))
+
+
+def test_a_worker_that_ended_between_two_loads_shows_its_log(tmp_path: Path) -> None:
+    facts = 'import sys\nprint(\'{"version": "0.32.0", "is_cpu": true}\', flush=True)\nsys.exit(\'out of memory\')\n'
+    generator = LoadGenerator([fake_python(tmp_path, f"#!{sys.executable}\n{facts}")], tmp_path / "load.log")
+    message = r"^vllm bench serve: must answer, but ended with status 1; its log is \S+, and its last lines are:\nout"
+    with generator, pytest.raises(UserError, match=message):
+        generator._worker.process.wait()
+        generator.run(load(tmp_path))
