@@ -80,10 +80,6 @@ def main(cfg: DictConfig) -> None:
 
 def check(config: PipelineConfig) -> None:
     """Refuse settings with which a later stage could not run."""
-    if config.verify:
-        raise UserError(
-            "verify: must be false for a whole run, but is true; run `mtptrain hidden-states` with it instead"
-        )
     if config.train.stream and not config.plan:
         raise UserError(
             "train.stream: must be false for a whole run, which runs one stage after the other, but is true; run "

@@ -33,6 +33,9 @@ from mtptrain.utils.errors import (
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.startup import imports_are_done
 
+READ_BY = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
+"""The stages that can do something else than run, by the setting that tells them to."""
+
 
 def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | None = None) -> Callable[[], None]:
     """Turn a function of the composed config into a program's entry point, which reads the command line.
@@ -53,6 +56,7 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
             run_dir = None
         with errors_as_lines(lambda: after_ctrl_c(run_dir), run_dir):
             try:
+                refuse_unread(cfg, started_stage())
                 announce_hardware(HydraConfig.get().runtime.choices.get("hardware"))
                 main(cfg)
             except (HydraException, OmegaConfBaseException) as error:
@@ -90,6 +94,16 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
             exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
 
     return entry_point
+
+
+def refuse_unread(config: DictConfig, stage: str | None) -> None:
+    """Raises UserError if the stage would run although it is told to do something else that it cannot."""
+    for name, stages in READ_BY.items():
+        if stage is not None and stage not in stages and OmegaConf.select(config, name) is True:
+            raise UserError(
+                f"{name}: must be false for mtptrain {stage}, but is true; leave it out, or type mtptrain "
+                f"{' or mtptrain '.join(stages)}"
+            )
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:

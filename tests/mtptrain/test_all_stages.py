@@ -200,11 +200,6 @@ def test_ctrl_c_is_left_to_the_stage(tmp_path: Path) -> None:
     assert process.communicate(timeout=60)[0] == "kept\n" and process.returncode == 130
 
 
-def test_the_check_of_a_store_is_no_whole_run() -> None:
-    with pytest.raises(ValueError, match=r"verify: must be false for a whole run, .* run `mtptrain hidden-states`"):
-        all_stages.check(make_config("verify=true"))
-
-
 def test_streaming_needs_two_programs_at_a_time_and_only_its_plan_is_a_whole_run() -> None:
     settings = ("train.stream=true", "train.epochs=1")
     with pytest.raises(ValueError, match=r"train\.stream: must be false for a whole run, .* at the same time instead"):

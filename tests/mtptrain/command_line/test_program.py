@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from mtptrain.command_line.program import refuse_additions
+from mtptrain.command_line.program import refuse_additions, refuse_unread
 from mtptrain.command_line.stages import STAGES
 from mtptrain.utils.errors import UserError
 from tests.programs import run_ranks
@@ -207,6 +208,23 @@ def test_a_program_without_a_config_refuses_in_one_line_too(monkeypatch: pytest.
     result = run_ranks("eval.compare", ["/none/report.json"])
     assert result.returncode == 1
     assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"UserError: {message}\n")
+
+
+@pytest.mark.parametrize("setting", ["plan", "verify"])
+def test_a_stage_that_would_run_although_told_to_plan_or_verify_is_refused(setting: str) -> None:
+    config = OmegaConf.create({"plan": False, "verify": False})
+    for stage in (*STAGES, None):
+        refuse_unread(config, stage)
+    config[setting] = True
+    for stage in ("hidden-states", None):
+        refuse_unread(config, stage)
+    message = rf"^{setting}: must be false for mtptrain train, but is true; .* type mtptrain .*hidden-states$"
+    with pytest.raises(UserError, match=message):
+        refuse_unread(config, "train")
+    with pytest.raises(UserError, match=r"^verify: must be false for mtptrain run, but is true; leave it out, or type"):
+        refuse_unread(OmegaConf.create({"verify": True}), "run")
+    result = run_ranks("mtptrain", ["train", "recipe=quickstart", f"{setting}=true"])
+    assert result.returncode == 1 and result.stderr.startswith(f"error: {setting}: must be false for mtptrain train")
 
 
 def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:
