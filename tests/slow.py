@@ -1,4 +1,4 @@
-"""Lists the slow tests: `make test` leaves them out, and `make test-all` does not.
+"""Lists the slow tests: `make test` leaves them out, `make test-slow` runs those without engines, `make test-all` all.
 
 Each entry is a pattern of test ids. A test is slow if a pattern matches the start of its id. The comment above an
 entry names the behaviour that its tests cover and, after "Kept", the tests of this behaviour that `make test` runs.
