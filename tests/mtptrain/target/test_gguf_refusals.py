@@ -153,7 +153,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"llama.vocab_size": 300}, r"token_embd.weight must have the shape \(300, 64\) .*, but has \(260, 64\); download"),
     ({"llama.block_count": 1}, "tensors must be those of a llama model with 1 layers, but blk.1.attn_norm"),
     ({"llama.block_count": 3}, "must hold the tensor of model.layers.2.input_layernorm.weight, but does not; download"),
-    ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model must be gpt2, but is None; choose another file, or a"),
+    (
+        {"tokenizer.ggml.model": None},
+        "tokenizer.ggml.model must be gpt2, but is None; choose another file, or the model",
+    ),
     ({"tokenizer.ggml.merges": None}, "must have the list tokenizer.ggml.merges, but does not; download it again"),
     ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, which reports"),
     ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre must be one of gpt-2, qwen2, .*, but is 'falcon'; choose"),
