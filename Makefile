@@ -90,11 +90,13 @@ $(LLAMA_CPP)/.installed: | $(VENV)/.installed
 		&& rm -rf $(LLAMA_CPP)/build $(LLAMA_CPP)/*.tar.gz && touch $@ \
 		|| echo "*** llama.cpp COULD NOT BE BUILT in $(LLAMA_CPP): THE TESTS OF IT ARE SKIPPED ***"
 
-# OpenVINO's converter needs another transformers than training does, and torch first, for the same reason as above.
+# OpenVINO's converter needs another transformers than training does, and torch first, for the same reason as above. It asks
+# for torchvision, which is built for CUDA, does not load beside torch for CPUs, and is not needed for language models.
 $(OPENVINO_VENV)/.installed:
 	test -x $(OPENVINO_VENV)/bin/pip || $(PYTHON) -m venv --clear $(OPENVINO_VENV)
 	$(OPENVINO) -m pip install torch==2.13.0 \
 		&& $(OPENVINO) -m pip install torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "diffusers<0.38" einops \
+		&& $(OPENVINO) -m pip uninstall --yes torchvision \
 		&& touch $@ \
 		|| echo "*** OpenVINO COULD NOT BE INSTALLED into $(OPENVINO_VENV): THE TESTS OF IT ARE SKIPPED ***"
 
