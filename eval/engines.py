@@ -22,8 +22,10 @@ from mtptrain.serving.openvino_client import OpenvinoModels, OpenvinoProcess, fi
 from mtptrain.serving.vllm_client import GenerateJob, VllmProcess, find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.settings.evaluation import ServingConfig, ServingEngine
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import fingerprint
 from mtptrain.target.gguf_model import require_same_sizes
+from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 
 CACHED_SEQUENCES = 64
@@ -76,7 +78,7 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
 
     Raises:
         UserError: the engine's program or the exported head does not exist, or no server answers, or the export is for
-            another engine or holds another head, or the server is of another kind or serves another GGUF file, or the
+            another engine or holds another head, or the server is of another kind or serves another model, or the
             server or the head has too short a context.
     """
     config, serving, settings = run.config, run.config.serving, run.config.acceptance
@@ -86,9 +88,8 @@ def find_engine(run: Run, prompts: dict[str, list[int]], output_dir: Path) -> En
     needed_tokens = max(map(len, prompts.values())) + settings.max_new_tokens + spare_tokens(config)
     if serving.url is not None:
         server = running_server(serving)
-        check_server_context(server, needed_tokens)
+        check_server(server, run.target, run.served_head_dir, needed_tokens)
         if isinstance(server, LlamaServer):
-            check_served_file(server, run.target.gguf)
             head_file = run.served_head_dir / GgufFormat.weights_name
             server.may_round |= head_file.is_file() and not is_in_fp32(head_file)
         return server
@@ -138,8 +139,25 @@ def llama_process(run: Run, method: str, needed_tokens: int, output_dir: Path) -
     return LlamaProcess(program, arguments, output_dir / "llama-server.log", timeout_s, may_round)
 
 
-def check_server_context(server: VllmServer | LlamaServer, needed_tokens: int) -> None:
-    """Refuse a running server whose context is too short for the longest prompt with its answer and drafts."""
+def check_server(server: VllmServer | LlamaServer, target: TargetFiles, head_dir: Path, needed_tokens: int) -> None:
+    """Check that a running server serves the target, and that its context holds the longest prompt, answer and drafts.
+
+    Args:
+        server: the server.
+        target: the target that it must serve.
+        head_dir: the run's export. That of a MiMo head holds the target, and is what vLLM serves.
+        needed_tokens: number of tokens of the longest prompt, its answer and spare drafts.
+
+    Raises:
+        UserError: it serves another model, or its context is shorter.
+    """
+    if isinstance(server, LlamaServer):
+        check_served_file(server, target.gguf)
+    elif Path(server.root).resolve() != head_dir.resolve() and not is_same_model(server.root, target):
+        raise UserError(
+            f"serving.url: the server must serve {target.path}, but {server.shown_url} serves {server.root}; ask "
+            "another server, or set target.path"
+        )
     if server.max_model_len < needed_tokens:
         raise UserError(
             f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
@@ -147,6 +165,17 @@ def check_server_context(server: VllmServer | LlamaServer, needed_tokens: int) -
             f"{server.max_model_len}; start it with {'-c' if isinstance(server, LlamaServer) else '--max-model-len'} "
             f"{needed_tokens}"
         )
+
+
+def is_same_model(root: str, target: TargetFiles) -> bool:
+    """Returns whether a server that was started with `root` serves the target.
+
+    If `root` is a directory on this machine, it must hold the target's weights. If it is a hub name or a path on
+    another machine, its last component must be that of the target's path.
+    """
+    if Path(root).is_dir():
+        return weights_fingerprint(Path(root)) == target.weights_sha256
+    return Path(root).name.lower() in (Path(target.path).name.lower(), target.directory.name.lower())
 
 
 def check_served_file(server: LlamaServer, gguf: Path | None) -> None:

@@ -38,13 +38,10 @@ from mtptrain.serving.exports import read_serving_facts
 from mtptrain.serving.llama_server import LlamaServer
 from mtptrain.serving.openvino_load import check_openvino
 from mtptrain.settings.evaluation import ServingEngine
-from mtptrain.target.files import TargetFiles
-from mtptrain.target.hub import weights_fingerprint
-from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
-from .engines import check_served_file, check_server_context, find_program, require_gguf, running_server
+from .engines import check_server, find_program, require_gguf, running_server
 from .plots import drawing, plot_serving
 from .serving_speed.break_even_measurement import measure_break_even
 from .serving_speed.engine_runs import Bench, drafting_depths, measure
@@ -84,39 +81,13 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     head_dir = run.served_head_dir
     if server is not None:
         bench = Bench(config, output_dir, run.target, prompts, program, None, {}, head_dir, server)
-        check_server(bench)
+        check_server(server, run.target, head_dir, bench.context_tokens)
         return bench
     read_costs(config, run.target)  # refuses a damaged report, which would otherwise stop `write_results`
     head = run.head(getattr(torch, config.acceptance.dtype), torch.device("cpu"))
     check_head_context(head.head, prompts, config.acceptance.max_new_tokens, most_drafts, "head")
     facts = read_serving_facts(head_dir, serving.engine, head.sha256)
     return Bench(config, output_dir, run.target, prompts, program, head.sha256, facts, head_dir, None)
-
-
-def check_server(bench: Bench) -> None:
-    """Refuse a running server that serves another model, or whose context is too short."""
-    server, target = bench.server, bench.target
-    assert server is not None
-    is_own_export = Path(server.root).resolve() == bench.head_dir.resolve()  # that of a MiMo head holds the target
-    if isinstance(server, LlamaServer):
-        check_served_file(server, target.gguf)
-    elif not is_own_export and not is_same_model(server.root, target):
-        raise UserError(
-            f"serving.url: the server must serve {target.path}, but {server.shown_url} serves {server.root}; ask "
-            "another server, or set target.path"
-        )
-    check_server_context(server, bench.context_tokens)
-
-
-def is_same_model(root: str, target: TargetFiles) -> bool:
-    """Returns whether a server that was started with `root` serves the target.
-
-    If `root` is a directory on this machine, it must hold the target's weights. If it is a hub name or a path on
-    another machine, its last component must be that of the target's path.
-    """
-    if Path(root).is_dir():
-        return weights_fingerprint(Path(root)) == target.weights_sha256
-    return Path(root).name.lower() in (Path(target.path).name.lower(), target.directory.name.lower())
 
 
 def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:

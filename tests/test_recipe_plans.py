@@ -16,8 +16,9 @@ from mtptrain.config import RECIPES, Backend, Dtype, PipelineConfig, PromptSourc
 from mtptrain.convert.formats import format_for
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import target_costs
-from mtptrain.planning.plan import FITTING_SHARE, Plan, make_plan
+from mtptrain.planning.plan import Plan, make_plan
 from mtptrain.planning.planner import plan_rows, plan_warnings
+from mtptrain.target.loading import FITTING_SHARE
 from tests.published_targets import PUBLISHED_TARGETS
 from tests.test_recipes import compose_recipe
 

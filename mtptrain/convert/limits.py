@@ -160,7 +160,7 @@ def unlike_mimo(name: str) -> FindViolation:
     return lambda head, target: None if getattr(head, name) == is_mimo(target) else str(getattr(head, name)).lower()
 
 
-def mimo_settings(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+def like_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> object:
     """Returns which settings of MiMo's MTP layer the head has, or None."""
     settings = [name for name in ("attention_bias", "zero_first_embedding", "prenorm_states") if getattr(head, name)]
     return f"one with {', '.join(settings)}" if settings else None
@@ -243,7 +243,7 @@ LIMITS = (
     Limit("sglang", "mtp", "head.prenorm_states", "false", is_set("prenorm_states"),
           "SGLang passes the states after the target's final norm to a head",
           "set export.engine=vllm if the target is a MiMo, or train without it"),
-    Limit("transformers", "mtp", "head", "without settings of MiMo's MTP layer", mimo_settings,
+    Limit("transformers", "mtp", "head", "without settings of MiMo's MTP layer", like_mimo,
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm if the target is a MiMo, or train without them"),
     *(Limit("vllm", name, "target.path", "of a family whose layers can be captured",

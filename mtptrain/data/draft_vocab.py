@@ -71,7 +71,7 @@ def check_draft_token_ids(
             raise UserError(
                 f"head.init_from: d2t of {directory} must be offsets to different tokens within the target's "
                 f"0..{vocab_size - 1}, but lead to {len(ids.unique())} tokens within {int(ids.min())}..{int(ids.max())}"
-                "; the head belongs to another target"
+                "; the head belongs to another target; set target.path to that target"
             )
         if t2d is None and len(ids) >= SURELY_ADJACENT and bool((state["d2t"].diff() > 0).all()):
             raise UserError(

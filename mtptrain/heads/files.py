@@ -192,7 +192,8 @@ def load_head(
         name = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise UserError(
             f"{directory / WEIGHTS}: {name} must be {describe_shape(expected.get(name))} for this target, "
-            f"but is {describe_shape(found.get(name))}: the head belongs to another target; train again"
+            f"but is {describe_shape(found.get(name))}: the head belongs to another target; set target.path to that "
+            "target, or train again"
         )
     check_values(directory / WEIGHTS, head.state_dict(), state, RESTORE)
     return fill_head(head, state, dtype, device)

@@ -33,11 +33,10 @@ from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir, weight_files
+from mtptrain.target.loading import FITTING_SHARE
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.losses import LossSettings
 
-FITTING_SHARE = 0.8
-"""Largest share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
 ENGINE_SHARE = 0.9
 """Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including a batch's activations."""
 

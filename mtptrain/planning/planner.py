@@ -16,11 +16,12 @@ from rich.table import Table
 
 from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
-from mtptrain.planning.plan import ENGINE_SHARE, FITTING_SHARE, Plan, Speed, TrainMemory, make_plan
+from mtptrain.planning.plan import ENGINE_SHARE, Plan, Speed, TrainMemory, make_plan
 from mtptrain.serving.break_even import read_costs, verdicts
 from mtptrain.serving.found_engines import describe_engines
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import config_dir
+from mtptrain.target.loading import FITTING_SHARE
 from mtptrain.utils.masking import hide_passwords
 
 

@@ -47,7 +47,9 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
         return dequantised_dir(Path(path), setting)
     try:
         return Path(
-            snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
+            snapshot_download(
+                path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+            )
         )
     except HUB_ERRORS as error:
         raise unknown_target(path, error, "download the model first", setting) from error

@@ -19,6 +19,9 @@ from mtptrain.target.self_check import check_target
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import tensor_shapes
 
+FITTING_SHARE = 0.8
+"""Largest share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
+
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
     """Returns the whole target on one device, or spread over several by accelerate if it does not fit.
@@ -89,7 +92,7 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
 
 
 def needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether the weights of a target take more than 80 % of a GPU's memory, and there are several GPUs.
+    """Returns whether a target's weights take more than `FITTING_SHARE` of a GPU's memory, and there are several.
 
     Quantised weights count with the size that they have on disk, and all others with that of `dtype`.
     """
@@ -102,4 +105,4 @@ def needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.de
         for kind, shape in stored
         if kind in PLAIN_DTYPES
     )
-    return weights_bytes > 0.8 * torch.cuda.get_device_properties(device).total_memory
+    return weights_bytes > FITTING_SHARE * torch.cuda.get_device_properties(device).total_memory

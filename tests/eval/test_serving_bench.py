@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from eval.serving_bench import check_server, is_same_model, prepare, write_results
+from eval.engines import check_server, is_same_model
+from eval.serving_bench import prepare, write_results
 from eval.serving_speed.engine_runs import Bench, check_device, server_arguments
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
@@ -225,29 +226,34 @@ def bench_of(
         fake.shutdown()
 
 
+def check(bench: Bench) -> None:
+    assert bench.server is not None
+    check_server(bench.server, bench.target, bench.head_dir, bench.context_tokens)
+
+
 def test_a_server_of_the_runs_own_export_is_accepted_although_it_holds_other_weights(
     bench_of: Callable[..., Bench], tiny_target: Path, tmp_path: Path
 ) -> None:
     """An export of MiMo's layer holds the target with another layer, and vLLM serves the export itself."""
     for name in ("export", "other"):
         make_target(tmp_path / name, seed=1)
-    check_server(bench_of(tiny_target))
-    check_server(bench_of(tmp_path / "other/../export"))
+    check(bench_of(tiny_target))
+    check(bench_of(tmp_path / "other/../export"))
     with pytest.raises(
         ValueError, match=rf"serving\.url: the server must serve {tiny_target}, but \S+ serves \S+/other"
     ):
-        check_server(bench_of(tmp_path / "other"))
+        check(bench_of(tmp_path / "other"))
 
 
 def test_a_llama_server_is_known_by_its_file_whatever_its_name(bench_of: Callable[..., Bench], tmp_path: Path) -> None:
     gguf, served = tmp_path / "target.gguf", tmp_path / "served.gguf"
     for path in (gguf, served):
         path.write_bytes(b"weights")
-    check_server(bench_of(served, gguf))
-    check_server(bench_of(tmp_path / "elsewhere/target.gguf", gguf))
+    check(bench_of(served, gguf))
+    check(bench_of(tmp_path / "elsewhere/target.gguf", gguf))
     served.write_bytes(b"others")
     with pytest.raises(ValueError, match=r"must serve \S+/target\.gguf, but \S+ serves \S+/served\.gguf, which is an"):
-        check_server(bench_of(served, gguf))
+        check(bench_of(served, gguf))
 
 
 def test_a_running_servers_report_leaves_no_settings_of_an_earlier_run_and_claims_neither_head_nor_prediction(

@@ -69,5 +69,5 @@ def check_lm_heads(directory: Path, tensors: Tensors, target_config: PreTrainedC
         if name.startswith("lm_head") and len(tensor) != vocab_size:
             raise UserError(
                 f"head.init_from: {name} of {directory} must have {vocab_size} rows, the target's vocabulary, but has "
-                f"{len(tensor)}; the head belongs to another target"
+                f"{len(tensor)}; the head belongs to another target; set target.path to that target"
             )
