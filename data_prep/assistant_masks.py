@@ -106,7 +106,7 @@ def encode_renderings(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[R
                 tokens, mask = split, _loss_mask(rendering, split, special_ids)
             else:
                 crossed = [span for span in rendering.spans if _crossed_borders([span], tokens, is_text)]
-                left_out = len(crossed)
+                left_out = min(len(crossed), rendering.answers)  # an answer may have several spans
                 for start, end in crossed:
                     mask[(tokens.starts < end) & (tokens.ends > start)] = 0
         counts = (rendering.answers - left_out, rendering.answers_left_out + left_out)

@@ -43,7 +43,7 @@ def examples(
     drafted = {prompt_id: each for prompt_id, each in firsts.items() if each.rounds}
     ranked = sorted(
         {prompt_id: each for prompt_id, each in drafted.items() if not has_loop(each.tokens)} or drafted,
-        key=lambda prompt_id: acceptance_length(drafted[prompt_id]),
+        key=lambda prompt_id: drafted[prompt_id].acceptance_length,
     )
     count = min(NUM_EXAMPLES, len(ranked))
     # Take the middle of each of `count` equal parts.
@@ -52,15 +52,11 @@ def examples(
         {
             "id": prompt_id,
             "prompt": decoded(tokenizer, prompts[prompt_id][-PROMPT_TOKENS:]),
-            "acceptance_length": acceptance_length(drafted[prompt_id]),
+            "acceptance_length": drafted[prompt_id].acceptance_length,
             "pieces": pieces(drafted[prompt_id], tokenizer),
         }
         for prompt_id in chosen
     ]
-
-
-def acceptance_length(generation: Generation) -> float:
-    return 1 + sum(generation.accepted_at) / generation.rounds
 
 
 def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

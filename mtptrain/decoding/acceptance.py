@@ -51,7 +51,7 @@ def summarise(generations: Sequence[Generation]) -> Acceptance:
     rounds = sum(generation.rounds for generation in generations)
     empty_rounds = sum(generation.empty_rounds for generation in generations)
     drafted, accepted = sum(generation.drafted for generation in generations), sum(accepted_at)
-    lengths = [1 + sum(generation.accepted_at) / generation.rounds for generation in generations if generation.rounds]
+    lengths = [generation.acceptance_length for generation in generations if generation.rounds]
     return Acceptance(
         acceptance_length=1 + accepted / max(rounds, 1),
         acceptance_rate=accepted / max(drafted, 1),

@@ -130,6 +130,11 @@ class Generation:
     """Number of accepted drafts in each round. These drafts, the first token and a bonus token per round make up all
     tokens before the cut."""
 
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted / rounds, and 1 without rounds."""
+        return 1 + sum(self.accepted_at) / max(self.rounds, 1)
+
 
 @dataclass(frozen=True)
 class Round:
