@@ -59,13 +59,13 @@ DECODING_COLUMNS = {
     "speed-up": ("speed_up", ".2f"),
     "with prompt": ("speed_up_with_prompt", ".2f"),
     "refilled": ("refilled_speed_up", ".2f"),
-    "tokens/round": ("tokens_per_round", ".2f"),
+    "tokens/round": ("tokens_per_own_round", ".2f"),
     "draft, ms": ("draft_ms", ".2f"),
     "verify, ms": ("verify_ms", ".2f"),
 }
 DECODING_LEGEND = (
     "K = 0 is plain decoding. Tokens/s and speed-up leave out the time to read the prompts, which 'with prompt' "
-    "includes. Tokens/round are those of the whole batch. The refilled speed-up is an estimate for an engine that "
+    "includes. Tokens/round are those of one answer. The refilled speed-up is an estimate for an engine that "
     "replaces finished prompts with new ones."
 )
 REPEAT = "repeat this measurement"
@@ -173,7 +173,7 @@ def decoding_section(path: Path, report: ReportFigures) -> Section | None:
         return None
     rows = [[format(row[key], form) for key, form in DECODING_COLUMNS.values()] for row in decoding["rows"]]
     command, svg = decoding.get("command", ""), read_svg(path.with_suffix(".svg"))
-    best = best_draft_depths(decoding["rows"])
+    best = fastest_choices(decoding["rows"])
     return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, svg, best)
 
 
@@ -256,7 +256,7 @@ def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]
     return sentences
 
 
-def best_draft_depths(rows: Sequence[Mapping[str, Any]]) -> str:
+def fastest_choices(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the sentence that names the fastest K at each batch size of `eval.bench.decode`."""
     best: dict[int, Mapping[str, Any]] = {}
     for row in rows:

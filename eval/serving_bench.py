@@ -44,7 +44,7 @@ from mtptrain.utils.masking import hide_passwords
 from .engines import check_server, find_program, require_gguf, running_server
 from .plots import drawing, plot_serving
 from .serving_speed.break_even_measurement import measure_break_even
-from .serving_speed.engine_runs import Bench, drafting_depths, measure
+from .serving_speed.engine_runs import Bench, drafting_choices, measure
 
 
 @program
@@ -70,7 +70,7 @@ def prepare(run: Run, output_dir: Path) -> Bench:
             does not fit the settings, or the report of `serving_bench.break_even` is damaged.
     """
     config, serving = run.config, run.config.serving
-    most_drafts = max(drafting_depths(config))
+    most_drafts = max(drafting_choices(config))
     prompts = list(run.measured_prompts(2 * most_drafts).input_ids.values())
     server = None if serving.url is None else running_server(serving)
     program = None if isinstance(server, LlamaServer) else find_program(serving)  # vLLM's also sends the requests

@@ -1,4 +1,4 @@
-"""Prints the folder of a run, then its stages in order, one per line: the name of its folder, and what runs it.
+"""Prints the folder of a run, then a line for each stage, in order: its name with underscores, and what runs it.
 
 A stage is run by `ranks`, by one `process`, or by one process that queries a `server`. The settings are checked first,
 so that a wrong one is found before anything is queued.

@@ -68,8 +68,9 @@ def measure_decoding(config: PipelineConfig, output_dir: Path) -> None:
     prompts = run.measured_prompts(spare_tokens=max(config.bench.draft_depths))
     measured = prompts_to_measure(config.bench, prompts)
     check_head_context(found.head, measured, settings.max_new_tokens, max(config.bench.draft_depths), "head")
+    costs = read_costs(config, run.target)  # refuses a damaged report before the long work
     rows = measure(config, load_target(run.target.directory, dtype, ranks.device), found.head, measured)
-    add_break_even(rows, read_costs(config, run.target))
+    add_break_even(rows, costs)
     report = {
         "command": command(),
         "head_sha256": found.sha256,
@@ -99,8 +100,8 @@ def check(config: PipelineConfig) -> None:
             "acceptance.max_new_tokens: must be at least 2, because the first token is not timed, but is "
             f"{config.acceptance.max_new_tokens}; raise it"
         )
-    for depths in config.bench.draft_depths:
-        check_depths(config.head, "bench.draft_depths", depths)
+    for num_drafts in config.bench.draft_depths:
+        check_depths(config.head, "bench.draft_depths", num_drafts)
 
 
 def prompts_to_measure(bench: BenchConfig, prompts: Prompts) -> PromptIds:
@@ -124,19 +125,21 @@ def measure(config: PipelineConfig, target: Target, head: Head, prompts: PromptI
     settings, bench = config.acceptance, config.bench
     drafters = drafters_of(head, target.parts, bench.draft_depths, settings.sample_drafts)
 
-    def decode_with(depths: int, batch: PromptIds) -> Spent:
+    def decode_with(num_drafts: int, batch: PromptIds, new_tokens: int = settings.max_new_tokens) -> Spent:
         sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
-        return decode(target, drafters[depths], batch, depths, settings.max_new_tokens, sampler)
+        return decode(target, drafters[num_drafts], batch, num_drafts, new_tokens, sampler)
 
     def fastest(batch: PromptIds) -> dict[int, Spent]:
-        return fastest_in_turns(lambda depths: decode_with(depths, batch), list(drafters), bench.repeats)
+        return fastest_in_turns(lambda num_drafts: decode_with(num_drafts, batch), list(drafters), bench.repeats)
 
     rows: list[DecodingRow] = []
     for batch_size in bench.batch_sizes:
+        for num_drafts in drafters:  # the first rounds of each shape are slower
+            decode_with(num_drafts, prompts[:batch_size], 3)
         measured = dict.fromkeys(drafters, Spent())
         for batch in tqdm(full_batches(prompts, batch_size), desc=f"batches of {batch_size}", unit="batch"):
-            measured = {depths: measured[depths] + spent for depths, spent in fastest(batch).items()}
-        rows += [describe(batch_size, depths, measured) for depths in drafters]
+            measured = {num_drafts: measured[num_drafts] + spent for num_drafts, spent in fastest(batch).items()}
+        rows += [describe(batch_size, num_drafts, measured) for num_drafts in drafters]
     return rows
 
 
@@ -144,18 +147,17 @@ def full_batches(prompts: PromptIds, batch_size: int) -> list[PromptIds]:
     return [prompts[first : first + batch_size] for first in range(0, len(prompts) - batch_size + 1, batch_size)]
 
 
-def describe(batch_size: int, depths: int, measured: dict[int, Spent]) -> DecodingRow:
+def describe(batch_size: int, num_drafts: int, measured: dict[int, Spent]) -> DecodingRow:
     """Returns one row of the table from what decoding took, by K; phases are in milliseconds per round."""
-    spent, plain = measured[depths], measured[0]
+    spent, plain = measured[num_drafts], measured[0]
     per_round = {name: spent.phases.get(name, 0.0) / spent.rounds * 1e3 for name in PHASES if name != "prompt"}
     return {
         "batch_size": batch_size,
-        "num_speculative_tokens": depths,
+        "num_speculative_tokens": num_drafts,
         "tokens_per_s": spent.tokens_per_s,
         "speed_up": spent.tokens_per_s / plain.tokens_per_s,
         "speed_up_with_prompt": plain.all_seconds / spent.all_seconds * spent.tokens / plain.tokens,
         "refilled_speed_up": spent.tokens / spent.own_rounds * plain.seconds_per_round / spent.seconds_per_round,
-        "tokens_per_round": spent.tokens / spent.rounds,
         "tokens_per_own_round": spent.tokens / spent.own_rounds,
         **{f"{name}_ms": milliseconds for name, milliseconds in per_round.items()},
     }
@@ -167,8 +169,8 @@ def add_break_even(rows: Sequence[DecodingRow], costs: Sequence[RoundCost]) -> N
     It is comparable with the refilled speed-up, in which no round waits for the slowest answer of a batch.
     """
     for row in rows:
-        size, depths, length = row["batch_size"], row["num_speculative_tokens"], row["tokens_per_own_round"]
-        row["break_even_speed_up"] = predicted_speed_up(costs, OWN_LOOP, size, depths, length)
+        size, num_drafts, length = row["batch_size"], row["num_speculative_tokens"], row["tokens_per_own_round"]
+        row["break_even_speed_up"] = predicted_speed_up(costs, OWN_LOOP, size, num_drafts, length)
 
 
 def recommended(rows: Sequence[DecodingRow], batch_size: int) -> int:
@@ -194,17 +196,17 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        depths, gain = row["num_speculative_tokens"], row["break_even_speed_up"]
-        is_best = depths == recommended(rows, row["batch_size"])
+        num_drafts, gain = row["num_speculative_tokens"], row["break_even_speed_up"]
+        is_best = num_drafts == recommended(rows, row["batch_size"])
         table.add_row(
             str(row["batch_size"]),
-            f"{depths or 'none'}{' *' if is_best else ''}",
+            f"{num_drafts or 'none'}{' *' if is_best else ''}",
             f"{row['tokens_per_s']:,.0f}",
             f"{row['speed_up']:.2f}",
             f"{row['speed_up_with_prompt']:.2f}",
             f"{row['refilled_speed_up']:.2f}",
             *(["" if gain is None else f"{gain:.2f}"] if has_costs else []),
-            f"{row['tokens_per_round']:.2f}",
+            f"{row['tokens_per_own_round']:.2f}",
             *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
         )
     console = wide_console(130)
@@ -220,9 +222,9 @@ def draw(rows: Sequence[DecodingRow], path: Path) -> None:
     axes = figure.subplots()
     for batch_size in dict.fromkeys(row["batch_size"] for row in rows):
         curve = [row for row in rows if row["batch_size"] == batch_size]
-        depths = [row["num_speculative_tokens"] for row in curve]
+        num_drafts = [row["num_speculative_tokens"] for row in curve]
         label = f"batches of {batch_size}: K = {recommended(rows, batch_size) or 'none'}"
-        axes.plot(depths, [row["speed_up"] for row in curve], marker="o", label=label)
+        axes.plot(num_drafts, [row["speed_up"] for row in curve], marker="o", label=label)
     axes.axhline(1.0, color="#999", linewidth=0.8)
     axes.set(xlabel="K, 0 for plain decoding", ylabel="speed-up over plain decoding", ylim=(0, None))
     axes.legend(title="fastest")

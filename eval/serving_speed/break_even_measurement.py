@@ -39,7 +39,7 @@ from mtptrain.serving.break_even import (
     OWN_LOOP,
     PROMPT_LOOKUP_LENGTHS,
     RoundCost,
-    default_depths,
+    default_choices,
     subject,
     usual_length,
     verdicts,
@@ -94,10 +94,10 @@ def measure_break_even(config: PipelineConfig, output_dir: Path) -> None:
 
 def with_fixed_settings(config: PipelineConfig) -> PipelineConfig:
     """Returns the config with the values of K to measure, and with answers of one length in both loop and engine."""
-    depths = config.serving_bench.num_speculative_tokens or default_depths(config.head)
+    choices = config.serving_bench.num_speculative_tokens or default_choices(config.head)
     return replace(
         config,
-        serving_bench=replace(config.serving_bench, num_speculative_tokens=depths, ignore_eos=True),
+        serving_bench=replace(config.serving_bench, num_speculative_tokens=choices, ignore_eos=True),
         acceptance=replace(config.acceptance, max_new_tokens=NEW_TOKENS),
     )
 
@@ -174,26 +174,26 @@ def loop_costs(
         head.to(target.device), target.parts, bench.num_speculative_tokens, sample_drafts=settings.sample_drafts
     )
 
-    def decode_with(batch_size: int, new_tokens: int, depths: int) -> Spent:
+    def decode_with(batch_size: int, new_tokens: int, num_drafts: int) -> Spent:
         sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
-        return decode(target, drafters[depths], prompts[:batch_size], depths, new_tokens, sampler)
+        return decode(target, drafters[num_drafts], prompts[:batch_size], num_drafts, new_tokens, sampler)
 
     costs: list[RoundCost] = []
     for batch_size in tqdm(bench.concurrency, desc="our loop", unit="batch size"):
-        for depths in drafters:  # the first rounds of each shape are slower
-            decode_with(batch_size, 3, depths)
+        for num_drafts in drafters:  # the first rounds of each shape are slower
+            decode_with(batch_size, 3, num_drafts)
         spent = fastest_in_turns(partial(decode_with, batch_size, NEW_TOKENS), list(drafters), bench.repeats)
-        costs += [loop_cost(batch_size, depths, spent) for depths in bench.num_speculative_tokens]
+        costs += [loop_cost(batch_size, num_drafts, spent) for num_drafts in bench.num_speculative_tokens]
     head.cpu()
     return costs
 
 
-def loop_cost(batch_size: int, depths: int, spent: dict[int, Spent]) -> RoundCost:
+def loop_cost(batch_size: int, num_drafts: int, spent: dict[int, Spent]) -> RoundCost:
     """Returns the cost of a round with K drafts from what decoding took, by K; 0 is plain decoding."""
-    own = spent[depths]
+    own = spent[num_drafts]
     draft_ms, verify_ms = (own.phases[name] / own.rounds * 1e3 for name in ("draft", "verify"))
     plain_ms, round_ms = spent[0].seconds_per_round * 1e3, own.seconds_per_round * 1e3
-    return RoundCost(OWN_LOOP, batch_size, depths, plain_ms, round_ms, draft_ms, verify_ms)
+    return RoundCost(OWN_LOOP, batch_size, num_drafts, plain_ms, round_ms, draft_ms, verify_ms)
 
 
 def engine_costs(
@@ -235,9 +235,9 @@ def costs_of_rows(engine: str, rows: Sequence[Row]) -> list[RoundCost]:
     """Returns the cost of a round from the measured rows of an engine, those of K = 0 included."""
     step_ms = {(row.concurrency, row.num_speculative_tokens): row.latencies.step_ms for row in rows}
     return [
-        RoundCost(engine, size, depths, step_ms[size, 0], milliseconds, None, None)
-        for (size, depths), milliseconds in sorted(step_ms.items())
-        if depths
+        RoundCost(engine, size, num_drafts, step_ms[size, 0], milliseconds, None, None)
+        for (size, num_drafts), milliseconds in sorted(step_ms.items())
+        if num_drafts
     ]
 
 

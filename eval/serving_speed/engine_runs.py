@@ -79,9 +79,9 @@ class Bench:
         return self.output_dir / "prompts.json"
 
     @property
-    def depths(self) -> list[int]:
+    def choices(self) -> list[int]:
         """K of each engine, starting with 0."""
-        return [0, *drafting_depths(self.config)]
+        return [0, *drafting_choices(self.config)]
 
     @property
     def num_requests(self) -> int:
@@ -94,15 +94,15 @@ class Bench:
 
         vLLM's drafts become useless if a request comes within 2 K tokens of max_model_len.
         """
-        return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.depths)
+        return max(map(len, self.prompts)) + self.config.acceptance.max_new_tokens + 2 * max(self.choices)
 
 
-def drafting_depths(config: PipelineConfig) -> list[int]:
+def drafting_choices(config: PipelineConfig) -> list[int]:
     """Returns K of each engine that drafts."""
     return config.serving_bench.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
 
 
-CONVERTED = "converted_"
+CONVERTED = ".mtptrain_converted_"
 """Beginning of the name of the folder with the models that OpenVINO converts, which takes as much disk as both."""
 Generator = LoadGenerator | LlamaLoadGenerator | nullcontext[None]
 """The program that sends requests to a server; none for an engine without one."""
@@ -174,7 +174,7 @@ def measure_engines(
     """
     settings = bench.config.serving_bench
     write_json(bench.prompts_path, bench.prompts)
-    choices: list[int | None] = [*bench.depths] if bench.server is None else [None]
+    choices: list[int | None] = [*bench.choices] if bench.server is None else [None]
     rows: list[Row] = []
     version = ""
     total = len(choices) * len(settings.concurrency) * settings.repeats * bench.num_requests
@@ -217,13 +217,15 @@ def engine(
         return
     assert bench.program is not None and num_drafts is not None
     log_path, timeout_s = bench.output_dir / f"server_K{num_drafts}.log", bench.config.serving_bench.start_timeout_s
-    if generator is None:
+    if bench.engine is ServingEngine.openvino:
         serving = bench.config.serving
         models = OpenvinoModels(bench.program, bench.target.directory, bench.head_dir, serving.openvino_weights)
         with OpenvinoEngine(models, num_drafts, converted, log_path) as openvino:
             models.warn_of_untested(openvino.version)
             yield openvino
-    elif bench.engine is ServingEngine.llama_cpp:
+        return
+    assert generator is not None
+    if bench.engine is ServingEngine.llama_cpp:
         command = ["run", str(bench.program), *llama_arguments(bench, num_drafts)]
         with ManagedServer(sys.executable, command, log_path, timeout_s, LlamaServer, "llama-server") as llama:
             yield LoadedServer(llama, generator)

@@ -51,16 +51,16 @@ class Spent:
         return self.tokens / self.seconds
 
 
-def drafters_of(head: Head, parts: FrozenParts, num_drafts: Sequence[int], sample_drafts: bool) -> dict[int, Drafter]:
+def drafters_of(head: Head, parts: FrozenParts, choices: Sequence[int], sample_drafts: bool) -> dict[int, Drafter]:
     """Returns a drafter of the head for each K, and plain decoding as K = 0."""
     drafters: dict[int, Drafter] = {0: NoDrafter()}
-    return drafters | {count: HeadDrafter(head, parts, count, sample_drafts) for count in num_drafts}
+    return drafters | {count: HeadDrafter(head, parts, count, sample_drafts) for count in choices}
 
 
-def fastest_in_turns(decode_with: Callable[[int], Spent], num_drafts: Sequence[int], repeats: int) -> dict[int, Spent]:
+def fastest_in_turns(decode_with: Callable[[int], Spent], choices: Sequence[int], repeats: int) -> dict[int, Spent]:
     """Returns the fastest of `repeats` runs for each K. All K take turns, so that a busy machine slows all of them."""
-    turns = [{count: decode_with(count) for count in num_drafts} for _ in range(repeats)]
-    return {count: min((turn[count] for turn in turns), key=lambda spent: spent.seconds) for count in num_drafts}
+    turns = [{count: decode_with(count) for count in choices} for _ in range(repeats)]
+    return {count: min((turn[count] for turn in turns), key=lambda spent: spent.seconds) for count in choices}
 
 
 def decode(

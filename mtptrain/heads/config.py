@@ -44,7 +44,7 @@ class LayerConfig(HeadConfig):
     num_key_value_heads: int | None = between_or_none(1, MAX_SIZE)
     """null takes the target's number, or one per attention head if that number does not divide the attention heads."""
     intermediate_size: int | None = between_or_none(1, MAX_SIZE)
-    """null takes the target's."""
+    """null takes the target's (the largest, if its layers differ), or 4 x hidden size if it has none."""
 
 
 ConfigT = TypeVar("ConfigT", bound=HeadConfig)

@@ -25,7 +25,7 @@ from mtptrain.utils.files import read_sealed
 
 OWN_LOOP = "mtptrain"
 """Name of our own decoding loop, beside the names of engines."""
-DEPTHS = (1, 2, 3, 5)
+CHOICES = (1, 2, 3, 5)
 """Values of K that are measured by default."""
 USUAL_RATES = {"eagle3": (0.69, 0.79), "mtp": (0.67, 0.79), "dflash": (0.70, 0.72)}
 """Lowest and highest share of drafts that trained heads have accepted, on chat (MT-Bench), greedy or at temperature 1.
@@ -83,12 +83,12 @@ class RoundCost:
         }
 
 
-def default_depths(head: HeadConfig) -> list[int]:
-    """Returns the values of K to measure by default: those of `DEPTHS` that a head can draft."""
+def default_choices(head: HeadConfig) -> list[int]:
+    """Returns the values of K to measure by default: those of `CHOICES` that a head can draft."""
     kind = HEADS[head.name]
     if kind.drafts_all_depths:
         return [head.ttt_steps]
-    return [depths for depths in DEPTHS if depths <= head.ttt_steps or not kind.is_bound_to_depths]
+    return [num_drafts for num_drafts in CHOICES if num_drafts <= head.ttt_steps or not kind.is_bound_to_depths]
 
 
 def usual_length(head_name: str, num_speculative_tokens: int) -> tuple[float, float] | None:
@@ -117,10 +117,10 @@ def verdict(costs: Sequence[RoundCost], head_name: str) -> str:
     paying = [cost for cost in costs if cost.can_pay]
     if not paying:
         nearest = min(costs, key=lambda cost: cost.break_even_rate)
-        depths = nearest.num_speculative_tokens
+        num_drafts = nearest.num_speculative_tokens
         return (
-            f"no K can pay: a round with K = {depths} costs {nearest.break_even_length:.2f} plain steps and gives at "
-            f"most {depths + 1} tokens"
+            f"no K can pay: a round with K = {num_drafts} costs {nearest.break_even_length:.2f} plain steps and gives "
+            f"at most {num_drafts + 1} tokens"
         )
     best = best_choice(paying, head_name)
     pays = f"K = {best.num_speculative_tokens} pays above {best.break_even_length:.2f} tokens per round"

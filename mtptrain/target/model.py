@@ -68,7 +68,7 @@ class Target:
         capture_layers: tuple[int, ...] = (),
         tree: TreeSlots | None = None,
     ) -> "TargetStates":
-        """Returns the states of tokens [B, S] at positions [B, S], and updates the cache, which `cache` makes.
+        """Returns the states of tokens [B, S] at positions [B, S], and updates `cache`, which `Target.cache` made.
 
         With `tree`, the tokens form a tree of drafts. States of padding may be missing, and are 0 then.
         """
@@ -194,7 +194,10 @@ class Verified:
 
     @property
     def last_index(self) -> torch.Tensor:
-        """Index [B] into S of the token before the newest one, from which the next draft starts."""
+        """Index [B] into S of the token before the newest one, from which the next draft starts.
+
+        It is -1 for a sequence that has ended, whose draft does not count.
+        """
         return self.num_tokens - 2 - self.positions[:, 0]
 
     @property

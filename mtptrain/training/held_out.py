@@ -9,7 +9,7 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.model import Target
-from mtptrain.training.batches import draft_spans, make_batch
+from mtptrain.training.batches import make_batch
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.utils.clock import PhaseClock
@@ -60,9 +60,9 @@ def held_out_losses(
     sums = torch.zeros(5, ttt_steps, dtype=torch.float64, device=target.device)
     ones = torch.ones(ttt_steps, device=target.device)
     for prompt, generation in answered:
-        document = read_by_target(head, target, prompt, generation.tokens)
-        if not len(draft_spans(document.loss_mask.numpy())[0]):
+        if len(generation.tokens) < 2:
             continue  # an answer of one token has no draft
+        document = read_by_target(head, target, prompt, generation.tokens)
         batch = make_batch([document], ttt_steps, window=head.shared_window).to(
             target.device, target.parts.embed_tokens.dtype
         )
@@ -76,7 +76,7 @@ def held_out_losses(
 
 
 def read_by_target(head: Head, target: Target, prompt: list[int], answer: list[int]) -> StoredDocument:
-    """Returns a prompt and its answer with the target's states, as the store would hold them."""
+    """Returns a prompt and its answer with the target's states, as a stored document, but in the target's dtype."""
     ids = torch.tensor([[*prompt, *answer]], device=target.device)
     positions, last = torch.arange(ids.shape[1], device=target.device)[None], target.config.num_hidden_layers
     states = target.forward(ids, positions, target.cache(ids.shape[1]), (*head.capture_layers, last))

@@ -173,7 +173,7 @@ def test_decoding_speed_of_the_run_is_shown_on_its_page_with_its_command(tmp_pat
             "speed_up",
             "speed_up_with_prompt",
             "refilled_speed_up",
-            "tokens_per_round",
+            "tokens_per_own_round",
         ),
         1.25,
     )

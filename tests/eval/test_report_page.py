@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eval.examples import accepted_flags, examples, pieces
 from eval.measurement import DecodedPrompt, Measured
-from eval.report_page import best_draft_depths, render_page, verdict
+from eval.report_page import fastest_choices, render_page, verdict
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.speculate import Generation
 from tests.conftest import make_tokenizer
@@ -120,7 +120,7 @@ def test_the_fastest_k_of_each_batch_size_is_named() -> None:
         {"batch_size": size, "num_speculative_tokens": depths, "speed_up": speed_up}
         for size, depths, speed_up in ((1, 0, 1.0), (1, 3, 1.7), (1, 5, 1.6), (8, 0, 1.0), (8, 3, 0.8))
     ]
-    assert best_draft_depths(rows) == (
+    assert fastest_choices(rows) == (
         "Fastest here: K = 3 (1.70 times plain decoding) at batch size 1, K = 0 (1.00 times plain decoding) at batch "
         "size 8."
     )

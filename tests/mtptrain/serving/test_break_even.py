@@ -13,7 +13,7 @@ from mtptrain.serving.break_even import (
     OWN_LOOP,
     RoundCost,
     break_even_dir,
-    default_depths,
+    default_choices,
     predicted_speed_up,
     read_costs,
     subject,
@@ -99,9 +99,9 @@ def test_every_engine_and_batch_size_has_a_verdict() -> None:
     ]
 
 
-def test_default_depths_are_those_that_the_head_can_draft() -> None:
+def test_default_choices_are_those_that_the_head_can_draft() -> None:
     depths = {
-        head: default_depths(make_config(f"head={head}", "head.ttt_steps=3").head)
+        head: default_choices(make_config(f"head={head}", "head.ttt_steps=3").head)
         for head in ("mtp", "peagle", "dflash")
     }
     assert depths == {"mtp": [1, 2, 3, 5], "peagle": [1, 2, 3], "dflash": [3]}
