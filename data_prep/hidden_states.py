@@ -31,7 +31,7 @@ from mtptrain.hidden_states.extraction.transformers_streams import TransformersS
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.hidden_states.store import StoreManifest
-from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, delete_shards, missing_open_shards
+from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, STREAM, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import worthwhile_cpu_ranks
 from mtptrain.planning.plan import scratch_bytes_per_token
@@ -179,7 +179,8 @@ def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> N
         delete_shards(extraction.store_dir, windows)  # shards that were still being written when training ended
         num_documents = len(extraction.documents)
         print(
-            f"{extraction.store_dir}: training has read the hidden states of all {num_documents:,} documents",
+            f"{extraction.store_dir}: training has read the hidden states of all {num_documents:,} documents; to train "
+            f"on them again, first delete {STREAM} here and the folder train in run_dir",
             flush=True,
         )
 

@@ -201,7 +201,7 @@ class NativeMtpHead(Head):
         cache: PositionCache,
         tree: TreeSlots | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the states [B, S, H] of tokens at these positions, and writes their keys to the cache."""
+        """Returns what `_layer` returns for tokens at these positions, and writes their keys to the cache."""
         mask = cache.begin(positions, tree)
         seen = SeenSlots(self.form.masks, mask, positions, tree, num_read=cache.get_seq_length())
         return self._layer(hidden_states, embeddings, positions, past_key_values=cache, seen_slots=seen)
@@ -249,7 +249,8 @@ def module_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns the config of a model whose only layer is that of the target's MTP module; its vocabulary is not used.
 
     Raises:
-        UserError: the target's last layer keeps a state, or is another one than a model of one layer has.
+        UserError: the target's last layer has no attention, keeps a state, or has other tensors than that of a model of
+            one layer.
     """
     native = NATIVE_MTP.get(target_config.model_type, NativeModule())
     if native.is_llama_layer:
@@ -268,8 +269,9 @@ def module_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
     has_attention = form.masks[0] is not None and not form.keeps_states
     if not has_attention or (not native.layer and not has_last_layer_of(own, target_config)):
         raise UserError(
-            "head: the target's last decoder layer must have attention and depend on nothing but its settings for "
-            f"head native_mtp, but that of a {target_config.model_type} is another one; train head=mtp"
+            "head: for head native_mtp, the target's last decoder layer must have attention, keep no state, and have "
+            f"the tensors that it has in a model of one layer, but that of a {target_config.model_type} does not; "
+            "train head=mtp"
         )
     return own
 

@@ -209,7 +209,8 @@ class StreamedStates(HiddenStates):
         """Waits until extraction has finished a shard, and returns its record."""
         if shard not in self._records:
             path = shard_path(self.directory, shard)
-            wait_until(lambda: self._is_closed or record_path(path).exists(), path.name)
+            # Every rank reads, and `wait_for` says on the first what training waits for.
+            wait_until(lambda: self._is_closed or record_path(path).exists(), path.name, is_silent=True)
             record = read_record(self.directory, shard)
             if record is None:
                 raise UserError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from jinja2 import Environment
 from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,9 @@ def _shown(value: object) -> str:
         return "{" + ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_shown, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return QuotedString(value, Quote.double).with_quotes()  # Hydra knows no escapes but those of quotes
+    return json.dumps(value)
 
 
 def _names_in(template: str) -> set[str]:

@@ -68,7 +68,7 @@ class Trainer:
         self.parts = parts.to(ranks.device, self.dtype)
         self.loss_settings = LossSettings.of(config)
         self.clock = PhaseClock(ranks.device)
-        # For each step since the last check: its document ids, and the sum of its metrics and gradient norm.
+        # For each step since the last check: its document ids, and this rank's summed metrics and the gradient norm.
         self._unchecked: list[tuple[tuple[int, ...], torch.Tensor]] = []
         head.activation_checkpointing = config.activation_checkpointing
         set_compilation(is_compiled(config.compile, ranks.device))
@@ -105,7 +105,7 @@ class Trainer:
                 self.engine.step()
             sums += torch.stack([losses.losses, losses.kl, losses.top1_accuracy, losses.overlap, *losses.parts])
         # 3. Keep what `check_finite` checks later: reading a value here would wait for the device.
-        self._unchecked.append((_document_ids(batches), sums.sum() + self.clipper.norm))
+        self._unchecked.append((_document_ids(batches), torch.stack([sums.sum(), self.clipper.norm])))
         # 4. Sum the metrics over ranks.
         total_losses, kl, top1_accuracy, overlap, *parts = self.ranks.sum(sums)
         return StepMetrics(total_losses, kl, top1_accuracy, overlap, torch.stack(parts), num_drafts)
@@ -132,7 +132,12 @@ class Trainer:
             return
         is_finite = torch.stack([value for _, value in unchecked]).isfinite().tolist()
         first_step = step - len(unchecked) + 1
-        bad = [(first_step + i, self.ranks.rank, ids) for i, (ids, _) in enumerate(unchecked) if not is_finite[i]]
+        # The norm is that of all ranks, so a rank whose own losses are not finite comes before one whose losses are.
+        bad = [
+            (first_step + i, has_finite_losses, self.ranks.rank, ids)
+            for i, ((ids, _), (has_finite_losses, has_finite_norm)) in enumerate(zip(unchecked, is_finite, strict=True))
+            if not (has_finite_losses and has_finite_norm)
+        ]
         self._refuse(bad, "the loss and its gradient")
 
     @torch.no_grad()
@@ -145,15 +150,14 @@ class Trainer:
         self.check_finite(step)
         ones = torch.ones(len(batches[0].num_drafts), device=self.ranks.device)
         is_finite = bool(torch.stack([self._losses(batch, ones).loss for batch in batches]).isfinite().all())
-        self._refuse(
-            [] if is_finite else [(step, self.ranks.rank, _document_ids(batches))], "the loss of the new weights"
-        )
+        bad = [] if is_finite else [(step, False, self.ranks.rank, _document_ids(batches))]
+        self._refuse(bad, "the loss of the new weights")
 
-    def _refuse(self, bad: list[tuple[int, int, tuple[int, ...]]], what: str) -> None:
-        """Raise on all ranks if any rank has bad steps, each given as (step, rank, document ids)."""
+    def _refuse(self, bad: list[tuple[int, bool, int, tuple[int, ...]]], what: str) -> None:
+        """Raise on all ranks if any rank has bad steps, each given as (step, has finite losses, rank, document ids)."""
         bad_of_all = sorted(chain.from_iterable(self.ranks.gather(bad)))
         if bad_of_all:
-            step, rank, document_ids = bad_of_all[0]
+            step, _, rank, document_ids = bad_of_all[0]
             raise UserError(
                 f"train: {what} must be finite, but a value at step {step} is not, with documents "
                 f"{list(document_ids)} on rank {rank}; lower train.lr (if the run has checkpoints, first delete the "

@@ -2,7 +2,9 @@
 
 import json
 import re
+import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.checks import numerics
+from eval.checks import numerics, pipeline
 from eval.checks.findings import Finding, Outcome, Row, at_most, run_check, skipped
 from eval.checks.pipeline import Stages
 from eval.gpu_check import COMMON, SIZES, checks_of, forwarded, report, run_all
@@ -85,6 +87,14 @@ def test_a_stage_that_fails_names_the_log_of_its_own_run(tmp_path: Path) -> None
         with pytest.raises(UserError, match=match):
             stages.run("train", run_dir=tmp_path / name)
     assert f"{tmp_path}/run'" in (tmp_path / "run_train.log").read_text()
+
+
+def test_what_a_stage_that_hangs_has_printed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "LIMIT_S", 2)
+    hangs = [sys.executable, "-c", "import time; print('loaded', flush=True); time.sleep(60)"]
+    monkeypatch.setattr(pipeline, "stage_command", lambda *_: hangs)
+    result = pipeline.run_in_subprocess("train", [], 1)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGKILL, "loaded\n", "killed after 2 s\n")
 
 
 def without_own_keys(

@@ -183,8 +183,8 @@ def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(
 def test_a_last_layer_that_is_no_module_is_refused(family: str) -> None:
     model_type, settings = EXACT[family]
     message = (
-        "^head: the target's last decoder layer must have attention and depend on nothing but its settings for head "
-        f"native_mtp, but that of a {model_type} is another one; train head=mtp"
+        "^head: for head native_mtp, the target's last decoder layer must have attention, keep no state, and have the "
+        f"tensors that it has in a model of one layer, but that of a {model_type} does not; train head=mtp$"
     )
     with pytest.raises(ValueError, match=message):
         build_head(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))

@@ -62,6 +62,7 @@ def test_attributes_filters_and_words_of_jinja_are_no_variables(name: str) -> No
     [
         {"enable_thinking": False},
         {"effort": "high", "depth": 2, "tags": ["a b"]},
+        {"line": "a\nb\t", "path": "C:\\x", "quoted": 'a\\"b'},
         {"effort": "1", "mark": 'it\'s "so", {x}', "empty": "", "none": None, "deep": {"share": 0.5}},
     ],
 )

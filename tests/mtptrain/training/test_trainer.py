@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 import pytest
 import torch
@@ -12,11 +15,14 @@ from mtptrain.hidden_states.store import HiddenStore, StoredDocument
 from mtptrain.target.loading import load_target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.deepspeed_engine import check_deepspeed, total_norm
-from mtptrain.training.trainer import is_compiled, warmup_cosine
+from mtptrain.training.trainer import Trainer, is_compiled, warmup_cosine
+from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program
 
 Run = tuple[Path, tuple[str, ...]]
 DEPTHS = 3
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -72,6 +78,28 @@ def test_the_first_steps_loss_is_that_of_serving(fresh_run: Run) -> None:
     chosen = [document for document in documents if document.document_id in ids]
     # The store holds bf16 states, whose rounding changes the mean by a few parts in a thousand.
     assert record["kl_at"] == pytest.approx(served_kl(fresh_run, chosen), rel=5e-3)
+
+
+@dataclass(frozen=True)
+class SecondOfTwo(Ranks):
+    """A rank beside another whose bad steps are `others`."""
+
+    others: tuple[tuple[int, bool, int, tuple[int, ...]], ...] = ()
+
+    def gather(self, value: T) -> list[T]:
+        return [cast(T, list(self.others)), value]
+
+
+@pytest.mark.parametrize("own_loss", [1.0, math.nan])
+def test_a_loss_that_is_not_finite_is_that_of_the_rank_that_read_it(own_loss: float) -> None:
+    """The gradient norm is that of all ranks, and so is not finite on any of them."""
+    trainer = object.__new__(Trainer)
+    is_others = math.isfinite(own_loss)
+    trainer.ranks = SecondOfTwo(1, 2, 1, ((1, not is_others, 0, (7, 8)),))
+    trainer._unchecked = [((4, 5), torch.tensor([own_loss, math.nan]))]
+    named = "[7, 8] on rank 0" if is_others else "[4, 5] on rank 1"
+    with pytest.raises(UserError, match=rf"^train: the loss .* at step 1 is not, with documents {re.escape(named)};"):
+        trainer.check_finite(1)
 
 
 def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
