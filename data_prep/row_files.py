@@ -12,7 +12,8 @@ from datasets.utils.logging import CRITICAL, set_verbosity
 
 from mtptrain.data.rows import ConversationRefused, Row, kind
 from mtptrain.data.tool_calls import without_filled_nulls
-from mtptrain.utils.errors import UserError
+from mtptrain.target.hub import HUB_ERRORS
+from mtptrain.utils.errors import UserError, reason_of
 from mtptrain.utils.files import parse_json
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -178,11 +179,10 @@ def _read_parquet(path: str) -> Rows:
 def _read_hub(name: str, split: str) -> Rows:
     try:
         rows = load_dataset(name, split=split)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: a data set that is a script
-        reason = (str(error).splitlines() or [repr(error)])[0]
+    except (*HUB_ERRORS, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: a data set that is a script
         raise SourceMissing(
             f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
-            f"cannot be loaded from the hub: {reason}; correct prompts.paths and prompts.split, or download it as "
-            "parquet"
+            f"cannot be loaded from the hub: {reason_of(error)}; correct prompts.paths and prompts.split, log in with "
+            "`hf auth login` if the data set is gated or private, or download it as parquet"
         ) from error
     return Rows(name, rows, range(1, len(rows) + 1))

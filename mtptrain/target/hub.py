@@ -7,15 +7,15 @@ from typing import Any
 
 import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mtptrain.target.gguf import dequantised_dir, is_gguf
-from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.errors import UserError, error_summary, reason_of
 from mtptrain.utils.files import read_json, tensor_shapes
 
-HUB_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
-"""Errors of the hub or of the connection to it."""
+HUB_ERRORS = (HTTPError, HFValidationError, OSError)
+"""Errors of the hub, of the connection to it, or of writing a download. A proxy's answers are no OSErrors."""
 
 DOWNLOAD_AGAIN = "download it again, or choose another target"
 
@@ -48,7 +48,10 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
     try:
         return Path(
             snapshot_download(
-                path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+                path,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+                ignore_patterns=["original/*", "consolidated*"],  # the same weights again, in another layout
             )
         )
     except HUB_ERRORS as error:
@@ -76,12 +79,12 @@ def config_dir(path: str, revision: str | None = None, setting: str = "target.pa
         raise unknown_target(path, error, "download its config.json first", setting) from error
 
 
-def unknown_target(path: str, answer: Exception, advice: str, setting: str) -> UserError:
-    """Returns the error for a `path` that is neither a directory nor a file and for which the hub raised `answer`."""
-    reason = (str(answer).splitlines() or [type(answer).__name__])[0]
+def unknown_target(path: str, error: Exception, advice: str, setting: str) -> UserError:
+    """Returns the error for a `path` that is neither a directory nor a file and whose download raised `error`."""
     return UserError(
         f"{setting}: must be a local directory, a GGUF file, a hub name or `{DEMO}`, but {path!r} is neither a "
-        f"directory nor a file and the hub answered: {reason}; correct the path or {advice}"
+        f"directory nor a file, and it could not be downloaded: {reason_of(error)}; correct the path, log in with "
+        f"`hf auth login` if the model is gated or private, or {advice}"
     )
 
 
@@ -124,21 +127,22 @@ def refuse_own_tokenizer(target_dir: Path) -> None:
 def weight_files(target_dir: Path) -> list[Path]:
     """Returns the safetensors files of a checkpoint, single or sharded.
 
+    Without an index, `model.safetensors` is the whole checkpoint, whatever is beside it.
+
     Raises:
         UserError: there are none, or one that the index names is missing, or the index of a sharded checkpoint is
             damaged, names files outside its directory, or is next to an unsharded checkpoint.
     """
-    index = target_dir / "model.safetensors.index.json"
+    index, single = target_dir / "model.safetensors.index.json", target_dir / "model.safetensors"
     if index.is_file():
         files = [target_dir / name for name in indexed_files(index)]
-        single = target_dir / "model.safetensors"
         if single.is_file() and single not in files:
             raise UserError(
                 f"{target_dir}: must have either {single.name} or {index.name}, but has both, and transformers "
                 "would read only the first; remove the one that does not belong to the checkpoint"
             )
     else:
-        files = sorted(target_dir.glob("*.safetensors"))
+        files = [single] if single.is_file() else sorted(target_dir.glob("*.safetensors"))
     missing = [path for path in files if not path.is_file()]
     if missing or not files:
         raise UserError(
@@ -149,15 +153,19 @@ def weight_files(target_dir: Path) -> list[Path]:
     return files
 
 
-def indexed_files(index: Path) -> list[str]:
+def indexed_files(index: Path, advice: str = DOWNLOAD_AGAIN) -> list[str]:
     """Returns the names of the files in an index of tensors, each once.
+
+    Args:
+        index: the file.
+        advice: what to do if the index is damaged, for error messages.
 
     Raises:
         UserError: the index names no files, or some outside its directory.
     """
-    weight_map: Any = read_json(index, DOWNLOAD_AGAIN).get("weight_map")
+    weight_map: Any = read_json(index, advice).get("weight_map")
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(x, str) for x in weight_map.values())):
-        raise UserError(f"{index}: must name the file of each tensor in weight_map, but does not; {DOWNLOAD_AGAIN}")
+        raise UserError(f"{index}: must name the file of each tensor in weight_map, but does not; {advice}")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:

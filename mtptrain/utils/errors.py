@@ -79,8 +79,9 @@ def refusal(error: Exception, run_dir: str | None) -> str | None:
         return message if is_list(message) else one_line(message)
     if not isinstance(error, OSError):
         return None
-    if error.strerror and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
+    if error.strerror and names:
+        return f"{' -> '.join(names)}: {error.strerror}"
     return f"{error.strerror}, with run_dir={run_dir}" if error.strerror and run_dir else one_line(message)
 
 
@@ -92,6 +93,11 @@ def is_list(message: str) -> bool:
 def error_summary(error: Exception) -> str:
     """Returns the class and the beginning of the message of a library's error, on one line, to quote in our own."""
     return shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the beginning of the message of a library's error on one line, or its class if it has no message."""
+    return shorten(str(error), 400, placeholder=" ...") or type(error).__name__
 
 
 def one_line(message: str) -> str:

@@ -6,6 +6,7 @@ import huggingface_hub.constants
 import pytest
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
+from huggingface_hub.errors import HTTPError
 
 from data_prep import row_files
 from data_prep.conversations import conversation_name, read_conversations
@@ -184,14 +185,22 @@ def test_a_hub_name_that_cannot_be_loaded_is_named_with_the_hubs_answer(monkeypa
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Dataset scripts are no longer supported"), DatasetGenerationError("rows differ")]
+    ("error", "reason"),
+    [
+        (RuntimeError("Dataset scripts are no longer supported"), "Dataset scripts are no longer supported"),
+        (DatasetGenerationError("rows differ"), "rows differ"),
+        (OSError("401 Client Error.\n\nCannot access the set."), r"401 Client Error\. Cannot access the set\."),
+        (HTTPError("403 Forbidden"), "403 Forbidden"),
+        (TimeoutError(), "TimeoutError"),
+    ],
 )
 def test_a_data_set_that_cannot_be_made_is_named_with_the_reason(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_dataset(path: str, split: str) -> Dataset:
         raise error
 
     monkeypatch.setattr(row_files, "load_dataset", load_dataset)
-    with pytest.raises(UserError, match=f"cannot be loaded from the hub: {error}; correct .* download it as parquet"):
+    message = f"cannot be loaded from the hub: {reason}; correct .*, log in with .*, or download it as parquet"
+    with pytest.raises(UserError, match=message):
         read_conversations(["some/set"])

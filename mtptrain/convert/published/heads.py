@@ -59,7 +59,7 @@ from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
 from mtptrain.serving.exports import SERVING
 from mtptrain.target.hub import HUB_ERRORS, indexed_files
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import UserError, reason_of
 from mtptrain.utils.files import SEAL, read_json, read_sealed, tensor_shapes
 
 DEEPSEEK_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
@@ -244,10 +244,10 @@ def resolve_init(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", MASK_EMBEDDING]))
     except HUB_ERRORS as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"head.init_from: must be a local directory or a hub name, but {path!r} is not a directory and cannot be "
-            f"downloaded: {reason}; correct the path or download the head first"
+            f"downloaded: {reason_of(error)}; correct the path, log in with `hf auth login` if the head is gated or "
+            "private, or download the head first"
         ) from error
 
 
@@ -259,7 +259,7 @@ def tensor_files(directory: Path) -> list[Path]:
     """
     files, index = sorted(directory.glob("*.safetensors")), directory / INDEX
     if index.is_file():
-        named = indexed_files(index)
+        named = indexed_files(index, "download the head again")
         if absent := [name for name in named if directory / name not in files]:
             raise UserError(f"{index}: must name files beside it, but {absent[0]} is missing; download the head again")
         return [directory / name for name in named]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
-from mtptrain.target.hub import load_tokenizer, weights_fingerprint
+from mtptrain.target.hub import load_tokenizer, weight_files, weights_fingerprint
 from mtptrain.target.loading import load_target
 from mtptrain.utils.files import save_tensors
 
@@ -157,6 +157,16 @@ def test_an_index_beside_other_weights_is_refused(target: Path) -> None:
     (target / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
     with pytest.raises(ValueError, match=rf"target: must have either model\.safetensors or {INDEX}, but has both"):
         weights_fingerprint(target)
+
+
+def test_only_the_files_of_the_checkpoint_are_its_weights(target: Path) -> None:
+    """`consolidated.safetensors` repeats the weights of a checkpoint in another layout, and transformers ignores it."""
+    single, shard = target / "model.safetensors", target / "model-00001-of-00001.safetensors"
+    shutil.copy(single, target / "consolidated.safetensors")
+    assert weight_files(target) == [single]
+    (target / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(single), shard.name)}))
+    single.rename(shard)
+    assert weight_files(target) == [shard]
 
 
 @pytest.mark.parametrize(

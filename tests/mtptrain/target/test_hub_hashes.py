@@ -1,5 +1,6 @@
 """Tests that weights damaged by a download are found by the hub's hashes."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_a_file_without_a_known_hash_is_pointed_out(tmp_path: Path, tiny_target:
     target = shutil.copytree(tiny_target, tmp_path / "target")
     in_own_directory(target)
     shutil.copy(target / NAME, target / "other.safetensors")
+    weight_map = {"a": NAME, "b": "other.safetensors"}
+    (target / f"{NAME}.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.warns(UserWarning, match=r"^target\.verify: all 2 weight files .*, but 1 have none, such as other"):
         verify_weights(target)
 

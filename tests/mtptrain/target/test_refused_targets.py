@@ -1,12 +1,15 @@
 """Tests that targets that cannot be read, trained on or placed are refused with the reason."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -15,7 +18,7 @@ from transformers import (
 
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
-from mtptrain.target.hub import resolve_target
+from mtptrain.target.hub import config_dir, resolve_target
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
@@ -116,6 +119,58 @@ def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pyte
         match=r"target\.path: must be a local directory, a GGUF file, a hub name or `demo`, but 'no/such' is neither",
     ):
         resolve_target("no/such")
+
+
+HUBS_ANSWER = """\
+401 Client Error. (Request ID: Root=1-6a0b-2f;1a2b-3c4d)
+
+Repository Not Found for url: https://huggingface.co/api/models/no/such/revision/main.
+Please make sure you specified the correct `repo_id` and `repo_type`.
+If you are trying to access a private or gated repo, make sure you are authenticated."""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            OSError(HUBS_ANSWER),
+            r"401 Client Error\. .* Repository Not Found for url: \S+ .*, make sure you are auth\S+",
+        ),
+        (HTTPError("403 Forbidden"), "403 Forbidden"),
+        (HTTPError(""), "HTTPError"),
+        (OSError(28, "No space left on device"), r"\[Errno 28\] No space left on device"),
+    ],
+    ids=["refused by the hub", "refused by a proxy", "without a message", "a full disk"],
+)
+@pytest.mark.parametrize("find", [resolve_target, config_dir])
+def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
+    monkeypatch: pytest.MonkeyPatch, find: Callable[[str], Path], error: Exception, reason: str
+) -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise error
+
+    for name in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(f"mtptrain.target.hub.{name}", fail)
+    message = rf"'no/such' is neither .* and it could not be downloaded: {reason}; correct the path, log in with `hf au"
+    with pytest.raises(UserError, match=message):
+        find("no/such")
+
+
+def test_a_download_leaves_out_copies_of_the_weights_in_another_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filters the names as `snapshot_download` does."""
+    wanted = ["config.json", "chat_template.jinja", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    others = ["consolidated.safetensors", "consolidated.safetensors.index.json", "original/model.safetensors", "a.bin"]
+    downloaded: list[str] = []
+
+    def download(path: str, revision: str | None, **patterns: list[str]) -> str:
+        downloaded.extend(filter_repo_objects([*wanted, *others], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("mtptrain.target.hub.snapshot_download", download)
+    assert resolve_target("some/model") == tmp_path
+    assert downloaded == wanted
 
 
 def test_a_target_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:

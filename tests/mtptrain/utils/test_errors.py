@@ -27,6 +27,10 @@ def raised(act: Callable[[], object]) -> Exception:
         (UserError("vLLM: must run; its last lines:\nx\ny"), "vLLM: must run; its last lines:\nx\ny"),
         (StageMissing("head.json: must exist"), "head.json: must exist"),
         (OSError(28, "the disk must have room", "/store"), "/store: the disk must have room"),
+        (
+            OSError(28, "the disk must have room", "/target/a", None, "/run/a"),
+            "/target/a -> /run/a: the disk must have room",
+        ),
         (ValueError("no"), None),
         (RuntimeError("no"), None),
         (AssertionError("no"), None),

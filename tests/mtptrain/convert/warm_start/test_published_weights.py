@@ -63,7 +63,8 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path, tiny_target: Path, 
 def test_an_index_that_names_no_files_is_refused(tmp_path: Path, tiny_target: Path, weight_map: object) -> None:
     write_eagle3(tmp_path / "head", tiny_target)
     (tmp_path / "head/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ValueError, match=r"index\.json: must name the file of each tensor in weight_map, but does not"):
+    message = r"index\.json: must name the file of each tensor in weight_map, but does not; download the head again"
+    with pytest.raises(ValueError, match=message):
         load_init(str(tmp_path / "head"), EAGLE3, TargetFiles(tiny_target))
 
 

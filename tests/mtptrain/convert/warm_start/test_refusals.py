@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 
 from mtptrain.convert.base import Tensors
@@ -231,12 +232,20 @@ def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(
     ):
         load_init("/no/head", MTP, TargetFiles(tiny_target))
 
-    def without_a_message(*args: object, **kwargs: object) -> str:
-        raise TimeoutError
+    def fail(*args: object, **kwargs: object) -> str:
+        raise errors[-1]
 
-    monkeypatch.setattr("mtptrain.convert.published.heads.snapshot_download", without_a_message)
-    with pytest.raises(UserError, match=r"'no/head' is not .* cannot be downloaded: TimeoutError; correct the path"):
-        load_init("no/head", MTP, TargetFiles(tiny_target))
+    monkeypatch.setattr("mtptrain.convert.published.heads.snapshot_download", fail)
+    errors: list[Exception] = []
+    gated = OSError("401 Client Error.\n\nCannot access gated repo for url https://hub/no/head.")
+    for error, reason in (
+        (TimeoutError(), "TimeoutError; correct the path"),
+        (gated, r"401 .* gated repo for url https://hub/no/head\.; correct the path, log in with `hf auth login` if"),
+        (HTTPError("403 Forbidden"), "403 Forbidden; correct the path"),
+    ):
+        errors.append(error)
+        with pytest.raises(UserError, match=f"'no/head' is not .* cannot be downloaded: {reason}"):
+            load_init("no/head", MTP, TargetFiles(tiny_target))
 
 
 def test_a_block_drafter_of_another_block_size_or_without_its_settings_is_refused(tmp_path: Path) -> None:
