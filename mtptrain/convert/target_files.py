@@ -52,7 +52,7 @@ def add_target_files(
     """
     names = []
     for path in weight_files(target_dir):
-        # Engines would load a file of this name instead of the index.
+        # Engines would load model.safetensors instead of the index, and the head's file must not be overwritten.
         name = {"model.safetensors": "target.safetensors", head_file: f"target-{head_file}"}.get(path.name, path.name)
         is_left_out = [is_replaced(tensor) for tensor in tensor_shapes(path)]
         if all(is_left_out):

@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from mtptrain.convert.base import LAYER_PARTS, Format
 from mtptrain.convert.target_files import add_target_files
 from mtptrain.heads.config import HeadConfig
+from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 """Model classes of the families whose decoder layer equals the head's. transformers builds the head from that layer."""
@@ -49,7 +51,17 @@ prompt = tokenizer("def main", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, max_new_tokens=64)[0]))"""
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's weights (as hard links, if possible), its tokenizer, and the index of all tensors."""
+        """Add the target's weights (as hard links, if possible), its tokenizer, and the index of all tensors.
+
+        Raises:
+            UserError: the target is the language model of an image+text checkpoint.
+        """
+        if TargetFiles(target_dir).has_image_encoder:
+            raise UserError(
+                "target.path: must be the checkpoint of a language model alone to export head mtp for transformers, "
+                f"but {target_dir} is an image+text checkpoint, in whose tensor names {self.architecture} would not "
+                "find its own; set export.engine=vllm"
+            )
         add_target_files(directory, target_dir, self.weights_name)
 
     def notes(self) -> list[str]:

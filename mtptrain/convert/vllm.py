@@ -34,8 +34,8 @@ EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAY
 SAME_NAMES: dict[str, str] = {}  # the engine reads our tensor names
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 V2_RUNNER = (
-    "vLLM 0.32 serves {name} with its V2 runner alone, which needs a GPU. mtptrain compared its counters with "
-    "llama.cpp's."
+    "vLLM 0.32 serves {name} with its V2 runner alone, which needs a GPU. mtptrain's counters for such heads have been "
+    "compared with llama.cpp's and with those of vLLM's classes in its V1 runner, not with those of the V2 runner."
 )
 """The note on heads that vLLM does not serve on a CPU."""
 
@@ -201,7 +201,7 @@ class VllmMedusa(VllmFormat):
     def add_target(self, directory: Path, target_dir: Path) -> None:
         """Add the target's lm_head in a separate file."""
         lm_head = load_frozen_parts(target_dir).lm_head
-        save_tensors(directory / self.lm_head_name, {"lm_head.weight": lm_head.contiguous()})
+        save_tensors(directory / self.lm_head_name, {"lm_head.weight": lm_head})
 
     def notes(self) -> list[str]:
         return [
@@ -269,7 +269,7 @@ class VllmDspark(VllmDflash):
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = super().config_json(dtype)
         return config | {
-            # K in both layouts, where `dflash` has one more.
+            # K with and without `sample_from_anchor`; `dflash` has K + 1.
             "block_size": self.head.ttt_steps,
             "sample_from_anchor": self.head.sample_from_anchor,
             "markov_rank": self.head.markov_rank,
@@ -280,7 +280,7 @@ class VllmDspark(VllmDflash):
         }
 
     def notes(self) -> list[str]:
-        return [*super().notes(), V2_RUNNER.format(name="DSpark")]
+        return [*VllmFormat.notes(self), V2_RUNNER.format(name="DSpark")]
 
 
 class VllmDflash2(VllmDflash):
@@ -295,7 +295,7 @@ class VllmDflash2(VllmDflash):
         return config | {"dflash_config": config["dflash_config"] | more}
 
     def notes(self) -> list[str]:
-        return [*super().notes(), V2_RUNNER.format(name="DFlash 2")]
+        return [*VllmFormat.notes(self), V2_RUNNER.format(name="DFlash 2")]
 
 
 TOKENIZER_PATTERNS = ("*token*.json", "vocab.json", "merges.txt", "*.model", "*.jinja", "generation_config.json")
@@ -326,6 +326,7 @@ class VllmDraftModel(VllmFormat):
     def notes(self) -> list[str]:
         ours, theirs = self.model_config.max_position_embeddings, self.target.max_position_embeddings
         notes = [
+            *(super().notes() if sliding_window(self.model_config) is None else []),
             "vLLM runs the draft model with the target's tensor parallel size, and stores the draft model's keys and "
             "values in addition to the target's.",
         ]

@@ -19,9 +19,12 @@ from mtptrain.decoding.speculate import speculate
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
+from mtptrain.target.families import read_target_config
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
+from tests.families import SIZES, write_image_model
 from tests.mtptrain.convert.conftest import head_config, random_head, shapes, target_config
 from tests.mtptrain.convert.test_vllm import LAYER
 
@@ -130,6 +133,21 @@ def test_the_shards_of_a_target_keep_their_names_and_are_not_copied(tmp_path: Pa
     index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())["weight_map"]
     written = {name: path.name for path in (tmp_path / "export").glob("*.safetensors") for name in load_file(path)}
     assert index == written
+
+
+def test_the_language_model_of_an_image_and_text_checkpoint_is_refused(tmp_path: Path) -> None:
+    """transformers would find no tensor of the target under the language model's names, and fill all at random."""
+    text = {**SIZES, "model_type": "llama", "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings = {"text_config": text, "vision_config": vision, "image_token_index": 10}
+    write_image_model(tmp_path / "target", "llava", settings)
+    form = format_for("transformers", head_config("mtp"), read_target_config(tmp_path / "target"))
+    message = (
+        r"target\.path: must be the checkpoint of a language model alone to export head mtp for transformers, but "
+        r"\S+/target is an image\+text checkpoint, .* LlamaForCausalLM .*; set export\.engine=vllm"
+    )
+    with pytest.raises(UserError, match=message):
+        form.add_target(tmp_path, tmp_path / "target")
 
 
 def test_where_links_are_impossible_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

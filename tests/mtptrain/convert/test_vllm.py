@@ -223,6 +223,13 @@ def test_dflash2_has_the_keys_and_tensors_of_published_heads(target: LlamaConfig
     assert settings | {"block_size": 8, "mask_token_id": 5, "target_layer_ids": [0, 1, 2]} == config["dflash_config"]
 
 
+@pytest.mark.parametrize("name", ["dspark", "dflash2"])
+def test_a_head_of_the_v2_runner_has_no_note_on_cpus_which_never_serve_it(target: LlamaConfig, name: str) -> None:
+    mixed = {"num_layers": 2, "sliding_window": 9}  # one layer slides, the other does not
+    (note,) = format_for("vllm", head_config(name, mask_token_id=5, **mixed), target).notes()
+    assert "with its V2 runner alone, which needs a GPU" in note and "not with those of the V2 runner" in note
+
+
 def test_layer_ids_are_ours_and_left_out_where_they_are_the_engines_default() -> None:
     target = target_config(num_hidden_layers=12)
     config = format_for("vllm", head_config("eagle3", capture_layers=[0, 5, 12]), target).config_json("bfloat16")
@@ -241,10 +248,14 @@ def test_the_launch_command_names_the_method_whatever_the_path(target: LlamaConf
         assert json.loads(words[4]) == {"method": method, "model": "/DIR", "num_speculative_tokens": 5}
 
 
-def test_a_window_of_every_layer_that_vllm_gives_the_head_too_is_noted(target: LlamaConfig) -> None:
+def test_a_window_of_every_layer_that_vllm_gives_the_head_too_is_noted(target: LlamaConfig, tmp_path: Path) -> None:
     settings = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 512}
     windowed = AutoConfig.for_model("mistral", **settings, sliding_window=128)
-    assert "sliding window of 128 tokens" in format_for("vllm", head_config("mtp"), windowed).notes()[0]
+    for name in ("mtp", "draft_model"):
+        assert "sliding window of 128 tokens" in format_for("vllm", head_config(name), windowed).notes()[0]
+    windowed.save_pretrained(tmp_path)
+    (note,) = format_for("vllm", head_config("draft_model", init_from=str(tmp_path)), windowed).notes()
+    assert "sliding window" not in note, "the draft model has a window of its own, which mtptrain applies too"
     assert format_for("sglang", head_config("eagle3"), windowed).notes() == []
     for other in (target, AutoConfig.for_model("mistral", **settings, sliding_window=512)):
         assert format_for("vllm", head_config("mtp"), other).notes() == []
