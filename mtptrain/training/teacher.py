@@ -38,7 +38,8 @@ def teach_by_logits(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) 
     log_total = largest + total.log() + 0 * smallest
     if draft_token_ids is None:
         return Teacher(logits, log_total, None, tokens, None)
-    return Teacher(*_own_logits(logits, log_total, tokens, draft_token_ids))
+    own, own_tokens, mass = _own_logits(logits, log_total, tokens, draft_token_ids)
+    return Teacher(own, log_total, None, own_tokens, mass)
 
 
 @fused
@@ -56,12 +57,12 @@ def _totals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 @fused
 def _own_logits(
     logits: torch.Tensor, log_total: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, torch.Tensor]:
-    """Returns the fields of a `Teacher` over the head's own vocabulary."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the logits, the most likely tokens and the mass of a `Teacher` over the head's own vocabulary."""
     own = logits[:, draft_token_ids]  # [C, D]
     is_in = draft_token_ids == tokens[:, None]
     own_tokens = torch.where(is_in.any(-1), is_in.int().argmax(-1), -1)
-    return own, log_total, None, own_tokens, (own.float() - log_total[:, None]).exp().sum(-1)
+    return own, own_tokens, (own.float() - log_total[:, None]).exp().sum(-1)
 
 
 def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -> Teacher:
@@ -76,8 +77,9 @@ def teach_by_probs(logits: torch.Tensor, draft_token_ids: torch.Tensor | None) -
 @fused
 def _own_probs(
     probs: torch.Tensor, product: torch.Tensor, tokens: torch.Tensor, draft_token_ids: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Returns the fields of a `Teacher` over the head's own vocabulary, from the results of `_softmax`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the probabilities, negative entropy, most likely tokens and mass of a `Teacher` over the head's own
+    vocabulary, from the results of `_softmax`."""
     is_in = draft_token_ids == tokens[:, None]  # [C, D]
     own = probs[:, draft_token_ids]
     # The last term is NaN if a logit is not finite, as in `teach_by_logits`.
