@@ -11,15 +11,12 @@ both import `step_memory`. There are two kinds of request:
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from step_memory import tensor_bytes  # beside this script, in the first directory of sys.path
 from transformers import LlamaConfig
-
-sys.path.append(str(Path(__file__).parents[2]))
-from eval.bench.step_memory import tensor_bytes
 
 
 class Peer:
@@ -41,7 +38,6 @@ class Peer:
             max_position_embeddings=131072,
             attn_implementation="sdpa",
         )
-        layer._attn_implementation = "sdpa"
         torch.manual_seed(0)
         config = Eagle3SpeculatorConfig(
             transformer_layer_config=layer, draft_vocab_size=vocab_size, eagle_aux_hidden_state_layer_ids=[1, 2, 3]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval.bench.train import shown
-from eval.bench.train_steps import PeerProcess, case_of, plain_losses, random_batch, random_parts
+from eval.bench.train_steps import WORKER, PeerProcess, case_of, plain_losses, random_batch, random_parts
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens
@@ -55,6 +55,21 @@ def test_a_peer_that_ended_between_two_steps_is_reported(tmp_path: Path) -> None
     peer._process.wait()
     with pytest.raises(UserError, match=r"bench\.peer_python: the peer must answer, but exited with 3; run"):
         peer.step()
+
+
+def test_the_peer_needs_nothing_of_mtptrain(tmp_path: Path) -> None:
+    """Starts the worker with a stand-in for speculators, and reads the names of all modules that it imports."""
+    for name in ("losses", "models.eagle3"):
+        module = tmp_path.joinpath("speculators", *name.split(".")).with_suffix(".py")
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text("resolve_loss_config = Eagle3DraftModel = Eagle3SpeculatorConfig = None\n")
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", str(WORKER)],
+        env=dict(os.environ, PYTHONPATH=str(tmp_path)), input="", capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in result.stderr.splitlines()}
+    assert "step_memory" in imported and imported.isdisjoint({"mtptrain", "eval"})
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
