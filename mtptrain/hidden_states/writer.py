@@ -128,8 +128,12 @@ def finished_shards(directory: Path, indices: Iterable[int]) -> set[int]:
     finished = {index for index in wanted if read_record(directory, index) is not None}
     if finished == wanted or not (directory / MANIFEST).exists():
         return finished
-    records = StoreManifest.read(directory).shards  # another part has finished the store in the meantime
-    return finished | {i for i in wanted - finished if has_length(directory / records[i].file, records[i])}
+    # Another part has finished the store in the meantime. A store of other settings, which `begin_store` refuses later,
+    # may have fewer shards.
+    records = dict(enumerate(StoreManifest.read(directory).shards))
+    return finished | {
+        i for i in wanted - finished if i in records and has_length(directory / records[i].file, records[i])
+    }
 
 
 class ShardFile:

@@ -42,8 +42,9 @@ def test_states_of_another_target_other_prompts_layers_or_dtype_are_refused_and_
         extract_hidden_states(Run(prepared(f"target.path={make_target(tmp_path / 'tuned', seed=1)}")), ONE_RANK)
     with pytest.raises(ValueError, match=r"the compute dtype \(hidden_states.dtype\) must be float32, but is bfloat16"):
         extract_hidden_states(Run(prepared("hidden_states.dtype=float32")), ONE_RANK)
-    with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 61, but is 60"):
-        extract_hidden_states(Run(prepared("hidden_states.shard_tokens=61")), ONE_RANK)
+    for shard_tokens in (61, 20):  # as many shards, and more
+        with pytest.raises(ValueError, match=rf"hidden_states.shard_tokens must be {shard_tokens}, but is 60"):
+            extract_hidden_states(Run(prepared(f"hidden_states.shard_tokens={shard_tokens}")), ONE_RANK)
     with monkeypatch.context() as patch:
         patch.setattr(HEADS["mtp"], "resolve_capture_layers", lambda *_: (1,))
         with pytest.raises(ValueError, match=r"the list of captured layers must be \(1,\), but is \(\)"):
