@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from mtptrain.data.refusal import ConversationRefused
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import unique_keys
 
 CALL_KEYS = ("tool_calls", "function_call")
@@ -22,26 +23,35 @@ RESULT_KEYS = ("tool_call_id", "name")
 TOOL_COLUMNS = ("tools", "functions")
 CALL_IN_TEXT = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 RESULT_IN_TEXT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
-HERMES_SYSTEM = re.compile(r"\s*You are a function calling AI model\b.*<tools>\s*(.*?)\s*</tools>.*", re.DOTALL)
-"""The system prompt of Hermes' data, which describes the tools as the chat template does."""
+HERMES_SYSTEM = re.compile(
+    r"\s*You are a function calling AI model\b.*<tools>\s*(.*?)\s*</tools>(?:.*</tool_call>)?\s*(.*)", re.DOTALL
+)
+"""The system prompt of Hermes' data, which describes the tools as the chat template does, and what follows it."""
 
 Message = dict[str, Any]
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """Returns tools as `{"type": "function", "function": {"name": ...}}`, from a list or its JSON text.
+    """Returns tools as `{"type": "function", "function": {"name": ...}}`.
+
+    Args:
+        value: a tool or a list of them. The list, a tool and its parameters may each be JSON text.
 
     Raises:
         ConversationRefused: a tool has no name, or is not an object.
     """
     listed = _parsed(value, "tools")
     tools = []
-    for tool in listed if isinstance(listed, list) else [listed]:
+    for each in listed if isinstance(listed, list) else [listed]:
+        tool = _parsed(each, "a tool")
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not _is_name(function.get("name")):
             raise ConversationRefused("a tool without a name")
-        flat = {key: each for key, each in tool.items() if (key, each) != ("type", "function")}
-        tools.append(dict(tool) if "function" in tool else {"type": "function", "function": flat})
+        nested = tool if "function" in tool else {}
+        function = {key: part for key, part in function.items() if nested or (key, part) != ("type", "function")}
+        if "parameters" in function:
+            function["parameters"] = _parsed(function["parameters"], "the parameters of a tool")
+        tools.append({"type": "function", **nested, "function": function})
     return _as_json(tools)
 
 
@@ -94,9 +104,11 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
 
     Raises:
         ConversationRefused: a call cannot be read, is not closed, or stands before text, or another system prompt
-            describes the tools.
+            describes the tools, or text follows Hermes'.
     """
     preambles = [HERMES_SYSTEM.fullmatch(message["content"]) for message in messages if message["role"] == "system"]
+    if any(preamble[2] for preamble in preambles if preamble):
+        raise ConversationRefused("text after Hermes' system prompt, which would be left out with it")
     tools = tools or [tool for preamble in preambles if preamble for tool in _tools_in_text(preamble[1])]
     if not tools:
         return messages, []
@@ -164,8 +176,12 @@ def _parsed(value: Any, name: str) -> Any:
     """Returns a value, or what its JSON text holds. Hermes' data also have the text of Python's dicts."""
     if not isinstance(value, str):
         return value
-    with suppress(ValueError, RecursionError):
+    try:
         return json.loads(value, object_pairs_hook=unique_keys)
+    except UserError as error:
+        raise ConversationRefused(f"{name} in text whose {error}") from None
+    except (ValueError, RecursionError):
+        pass
     with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return json.loads(json.dumps(ast.literal_eval(value.strip())))
     raise ConversationRefused(f"{name} in text that is not JSON")

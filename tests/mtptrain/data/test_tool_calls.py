@@ -11,6 +11,7 @@ from data_prep.conversations import read_conversations
 from mtptrain.data.rows import ConversationRefused, parse_row
 
 FUNCTION = {"name": "weather", "description": "Returns the weather.", "parameters": {"type": "object"}}
+TEXT_PARAMETERS = {**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}
 TOOL = {"type": "function", "function": FUNCTION}
 ASKED = {"role": "user", "content": "How is Rome?"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "days": 2}}}
@@ -31,8 +32,16 @@ def sharegpt_row(call: str, tools: Any, role: str = "function_call", answer: str
     return {"conversations": [{"from": name, "value": value} for name, value in turns], "tools": tools}
 
 
-def hermes_row(**columns: Any) -> dict[str, Any]:
-    system = f"You are a function calling AI model. Use <tools>\n{json.dumps(TOOL)}\n</tools> and <tool_call> tags."
+HERMES = (
+    "You are a function calling AI model. You are provided with function signatures within <tools> </tools> XML tags. "
+)
+TAGS = "return a json object within <tool_call> tags:\n<tool_call>\n{'name': <function-name>, ...}\n</tool_call>\n"
+TOOLS_BEFORE_CALLS = f"{HERMES}<tools>\n{json.dumps(TOOL)}\n</tools>\nFor each function call {TAGS}"
+TOOLS_AFTER_CALLS = f"{HERMES}For each function call {TAGS}\nHere are the tools:\n<tools> {json.dumps(TOOL)} </tools>"
+"""Prompts of Hermes' data, and of models that were trained on it."""
+
+
+def hermes_row(system: str = TOOLS_BEFORE_CALLS, **columns: Any) -> dict[str, Any]:
     call = f"<tool_call>\n{TEXT_CALL}\n</tool_call>\n"
     turns = [
         *(("system", system), ("human", ASKED["content"]), ("gpt", call)),
@@ -41,7 +50,9 @@ def hermes_row(**columns: Any) -> dict[str, Any]:
     return {"conversations": [{"from": name, "value": value} for name, value in turns], **columns}
 
 
+AFTER_HERMES = "text after Hermes' system prompt, which would be left out with it"
 ARGUMENTS = CALL["function"]["arguments"]  # type: ignore[index]
+TWICE = '{"city": "Rome", "city": "Oslo"}'
 UNCLOSED = "an answer with a tool call that is not closed, or closed twice"
 
 
@@ -59,12 +70,19 @@ UNCLOSED = "an answer with a tool call that is not closed, or closed twice"
         openai_row(tools=json.dumps([FUNCTION]), content=None, tool_calls=[CALL]),
         openai_row(tools=[{"type": "function", **FUNCTION}], content=None, tool_calls=[CALL]),
         openai_row(tools=json.dumps([json.loads(json.dumps(TOOL))]), content=None, tool_calls=[CALL]),
+        openai_row(tools=[{"function": FUNCTION}], content=None, tool_calls=[CALL]),
+        openai_row(tools=[json.dumps(TOOL)], content=None, tool_calls=[CALL]),
+        *(
+            openai_row(tools=[tool], content=None, tool_calls=[CALL])
+            for tool in (TEXT_PARAMETERS, {"type": "function", "function": TEXT_PARAMETERS})
+        ),
         {**openai_row(tools=None, content=None, tool_calls=[CALL]), "functions": [FUNCTION]},
         sharegpt_row(TEXT_CALL, json.dumps([FUNCTION])),
         sharegpt_row(f"[{TEXT_CALL}]", [TOOL], answer="function_response"),
         sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call>", [TOOL], "gpt", "tool"),
         sharegpt_row(f"<tool_call>{CALL['function']}</tool_call>", [TOOL], "gpt"),
         hermes_row(),
+        hermes_row(TOOLS_AFTER_CALLS),
         hermes_row(tools=json.dumps([TOOL])),
         {"messages": PARSED},
     ],
@@ -120,6 +138,10 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
             "the arguments of a tool call in text that is not JSON",
         ),
         (
+            openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": TWICE}}]),
+            "the arguments of a tool call in text whose key 'city' occurs twice in an object",
+        ),
+        (
             openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]),
             "arguments of a tool call that are not an object",
         ),
@@ -137,6 +159,11 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
         ),
         (openai_row(tools=[{"description": "x"}], content="yes"), "a tool without a name"),
         (openai_row(tools="weather", content="yes"), "tools in text that is not JSON"),
+        (openai_row(tools=["weather"], content="yes"), "a tool in text that is not JSON"),
+        (
+            openai_row(tools=[{**FUNCTION, "parameters": "none"}], content="yes"),
+            "the parameters of a tool in text that is not JSON",
+        ),
         ({**openai_row(content="yes"), "functions": [{"name": "f"}]}, "different tools in two places"),
         ({"messages": [ASKED, {**SAID, "tools": [TOOL]}]}, "different tools in two places"),
         (
@@ -149,6 +176,11 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
         (
             {**openai_row(content="yes"), "system": "Choose one of <tools>.</tools>"},
             "a system prompt with <tools>, which the chat template writes itself",
+        ),
+        *(
+            (hermes_row(f"{system}\nAlways answer in French.", **columns), AFTER_HERMES)
+            for system in (TOOLS_BEFORE_CALLS, TOOLS_AFTER_CALLS)
+            for columns in ({}, {"tools": [TOOL]})
         ),
         ({"conversations": hermes_row()["conversations"][:1]}, "no messages"),
     ],
