@@ -1,6 +1,7 @@
 """Reads ranks and devices from torchrun's environment, lets ranks agree on a stop signal, and starts them on a CPU."""
 
 import atexit
+import math
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -30,6 +32,9 @@ EXIT_STOPPED = 75
 CPU_THREADS = 1
 """Number of threads of a rank on a CPU. The last bits of matrix products depend on it, so all ranks have one, and
 programs start as many ranks as the CPU has cores."""
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux shows the limits of a container."""
 
 TIMEOUT_HOURS = 24.0
 """Default of `distributed_timeout_hours`: extraction may finish hours earlier on one rank than on another."""
@@ -149,8 +154,21 @@ def cpu_ranks(num_ranks: int, num_jobs: int, weights_bytes: int) -> int:
     """
     if num_ranks:
         return num_ranks
-    fitting = psutil.virtual_memory().available // (2 * max(1, weights_bytes))
-    return max(1, min(len(os.sched_getaffinity(0)), num_jobs, fitting))
+    cores = min(len(os.sched_getaffinity(0)), _container_limit("cpu.max"))
+    memory_bytes = min(psutil.virtual_memory().available, _container_limit("memory.max"))
+    return max(1, int(min(cores, num_jobs, memory_bytes // (2 * max(1, weights_bytes)))))
+
+
+def _container_limit(name: str) -> float:
+    """Returns the number of CPUs (`cpu.max`) or bytes (`memory.max`) that this container may use; infinite if all.
+
+    A process in a container sees all the CPUs and memory of the host. The files are those of cgroups 2.
+    """
+    try:
+        limit, *period = (CGROUP / name).read_text().split()
+    except OSError:
+        return math.inf
+    return math.inf if limit == "max" else int(limit) / int(period[0] if period else 1)
 
 
 def is_alone_on_cpu() -> bool:

@@ -18,16 +18,44 @@ from mtptrain.utils.errors import UserError
 from tests.programs import FORKED, ranks_environment
 
 
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes this a machine with 4 cores and 5 GB of free memory, and returns the folder of its container's limits."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(distributed.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 10**9))
+    monkeypatch.setattr(distributed, "CGROUP", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("setting", "num_jobs", "weights_bytes", "expected"),
     [(0, 100, 1, 4), (0, 3, 1, 3), (0, 0, 1, 1), (0, 100, 10**9, 2), (0, 100, 10**12, 1), (7, 1, 10**12, 7)],
 )
 def test_a_cpu_gets_a_rank_per_core_as_far_as_work_and_memory_allow_unless_the_config_says_how_many(
-    monkeypatch: pytest.MonkeyPatch, setting: int, num_jobs: int, weights_bytes: int, expected: int
+    setting: int, num_jobs: int, weights_bytes: int, expected: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(distributed.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 10**9))
     assert cpu_ranks(setting, num_jobs, weights_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu", "memory", "expected"),
+    [
+        ("max 100000", "max", 4),
+        ("200000 100000", "max", 2),
+        ("250000 100000", "max", 2),
+        ("50000 100000", "max", 1),
+        ("800000 100000", "8000000000", 4),
+        ("max 100000", "3000000000", 3),
+        ("max 100000", "500000000", 1),
+    ],
+)
+def test_a_container_gets_no_more_ranks_than_its_limits_allow(
+    machine: Path, cpu: str, memory: str, expected: int
+) -> None:
+    (machine / "cpu.max").write_text(cpu + "\n")
+    (machine / "memory.max").write_text(memory + "\n")
+    assert cpu_ranks(0, num_jobs=100, weights_bytes=5 * 10**8) == expected
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
