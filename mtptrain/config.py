@@ -40,7 +40,7 @@ from mtptrain.settings.evaluation import (
     ServingEngine,
     check_acceptance,
     check_export,
-    check_serving_bench,
+    check_serving,
 )
 from mtptrain.settings.hardware import this_machine
 from mtptrain.settings.loss import OWN_PARTS, LossPart, loss_mix
@@ -159,7 +159,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     _check_relations(config)
     check_acceptance(config.acceptance)
     check_export(config.export)
-    check_serving_bench(config.serving_bench, config.serving)
+    check_serving(config.serving_bench, config.serving)
     _check_stream(config)
     _check_depths(config)
     _check_loss(config)

@@ -185,6 +185,10 @@ def wrong_value(bound: Bound) -> str:
             "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`",
         ),
         (
+            ["sample_drafts=true", "temperatures=[1]"],
+            "acceptance.sample_drafts: must be false at acceptance.temperature=0, where a draft is the most likely tok",
+        ),
+        (
             ["baselines=[model]"],
             "acceptance.draft_model: must be set if and only if acceptance.baselines names `model`, but is None",
         ),

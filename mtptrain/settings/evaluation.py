@@ -126,6 +126,11 @@ def check_acceptance(settings: AcceptanceConfig) -> None:
             "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`, but is true: a tree "
             "holds the most likely tokens; drop `tree`, or set acceptance.sample_drafts=false"
         )
+    if settings.sample_drafts and settings.temperature == 0:
+        raise UserError(
+            "acceptance.sample_drafts: must be false at acceptance.temperature=0, where a draft is the most likely "
+            "token, but is true; leave it out, or set acceptance.temperature"
+        )
     if (settings.draft_model is not None) != (Baseline.model in settings.baselines):
         raise UserError(
             "acceptance.draft_model: must be set if and only if acceptance.baselines names `model`, but is "
@@ -179,7 +184,7 @@ class OpenvinoWeights(StrEnum):
 
 @dataclass
 class ServingConfig:
-    """Check of an export: an engine serves the prompts of `acceptance`, and its acceptance is compared with ours."""
+    """The engine of mtptrain serving-check, which compares its acceptance with ours, and of mtptrain serving-bench."""
 
     engine: ServingEngine = ServingEngine.vllm
     python: str | None = None
@@ -237,7 +242,7 @@ class ServingBenchConfig:
     """Directory of report.json; null is `run_dir/serving_bench`."""
 
 
-def check_serving_bench(settings: ServingBenchConfig, serving: ServingConfig) -> None:
+def check_serving(settings: ServingBenchConfig, serving: ServingConfig) -> None:
     """Raises UserError for settings that contradict each other."""
     concurrency, depths, largest = settings.concurrency, settings.num_speculative_tokens, max(settings.concurrency)
     if concurrency != sorted(set(concurrency)):
