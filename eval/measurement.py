@@ -113,9 +113,7 @@ class Measured:
             "without_loops": asdict(self.without_loops),
             "by_prompt_tokens": {name: asdict(summarise(part)) for name, part in buckets.items() if part},
             "by_category": {name: asdict(summarise(part)) for name, part in by_category.items()},
-            "acceptance_length_of_prompts": [
-                1 + sum(each.accepted_at) / each.rounds for each in self.generations if each.rounds
-            ],
+            "acceptance_length_of_prompts": [each.acceptance_length for each in self.generations if each.rounds],
             "quality": None if self.quality is None else asdict(self.quality),
         }
 

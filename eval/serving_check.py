@@ -209,7 +209,6 @@ class Comparison:
     """The engine's counters."""
     our_counts_on_their_answers: EngineCounts | None = None
     """Our counters on the engine's answers, by its rules, if the two sides may round differently."""
-    """Our counters on the engine's answers, by its rules, if the two sides may round differently."""
 
     @property
     def num_plain(self) -> tuple[int, int]:
