@@ -26,6 +26,8 @@ UNKNOWN_PATH = (404, 405, 501)
 """Statuses with which a server says that it has no such page. llama.cpp answers 501 without `--metrics`."""
 NO_PROXY = {"all://127.0.0.1": None, "all://localhost": None}
 """The addresses that a client asks without the proxy of the environment: servers of this machine."""
+START = r"start `[^`]*` or correct the address"
+"""The advice of errors about an address where no such engine answers, as a pattern."""
 Counters = dict[tuple[str, int | None], int]
 """A server's counters, by name and draft position (None for counters without positions)."""
 _SAMPLE = re.compile(r'^(?:vllm|llamacpp):(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')

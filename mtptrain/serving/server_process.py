@@ -1,6 +1,7 @@
 """Starts an engine's server in its own process group, waits until it answers, and ends the whole group."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -12,9 +13,10 @@ from typing import Generic, TypeVar
 
 import httpx
 
-from mtptrain.serving.engine_server import EngineServer
+from mtptrain.serving.engine_server import START, EngineServer
 from mtptrain.utils.distributed import free_port
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.startup import without_own_settings
 
 BENCH_WORKER = Path(__file__).with_name("bench_worker.py")
 SHUTDOWN_TIMEOUT_S = 20.0
@@ -25,12 +27,12 @@ POLL_S = 0.2
 SHOWN_LINES = 30
 """Number of log lines that the error of a failed process shows."""
 Server = TypeVar("Server", bound=EngineServer)
-ENVIRONMENT = {
+DEFAULT_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # On a CPU the engine would pin its threads to cores, which a container may forbid.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Environment variables of every server. Values that the user has set take precedence."""
+"""Environment variables of every server and load generator. Values that the user has set take precedence."""
 
 
 class WorkerProcess:
@@ -42,7 +44,7 @@ class WorkerProcess:
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
-                env=ENVIRONMENT | dict(os.environ) | {"no_proxy": _addresses_without_proxy()},
+                env=DEFAULT_ENVIRONMENT | without_own_settings(os.environ) | {"no_proxy": _addresses_without_proxy()},
                 stdin=subprocess.PIPE,
                 stdout=log if stdout is None else stdout,
                 stderr=log if stdout is not None else subprocess.STDOUT,
@@ -128,7 +130,7 @@ class ManagedServer(Generic[Server]):
 
         Raises:
             UserError: it had ended by itself, so that it could not answer, or the error is about its answers: users
-                know it by its name and its log, not by the address that it has here.
+                know it by its name and its log, not by the address that it has here, and cannot start it.
         """
         process = self._worker.process
         if isinstance(error, UserError):
@@ -142,6 +144,7 @@ class ManagedServer(Generic[Server]):
             raise self._worker.ended(self._name, "must run until all prompts are answered") from error
         message = str(error).removeprefix("serving.url: ").removeprefix(f"{self._url}: ")
         if message != str(error):
+            message = re.sub(START, "read its log", message)
             raise UserError(f"{self._name}, whose log is {self._log_path}: {message}") from error
 
     def _wait(self) -> None:

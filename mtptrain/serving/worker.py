@@ -12,6 +12,7 @@ from typing import Any
 
 from mtptrain.serving.server_process import SHOWN_LINES
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.startup import without_own_settings
 
 
 def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) -> Any:
@@ -37,6 +38,7 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
         command = [str(part) for part in (python, worker, mode, job_path, result_path)]
         with subprocess.Popen(
             command,
+            env=without_own_settings(os.environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

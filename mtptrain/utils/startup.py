@@ -4,8 +4,12 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from traceback import walk_stack
 from types import FrameType
+
+SPIN_COUNT = "1000"
+"""How often a waiting thread of OpenMP looks before it sleeps, in our own programs."""
 
 
 def prepare_process() -> None:
@@ -14,13 +18,18 @@ def prepare_process() -> None:
     # machine it may spin on the very core that is needed by the thread it waits for. docs/performance.md has
     # measurements.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if (
         threading.current_thread() is threading.main_thread()  # others cannot set handlers
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         and not hasattr(sys, "ps1")  # a Python prompt or a notebook goes on after Ctrl-C
     ):
         signal.signal(signal.SIGINT, _stop_importing)
+
+
+def without_own_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment without our spin count: an engine must wait as it does when users start it."""
+    return {name: value for name, value in environment.items() if (name, value) != ("GOMP_SPINCOUNT", SPIN_COUNT)}
 
 
 def imports_are_done() -> None:

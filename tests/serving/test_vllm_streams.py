@@ -27,6 +27,7 @@ from mtptrain.hidden_states.extraction.vllm_streams import (
     visible_devices,
 )
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.startup import SPIN_COUNT
 from tests.conftest import make_target
 from tests.programs import wait_until_ended
 
@@ -303,7 +304,8 @@ def test_every_rank_has_gpus_of_its_own() -> None:
 
 def test_an_engine_has_one_thread_and_no_part_in_the_group_of_ranks() -> None:
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
-    found = engine_environment({"HOME": "/home", "OMP_NUM_THREADS": "7", **ranks}, 1, 1)
+    own = {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": SPIN_COUNT}
+    found = engine_environment({"HOME": "/home", **own, **ranks}, 1, 1)
     assert (
         found == {"HOME": "/home", "CUDA_VISIBLE_DEVICES": "1", **ENVIRONMENT} and ENVIRONMENT["OMP_NUM_THREADS"] == "1"
     )

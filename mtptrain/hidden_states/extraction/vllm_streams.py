@@ -25,6 +25,7 @@ from mtptrain.serving.vllm_client import WORKER, find_python
 from mtptrain.target.families import head_dim, key_heads, read_target_config, sliding_window
 from mtptrain.target.form import find_form
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.startup import without_own_settings
 
 CPU_BATCH_TOKENS = 4096
 """Maximum number of tokens in one forward pass on a CPU. Larger batches do not fit into the CPU's caches."""
@@ -267,7 +268,7 @@ def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_p
     Raises:
         UserError: CUDA_VISIBLE_DEVICES lists too few GPUs.
     """
-    kept = {name: value for name, value in environment.items() if not _is_torchrun_variable(name)}
+    kept = {name: value for name, value in without_own_settings(environment).items() if not _is_torchrun_variable(name)}
     devices = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), local_rank, tensor_parallel_size)
     return {**kept, "CUDA_VISIBLE_DEVICES": devices, **ENVIRONMENT}
 

@@ -13,16 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from mtptrain.serving import engine_server
 from mtptrain.serving.engine_server import EngineServer
 from mtptrain.serving.llama_load import LlamaLoadGenerator
 from mtptrain.serving.llama_server import LlamaProcess, LlamaServer
 from mtptrain.serving.load_generator import Load, LoadGenerator
 from mtptrain.serving.openvino_client import WORKER as OPENVINO_WORKER
-from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer
+from mtptrain.serving.server_process import BENCH_WORKER, ManagedServer, WorkerProcess
 from mtptrain.serving.vllm_client import WORKER as VLLM_WORKER
 from mtptrain.serving.vllm_client import GenerateJob
 from mtptrain.serving.vllm_server import VllmServer
+from mtptrain.serving.worker import run_worker
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.startup import SPIN_COUNT
 from tests.programs import is_running, wait_until_ended
 
 PYTHON = Path(sys.executable)
@@ -44,14 +47,28 @@ def test_a_load_generator_that_ends_names_its_log_and_its_last_lines(tmp_path: P
     assert str(log) in str(refused.value) and "No module named 'vllm'" in str(refused.value)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(SPIN_COUNT, None), ("77", "77")])
+def test_an_engine_waits_as_it_does_elsewhere_unless_the_user_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str | None
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", ours)
+    code = "import json, os, sys; json.dump(os.environ.get('GOMP_SPINCOUNT'), open(sys.argv[-1], 'w'))"
+    WorkerProcess([PYTHON, "-c", code, tmp_path / "server"], tmp_path / "log").process.wait()
+    assert json.loads((tmp_path / "server").read_text()) == theirs
+    (tmp_path / "worker.py").write_text(code)
+    assert run_worker(PYTHON, tmp_path / "worker.py", "decode", {}, "engine") == theirs
+
+
 SERVER = """
-import http.server, json, os, sys, urllib.request
+import http.server, json, os, sys, time, urllib.request
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path in ("/props", "/metrics"):
             print("out of memory", flush=True)
             os._exit(3)
+        if self.path == "/hang":
+            time.sleep(60)
         self.send_response(200 if self.path == "/health" else 500)
         self.end_headers()
         self.wfile.write(str(urllib.request.proxy_bypass("127.0.0.1")).encode())
@@ -83,7 +100,9 @@ def test_a_server_that_ends_while_it_is_asked_names_its_log_and_no_address(
     assert str(tmp_path / "log") in str(ended.value) and "out of memory" in str(ended.value)
 
 
-def test_a_server_that_runs_on_is_named_with_its_log_and_other_errors_stay_as_they_are(tmp_path: Path) -> None:
+def test_a_server_that_runs_on_is_named_with_its_log_and_other_errors_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def server() -> ManagedServer[NamedServer]:
         command = ["run", sys.executable, "-c", SERVER]
         return ManagedServer(PYTHON, command, tmp_path / "log", 60, NamedServer, "llama-server")
@@ -91,6 +110,12 @@ def test_a_server_that_runs_on_is_named_with_its_log_and_other_errors_stay_as_th
     message = r"^llama-server, whose log is \S+/log: must answer every request, but http\S+/slots answers 500: "
     with pytest.raises(UserError, match=message), server() as running:
         running.read("/slots", bytes)
+    log_is_read = r"^llama-server, whose log is \S+/log: must be a llama-server server, but .*; read its log$"
+    with pytest.raises(UserError, match=log_is_read), server() as running:
+        running.read("/health", int)
+    monkeypatch.setattr(engine_server, "REQUEST_TIMEOUT_S", 0.5)
+    with pytest.raises(UserError, match=log_is_read.replace("a llama", "a running llama")), server() as running:
+        running.read("/hang", bytes)
     message = r"^llama-server, whose log is \S+/log: the server must serve no other requests"
     with pytest.raises(UserError, match=message), server() as running:
         raise UserError(f"{running.shown_url}: the server must serve no other requests")
