@@ -139,7 +139,7 @@ class PromptsReport:
 
 
 def has_drafts(mask: NDArray[np.uint8]) -> bool:
-    """Returns whether a draft can be trained: on two generated tokens in a row, the first of them after another token.
+    """Returns whether the document has a draft position: a token after which two generated tokens follow.
 
     Args:
         mask: the loss mask [S] of a document.

@@ -1,4 +1,7 @@
-"""Finds the engine that `mtptrain serving-check` asks, after quick checks of everything that it needs."""
+"""Finds the engine that `mtptrain serving-check` asks, after quick checks of everything that it needs.
+
+`mtptrain serving-bench` shares the checks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -181,13 +184,16 @@ def is_same_model(root: str, target: TargetFiles) -> bool:
 def check_served_file(server: LlamaServer, gguf: Path | None) -> None:
     """Refuse a running server of another file than the target's. A file on another machine must have its name.
 
+    Without a setting that names the target's file, nothing is compared.
+
     Raises:
         UserError: it serves another file.
     """
     served = Path(server.root)
-    if gguf is None or not gguf.is_file():
+    if gguf is None:
         return
-    is_same = fingerprint(served) == fingerprint(gguf) if served.is_file() else served.name == gguf.name
+    are_here = served.is_file() and gguf.is_file()
+    is_same = fingerprint(served) == fingerprint(gguf) if are_here else served.name == gguf.name
     if not is_same:
         raise UserError(
             f"serving.url: the server must serve {gguf}, but {server.shown_url} serves {server.root}, which is another "

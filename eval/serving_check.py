@@ -36,7 +36,7 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
-from mtptrain.serving.engine import Engine, EngineCounts, EngineRun
+from mtptrain.serving.engine import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, Engine, EngineCounts, EngineRun
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.settings.evaluation import ServingEngine
 from mtptrain.target.loading import load_target
@@ -51,12 +51,8 @@ from .report_page import write_run_page
 InputIds = dict[str, list[int]]
 MADE_NONE = {"llama.cpp": ": no drafts were made, as llama-server makes none without --spec-type"}
 """Why an engine may draft nothing without saying so."""
-ROUNDING_TOLERANCE, ROUNDED_DRAFTS = 0.02, 2
-"""Largest allowed relative difference of acceptance lengths in bf16 or with rounded weights, and the number of drafts
-that may be accepted differently beside it."""
 FEW_DRAFTS = 30
 """Number of accepted drafts below which lengths within the tolerance say little."""
-TOLERANCE = f"{100 * ROUNDING_TOLERANCE:g} % and {ROUNDED_DRAFTS} drafts"
 
 
 @program

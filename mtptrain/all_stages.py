@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from rich.table import Table
 from mtptrain.command_line.program import program, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
-from mtptrain.convert.formats import FORMATS
+from mtptrain.convert.formats import has_format
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
@@ -63,14 +64,14 @@ def main(cfg: DictConfig) -> None:
     durations: list[tuple[str, str]] = []
     done_at = 0.0
     for name, stage, runner in stages_of(config):
-        if name == "export" and not has_format(config):
+        if name == "export" and not has_format(config.head.name):
             durations.append((name, f"no engine has a class for head {config.head.name}"))
             continue
         output = output_of(name, stage, config)
         if is_finished(output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
             durations.append((name, "done before"))
         else:
-            print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)
+            print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)  # without `1.` or `optional:`
             started = time.monotonic()
             run_stage(stage_command(name, hydra.overrides.task, num_ranks(name, runner, config)))
             durations.append((name, f"{time.monotonic() - started:,.0f} s"))
@@ -89,24 +90,21 @@ def check(config: PipelineConfig) -> None:
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
 
 
-def has_format(config: PipelineConfig) -> bool:
-    """Returns whether the head can be exported for some engine."""
-    return any(head == config.head.name for _, head in FORMATS)
-
-
 def check_variants(arguments: Sequence[str]) -> None:
-    """Refuse the variants of `--multirun` if a setting of one is wrong, or if two have the same `run_dir`."""
+    """Refuse the variants of `--multirun` if a setting of one is wrong, or if two write to the same folder."""
     overrides = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(arguments))
-    made_by: dict[Path, str] = {}
+    made_by: dict[tuple[str, Path], str] = {}
     for variant in BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]:
         config, described = load_config(compose("pipeline", variant)), " ".join(variant)
         check(config)
-        other = made_by.setdefault(Path(config.run_dir).resolve(), described)
-        if other != described:
-            raise UserError(
-                f"run_dir: must differ between the variants of --multirun, but is {config.run_dir} for both ({other}) "
-                f"and ({described}); name it after what differs, for example 'run_dir=runs/variants/${{head.name}}'"
-            )
+        for setting in ("run_dir", "acceptance.output_dir", "export.output_dir"):
+            given = attrgetter(setting)(config)
+            other = described if given is None else made_by.setdefault((setting, Path(given).resolve()), described)
+            if other != described:
+                raise UserError(
+                    f"{setting}: must differ between the variants of --multirun, but is {given} for both ({other}) and "
+                    f"({described}); name it after what differs, for example '{setting}=runs/variants/${{head.name}}'"
+                )
 
 
 def output_of(name: str, stage: Stage, config: PipelineConfig) -> Path:
@@ -164,7 +162,10 @@ def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
 
 
 def run_stage(command: Sequence[str]) -> None:
-    """Run a stage; if it fails or is stopped, end this process with its exit code. It gets Ctrl-C itself."""
+    """Run a stage; if it fails or is stopped, end this process with its exit code.
+
+    The stage gets Ctrl-C from the terminal itself, so this process ignores it meanwhile.
+    """
     with subprocess.Popen(command) as process:
         earlier = {
             signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
@@ -187,7 +188,7 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
     table.add_row("tokens per step", f"{report['tokens_per_step']:.2f}, where plain decoding has 1")
     table.add_row("acceptance length", f"{report['acceptance_length']:.3f}")
     Console().print(table)
-    exported = f"; {export.parent} has the head and says how to serve it" if has_format(config) else ""
+    exported = f"; {export.parent} has the head and says how to serve it" if has_format(config.head.name) else ""
     print(f"{report_path.with_name('report.html')} shows it{exported}")
 
 

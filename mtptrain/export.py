@@ -99,7 +99,7 @@ def check_directory_name(output_dir: Path, method: str) -> None:
     if name is not None and METHODS_BY_NAME[name] != method:
         raise UserError(
             f"export.output_dir: vLLM must not infer a method other than {method} from the path, but "
-            f"{output_dir.resolve()} contains {name!r}; choose another path"
+            f"{output_dir.resolve()} contains {name!r}; choose another run_dir or export.output_dir"
         )
 
 
@@ -211,7 +211,7 @@ def print_summary(weights: Path, proof: int) -> None:
     table.add_row("weights", f"{weights.stat().st_size:,} bytes")
     table.add_row("equal proposals after reloading", f"{proof:,} tokens")
     table.add_row("serve", "see README.md there")
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 if __name__ == "__main__":

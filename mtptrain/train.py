@@ -126,7 +126,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     head = build_trainable_head(config.head, run.target.config)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, run.target.config, run.target.gguf)
-    run.prompts_file(Split.train)  # the first stage is the first to be missed
+    run.prompts_file(Split.train)  # so that an error names stage 1 if both its files and those of stage 2 are missing
     if config.head.init_from is None and head.d2t is not None:
         require_draft_vocab(run.stage_dir("draft_vocab"))
     identity = run.identity(head.capture_layers)
@@ -209,7 +209,6 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
     bar = tqdm(total=training.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
     postfix: dict[str, str] = {}
-    recorded_every = settings.log_every, settings.validate_every, settings.save_every
     # 1. Wait for the states of the first step, if they are streamed.
     stopped_by = wait_for_states(training, progress.step, ranks, stop)
     training.meter.restart()
@@ -222,25 +221,25 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
         tracer.step_done()
         progress = Progress(progress.step + 1, progress.best_acceptance_length)
         bar.update()
-        # 3. Record its metrics.
+        # 3. Decide what follows the step.
         is_last = progress.step == training.num_steps
-        if is_last or any(is_due(progress.step, every) for every in recorded_every):
-            record = training.trainer.describe(metrics, progress.step) | training.meter.read(ranks)
-            bar.set_postfix(postfix := postfix | in_progress_bar(record))
-            if tracking is not None:
-                tracking.write(progress.step, record)
-        # 4. Decide what follows the step, and check the new weights before they are kept.
         stopped_by = None if is_last else stop.agreed()
         frees_disk = training.states.frees_disk_after(progress.step)
         is_validated = is_last or is_due(progress.step, settings.validate_every)
         is_saved = is_last or stopped_by or frees_disk or is_due(progress.step, settings.save_every)
+        # 4. Record the metrics since the last record, and check the new weights before they are kept.
+        if is_saved or is_validated or is_due(progress.step, settings.log_every):
+            record = training.trainer.describe(metrics, progress.step) | training.meter.read(ranks)
+            bar.set_postfix(postfix := postfix | in_progress_bar(record))
+            if tracking is not None:
+                tracking.write(progress.step, record)
         if is_saved or is_validated:
             training.trainer.check_weights(progress.step, batches)
         # 5. Measure the head, or keep it to be measured later.
         if is_validated:
-            keep = validate if training.validation else keep_unmeasured
-            progress, measured = keep(training, progress, tracking)
-            postfix |= measured
+            measure_or_keep = validate if training.validation else keep_unmeasured
+            progress, shown = measure_or_keep(training, progress, tracking)
+            postfix |= shown
             training.meter.restart()
         # 6. Save a checkpoint, after which a streamed store can free disk space.
         if is_saved:
@@ -254,7 +253,7 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
             save(training, progress, ranks)
         if stopped_by:
             break
-    if stopped_by and ranks.is_first and last_step == training.num_steps:  # not stopped before the first step
+    if stopped_by and ranks.is_first and progress.step > training.progress.step:  # it made a step
         tqdm.write(
             f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command continues from it, unless it "
             "sets train.resume=never"

@@ -59,7 +59,7 @@ esac
 later_jobs=${MTPTRAIN_CHAIN_DIR:-}/chain-${SLURM_JOB_ID:-}
 if [ -f "$later_jobs" ]; then
     echo "run_dir is on this node's own disk: the later jobs of the chain run on $SLURMD_NODENAME too"
-    while read -r job; do scontrol update "JobId=$job" "ReqNodeList=$SLURMD_NODENAME"; done <"$later_jobs"
+    while read -r job; do scontrol update "JobId=$job" "ReqNodeList=$SLURMD_NODENAME" || true; done <"$later_jobs"
 fi
 
 # is_on_own_disk PATH: whether the path is on a local disk, judging by the type of the file system.

@@ -29,6 +29,12 @@ while [[ "${1:-}" == -* ]]; do
     options+=("$1")
     shift
 done
+for word in "${options[@]}"; do
+    if [[ "$word" == --nodes=* || "$word" == -N* ]]; then
+        echo "$word: the number of nodes for training must be set by NODES, as in NODES=2, but this is an option of every job; use NODES" >&2
+        exit 1
+    fi
+done
 for word in "$@"; do
     if [[ "$word" == -* ]]; then
         echo "$word: options of sbatch must come first, each as one word (--time=12:00:00), but this one follows '$1'; join it or move it" >&2
@@ -37,6 +43,21 @@ for word in "$@"; do
 done
 read -ra gpu_options <<<"${GPU_OPTIONS:-}"
 read -ra cpu_options <<<"${CPU_OPTIONS:-}"
+
+known=" responses prompts draft_vocab hidden_states train choose_head acceptance export "
+read -ra skipped <<<"${SKIP:-}"
+for word in "${skipped[@]}"; do
+    if [[ "$known" != *" $word "* ]]; then
+        echo "SKIP: must name only stages among${known% }, but holds '$word'; correct it" >&2
+        exit 1
+    fi
+done
+
+[[ " ${skipped[*]} " == *" train "* ]] || export NODES=${NODES:-1} # stages.py checks the number of ranks
+is_whole=1 # extraction and training are both jobs of this chain
+[[ " ${skipped[*]} " != *" train "* && " ${skipped[*]} " != *" hidden_states "* ]] || is_whole=
+plan=$(MTPTRAIN_WHOLE_CHAIN=$is_whole "$python" "$checkout/slurm/stages.py" "$@")
+run_dir=${plan%%$'\n'*}
 
 # With run_dir on a node's own disk, all jobs run on one node: the one in --nodelist, otherwise the one where the first job starts.
 # All jobs take GPUs, so that the first one gets a node with free GPUs. This machine cannot see that disk, so the jobs' output stays here.
@@ -55,19 +76,6 @@ use_one_node() {
     hold=(--hold)
     export MTPTRAIN_CHAIN_DIR=$output_dir
 }
-
-known=" responses prompts draft_vocab hidden_states train choose_head acceptance export "
-read -ra skipped <<<"${SKIP:-}"
-for word in "${skipped[@]}"; do
-    if [[ "$known" != *" $word "* ]]; then
-        echo "SKIP: must name only stages among${known% }, but holds '$word'; correct it" >&2
-        exit 1
-    fi
-done
-
-[[ " ${skipped[*]} " == *" train "* ]] || export NODES=${NODES:-1} # stages.py checks the number of ranks
-plan=$("$python" "$checkout/slurm/stages.py" "$@")
-run_dir=${plan%%$'\n'*}
 
 num_tasks=${ARRAY_TASKS:-4} output_dir=$run_dir/slurm hold=()
 if [ "${MTPTRAIN_LOCAL_RUN_DIR:-}" = 1 ]; then

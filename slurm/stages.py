@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from mtptrain.command_line.program import program
 from mtptrain.command_line.stages import stages_of
 from mtptrain.config import PipelineConfig, load_config
+from mtptrain.convert.formats import has_format
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.utils.errors import UserError
 
@@ -43,11 +44,20 @@ def main(cfg: DictConfig) -> None:
                 f"{name}: must be false for jobs, but is true; run mtptrain hidden-states with the same settings"
             )
     variables = os.environ
+    if settings.train.stream and variables.get("MTPTRAIN_WHOLE_CHAIN"):  # set by pipeline.sh
+        raise UserError(
+            "train.stream: must be false for a chain of jobs, in which training waits for hidden-states to end, but is "
+            "true; submit slurm/hidden_states.sbatch and slurm/train.sbatch, so that both run at the same time"
+        )
     if nodes := variables.get("NODES"):
         # pipeline.sh gives the training job this many nodes. Each has 8 ranks, or as many as NPROC_train or NPROC says.
         ranks = variables.get("NPROC_train") or variables.get("NPROC") or "8"
         check_train_ranks(settings, nodes, int(ranks) if ranks.isdigit() else 8)
-    lines = [f"{name.replace('-', '_')} {runner}" for name, _, runner in stages_of(settings)]
+    lines = [
+        f"{name.replace('-', '_')} {runner}"
+        for name, _, runner in stages_of(settings)
+        if name != "export" or has_format(settings.head.name)
+    ]
     print(settings.run_dir, *lines, sep="\n")
 
 

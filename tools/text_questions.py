@@ -1,8 +1,8 @@
 """Makes questions about long texts, of the kinds that data sets of short chats lack: summaries, answers from a given
 text, and translations from German.
 
-Reads HTML pages and plain text; writes one conversation with a single user turn per line, for `prompts.paths` of
-`mtptrain responses`. The questions depend on the texts and on the seed alone. docs/results/smollm2.md says which texts
+Reads HTML pages (.html, .htm) and plain text (.txt, or no suffix), and no other files; writes one conversation with a single user turn per line, for `prompts.paths` of
+`mtptrain responses`. The same files, --num-each and --seed give the same questions. docs/results/smollm2.md says which texts
 were used there.
 
     python -m tools.text_questions --english DIR --german DIR --output questions.jsonl
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mtptrain.utils.errors import UserError, errors_as_lines
 
+HTML = (".html", ".htm")
 HEADINGS = ("h1", "h2", "h3", "h4")
 SKIPPED = ("script", "style", "pre", "table", "title", "nav")
 SUMMARY = ("Summarize: {text}", "Summarize the following text:\n\n{text}", "{text}\n\nSummarize the text above.")
@@ -35,6 +36,7 @@ class Sections(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in (*HEADINGS, "p"):
+            self.handle_endtag("p")  # HTML may leave out </p>
             self._text = ""
         if tag in (*HEADINGS, *SKIPPED, "p"):
             self._tags.append(tag)
@@ -58,10 +60,11 @@ class Sections(HTMLParser):
 def sections(path: Path) -> list[tuple[str, list[str]]]:
     """Returns the headings of a page with their paragraphs, or the paragraphs of a plain text, which has no heading."""
     content = path.read_text(encoding="utf-8", errors="ignore")
-    if path.suffix != ".html":  # paragraphs end with an empty line, or with a % in a collection of quotations
+    if path.suffix not in HTML:  # paragraphs end with an empty line, or with a % in a collection of quotations
         return [("", [" ".join(each.split()) for each in content.replace("\n%\n", "\n\n").split("\n\n")])]
     parser = Sections()
     parser.feed(content)
+    parser.handle_endtag("p")
     return parser.found
 
 
@@ -69,7 +72,7 @@ def passages(paragraphs: list[str], min_characters: int, max_characters: int) ->
     """Yields consecutive paragraphs joined to texts within the two lengths."""
     texts = [""]
     for paragraph in paragraphs:
-        if len(texts[-1]) + len(paragraph) > max_characters:
+        if len(f"{texts[-1]}\n{paragraph}".strip()) > max_characters:
             texts.append("")
         texts[-1] = f"{texts[-1]}\n{paragraph}".strip()
     yield from (text for text in texts if min_characters <= len(text) <= max_characters)
@@ -93,6 +96,7 @@ def questions(english: list[Path], german: list[Path], num_each: int, seed: int)
         for text in below
         if 40 <= len(text) <= 400 and text.isprintable()
     ]
+    sentences = list(dict.fromkeys(sentences))  # a collection may have the same file under two names
     for found in (texts, topics, sentences):
         chance.shuffle(found)
     made = [chance.choice(SUMMARY).format(text=text) for text in texts[:num_each]]
@@ -103,11 +107,12 @@ def questions(english: list[Path], german: list[Path], num_each: int, seed: int)
 
 
 def files(directories: list[Path]) -> list[Path]:
-    """Returns all files below the directories. Raises UserError for a path that is not a directory."""
+    """Returns the pages and texts below the directories. Raises UserError for a path that is not a directory."""
     for directory in directories:
         if not directory.is_dir():
             raise UserError(f"--english, --german: must be directories, but {directory} is none; correct the path")
-    return sorted(path for directory in directories for path in directory.rglob("*") if path.is_file())
+    found = (path for directory in directories for path in directory.rglob("*"))
+    return sorted(path for path in found if path.is_file() and path.suffix in (*HTML, "", ".txt"))
 
 
 @errors_as_lines()

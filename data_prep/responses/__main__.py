@@ -237,7 +237,8 @@ def connect(
         )
     print(f"responses.url: model {server.quote(server.model)} of {server.url} responds", flush=True)
     is_here = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
-    if is_here and (server.version or "").startswith("vLLM") and fast_dtype(torch.cuda.is_available())[0] == "float32":
+    is_slow = not torch.cuda.is_available() and fast_dtype(False)[0] == "float32"
+    if is_here and is_slow and (server.version or "").startswith("vLLM"):
         warnings.warn(
             "responses.url: should not be vLLM on a CPU without bf16 instructions, where it takes several times as "
             f"long as transformers, but {server.url} is {server.version}; leave responses.url out, or serve the target "

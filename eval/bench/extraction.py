@@ -177,7 +177,7 @@ def bench_vllm(config: PipelineConfig, directory: Path) -> ExtractionFigures:
     documents = random_documents(config, target.config.vocab_size)
     layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
     try:
-        streams = VllmStreams(
+        with VllmStreams(
             target.directory,
             (*layers, int(target.config.num_hidden_layers)),
             config.hidden_states,
@@ -186,13 +186,12 @@ def bench_vllm(config: PipelineConfig, directory: Path) -> ExtractionFigures:
             local_rank=0,
             device_type="cuda" if torch.cuda.is_available() else "cpu",
             python=config.serving.python,
-        )
+        ) as vllm:
+            run = {"vllm": lambda: fill_store(vllm, config, target.config, documents, directory, StoreDtype.bfloat16)}
+            seconds = seconds_of(run, config.bench.repeats, torch.device("cpu"))
     except UserError as refused:
         print(f"vLLM is left out: {refused}")
         return {}
-    with streams as vllm:
-        run = {"vllm": lambda: fill_store(vllm, config, target.config, documents, directory, StoreDtype.bfloat16)}
-        seconds = seconds_of(run, config.bench.repeats, torch.device("cpu"))
     return {"vllm_tokens_per_s": len(documents.input_ids) / seconds["vllm"]}
 
 

@@ -200,10 +200,10 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
         for factor in (0, 1, 3, 9)
     }
     curve = fastest(steps, config.bench.repeats)
-    rows = answer * documents
+    supervised = answer * documents
     figures: TrainFigures = {
         "prompt_curve": {f"prompts {factor} times the answers": seconds for factor, seconds in curve.items()},
-        "prompt_token_cost": (curve["9"] - curve["0"]) / (9 * rows) / (curve["0"] / rows),
+        "prompt_token_cost": (curve["9"] - curve["0"]) / (9 * supervised) / (curve["0"] / supervised),
     }
     if Path(config.bench.peer_python).exists():
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, head)
@@ -225,15 +225,15 @@ def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Tra
     lengths = [1024 << i for i in range(longest.bit_length()) if 1024 << i <= longest]
     short = [length for length in lengths[1:] if length <= longest // 4]
     steps = [
-        (EAGLE3.Config(ttt_steps=depths), length, rows)
-        for length, rows in (*((length, 1024) for length in lengths), *((length, length) for length in short))
+        (EAGLE3.Config(ttt_steps=depths), length, supervised)
+        for length, supervised in (*((length, 1024) for length in lengths), *((length, length) for length in short))
     ]
     steps += [(DFLASH.Config(ttt_steps=depths, anchors_per_document=512), length, length) for length in short]
-    for head, length, rows in steps:
+    for head, length, supervised in steps:
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, head)
-        ours = Ours(config, case, ([length], [length - rows]), ranks)
+        ours = Ours(config, case, ([length], [length - supervised]), ranks)
         seconds, num_bytes = with_peak(ours.timed, ranks.device, config.bench.repeats)
-        figures: TrainFigures = {"head": head.name, "tokens": length, "rows": rows, "seconds": seconds}
+        figures: TrainFigures = {"head": head.name, "tokens": length, "supervised": supervised, "seconds": seconds}
         measured.append(figures | {"peak_bytes": num_bytes, "mfu": ours.flops / seconds / peak})
         print(json.dumps(measured[-1]))
     return measured
@@ -275,7 +275,7 @@ STEP_COLUMNS = {
 LENGTH_COLUMNS = {
     "head": "head",
     "tokens": "tokens",
-    "rows": "rows",
+    "supervised": "supervised",
     "s": "seconds",
     "MFU": "mfu",
     "memory": "peak_bytes",

@@ -51,7 +51,7 @@ class Case:
 def case_of(hidden_size: int, vocab_size: int, head: HeadConfig) -> Case:
     heads = hidden_size // 64
     sizes = {"hidden_size": hidden_size, "intermediate_size": hidden_size * 11 // 4, "num_attention_heads": heads}
-    return Case(head, target_of(sizes | {"num_key_value_heads": max(1, heads // 4)}, vocab_size))
+    return Case(head, target_of(sizes | {"num_key_value_heads": math.gcd(heads, max(1, heads // 4))}, vocab_size))
 
 
 def target_of(sizes: dict[str, Any], vocab_size: int, num_layers: int = 8) -> LlamaConfig:

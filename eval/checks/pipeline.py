@@ -18,6 +18,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.run import Run
 from mtptrain.serving.divergence import first_answer_divergence
+from mtptrain.serving.engine import TOLERANCE
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.loading import load_target
 from mtptrain.training.batches import pack_states
@@ -25,7 +26,6 @@ from mtptrain.training.checkpoint import complete_checkpoints
 from mtptrain.training.metrics import METRICS
 from mtptrain.utils.errors import UserError
 
-from ..serving_check import TOLERANCE
 from .findings import Finding, Outcome, at_most, judged, measured, skipped
 from .numerics import relative_error
 from .processes import kill_tree

@@ -145,6 +145,7 @@ def engine_program(run: Run) -> Path | Exception:
     serving, settings = run.config.serving, run.config.serving_bench
     named = {ServingEngine.vllm: serving.python, ServingEngine.llama_cpp: serving.llama_server}
     named[ServingEngine.openvino] = serving.openvino_python
+    # A wrong file is a mistake to report; a file that no setting names only leaves llama.cpp unmeasured.
     is_llama_cpp = serving.engine is ServingEngine.llama_cpp
     if is_llama_cpp and run.target.gguf is not None:
         require_gguf(run)

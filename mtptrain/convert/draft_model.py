@@ -22,12 +22,13 @@ from mtptrain.utils.errors import UserError
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Tensors with one row for each token of the vocabulary."""
-COPIED_SIZES = (
+EQUAL_SETTINGS = (
     "model_type",
     *(size for size in SIZES if size != "num_hidden_layers"),
     "head_dim",
     "tie_word_embeddings",
 )
+"""Settings of a draft model that must equal the target's if layers of the target are copied into it."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -226,7 +227,7 @@ def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
             target is missing or quantised.
     """
     configs = (head.config, target.config)
-    ours, theirs = ({name: getattr(each, name, None) for name in COPIED_SIZES} for each in configs)
+    ours, theirs = ({name: getattr(each, name, None) for name in EQUAL_SETTINGS} for each in configs)
     wrong = [(name, str(theirs[name]), ours[name]) for name in ours if ours[name] != theirs[name]]
     if head.config.num_hidden_layers > target.config.num_hidden_layers:
         wrong.append(("num_hidden_layers", f"at most {target.config.num_hidden_layers}", head.config.num_hidden_layers))

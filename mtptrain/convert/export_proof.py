@@ -67,11 +67,12 @@ class Proposed(NamedTuple):
     confidences: torch.Tensor | None  # f32[B, 1 + ROUNDS, K] of a head that has them
 
 
-Document = tuple[torch.Tensor, TargetStates]
-"""Tokens [B, S + 1], with the normed states [B, S, H] and captured layers [B, S, L, H] of the first S tokens."""
+DocumentBatch = tuple[torch.Tensor, TargetStates]
+"""Documents of equal length: tokens [B, S + 1], with the normed states [B, S, H] and captured layers
+[B, S, L, H] of the first S tokens."""
 
 
-def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Document]:
+def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[DocumentBatch]:
     """Returns the first documents with enough tokens, or none if the store is missing or does not fit the head."""
     if not (store_dir / MANIFEST).is_file():
         return []
@@ -81,7 +82,7 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
         parts.embed_tokens.shape[1],
     ):
         return []
-    documents: list[Document] = []
+    documents: list[DocumentBatch] = []
     for index in range(store.num_documents):
         if len(store.mapped_document(index).input_ids) > TOKENS:
             document = store.document(index)
@@ -97,7 +98,7 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
     return documents
 
 
-def random_documents(head: Head, parts: FrozenParts) -> Document:
+def random_documents(head: Head, parts: FrozenParts) -> DocumentBatch:
     """Returns a batch of random tokens, states and captured layers.
 
     The states pass through the final norm, so that they have the scale of real ones.

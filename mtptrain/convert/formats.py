@@ -66,6 +66,11 @@ FORMATS: dict[tuple[str, str], type[Format]] = {
 }
 
 
+def has_format(head: str) -> bool:
+    """Returns whether a head can be exported for some engine."""
+    return any(name == head for _, name in FORMATS)
+
+
 def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> Format:
     """Returns the format of a head for an engine and a target, of which llama.cpp has a GGUF file.
 

@@ -34,7 +34,7 @@ class MimoLayer(Format):
         "norm.weight": MIMO_LAYER + "final_layernorm.weight",
         **{part: MIMO_LAYER + part for part in (*LAYER_PARTS, *BIASES)},
     }
-    model = {"model_type": "qwen2", "num_nextn_predict_layers": 1}  # noqa: RUF012 (never changed)
+    model_entries = {"model_type": "qwen2", "num_nextn_predict_layers": 1}  # noqa: RUF012 (never changed)
     """Entries of config.json for the model that has the layer."""
     head: MtpHead.Config
     _INPUT_PROJ = MIMO_LAYER + "input_proj.weight"
@@ -60,7 +60,7 @@ class VllmMimo(WholeCheckpoint, MimoLayer):
     """
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        config = self.target.to_dict() | {"architectures": [ARCHITECTURE], **self.model}
+        config = self.target.to_dict() | {"architectures": [ARCHITECTURE], **self.model_entries}
         return {name: value for name, value in config.items() if name not in ("_name_or_path", "auto_map")}
 
     def add_target(self, directory: Path, target_dir: Path) -> None:

@@ -1,8 +1,9 @@
 """Export formats for OpenVINO GenAI 2026.4.1: vLLM's layout, with what optimum-intel 2.2 needs to convert it.
 
-The export is not converted yet: `optimum-cli` does that, in an environment of its own, and `mtptrain serving-check`
-for the time of the check. Sources: `LlamaEagle3Model` and `Qwen3DFlashDraftModel` in optimum's
-exporters/openvino/model_patcher.py; src/cpp/src/speculative_decoding/ in openvino.genai.
+The export is not converted yet. The commands in its README do that with `optimum-cli`, in an environment of its own;
+`mtptrain serving-check` and `serving-bench` convert it themselves, into a temporary folder. Sources:
+`LlamaEagle3Model` and `Qwen3DFlashDraftModel` in optimum's exporters/openvino/model_patcher.py;
+src/cpp/src/speculative_decoding/ in openvino.genai.
 """
 
 import shlex
@@ -34,7 +35,9 @@ scheduler = openvino_genai.SchedulerConfig()
 scheduler.enable_prefix_caching = False
 draft = openvino_genai.draft_model("head_openvino", "CPU")
 pipeline = openvino_genai.LLMPipeline("target_openvino", "CPU", draft_model=draft, scheduler_config=scheduler)
-print(pipeline.generate("def main", max_new_tokens=64, num_assistant_tokens={num_speculative_tokens}))
+# generation_config.json may ask for sampling, which is wrong with drafts: see the notes
+greedy = {{"do_sample": False, "max_new_tokens": 64}}
+print(pipeline.generate("def main", num_assistant_tokens={num_speculative_tokens}, **greedy))
 """
 
 
@@ -56,8 +59,7 @@ class OpenvinoFormat(Format):
 
     def notes(self) -> list[str]:
         notes = [
-            "These commands need `openvino-genai==2026.4.1.0 optimum-intel==2.2.0 einops 'diffusers<0.38'`. Without "
-            "`--trust-remote-code`, optimum converts an EAGLE-3 head as a plain Llama, without an error.",
+            "These commands need `openvino-genai==2026.4.1.0 optimum-intel==2.2.0 einops 'diffusers<0.38'`.",
             "Decode greedily: with drafts, OpenVINO GenAI 2026.4 samples other texts than without (seen with EAGLE-3 "
             "heads at temperature 0.3 and 0.8: garbage).",
             'With `INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32"` for both models, OpenVINO accepts '
@@ -65,6 +67,7 @@ class OpenvinoFormat(Format):
         ]
         if self.hidden_layers:
             notes.append(
+                "Without `--trust-remote-code`, optimum converts an EAGLE-3 head as a plain Llama, without an error. "
                 "Without `hidden_layers_list`, OpenVINO takes its default streams of the target without an error. They "
                 "are one layer later than vLLM's, because it counts layers from their outputs."
             )
@@ -77,7 +80,8 @@ class OpenvinoEagle3(OpenvinoFormat, VllmEagle3):
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
         self.layers = Eagle3Head.resolve_capture_layers(self.head, target)
-        self.hidden_layers = tuple(layer - 1 for layer in self.layers)  # id k is the stream after k + 1 decoder layers
+        # OpenVINO's id k is the stream after k + 1 decoder layers.
+        self.hidden_layers = tuple(layer - 1 for layer in self.layers)
         self.vocab_size = self.head.draft_vocab_size or int(target.vocab_size)
 
     def tensors(self, state: Tensors) -> Tensors:
@@ -87,8 +91,8 @@ class OpenvinoEagle3(OpenvinoFormat, VllmEagle3):
         return tensors
 
     def state(self, tensors: Tensors) -> Tensors:
-        state = super().state(tensors)
-        return state if "t2d" in tensors else {name: tensor for name, tensor in state.items() if name != "d2t"}
+        has_own = self.head.draft_vocab_size is not None  # otherwise `tensors` has added d2t
+        return super().state({name: tensor for name, tensor in tensors.items() if has_own or name != "d2t"})
 
     def read(self, directory: Path) -> Tensors:
         """Returns the engine's tensors that `write` wrote, without the target's lm_head."""

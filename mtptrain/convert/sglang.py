@@ -27,7 +27,7 @@ class SglangMtp(MimoLayer):
     launch = launch
 
     def config_json(self, dtype: str) -> dict[str, Any]:
-        return self.llama_config(dtype) | self.model
+        return self.llama_config(dtype) | self.model_entries
 
     def notes(self) -> list[str]:
         if self.head.zero_first_embedding:

@@ -15,7 +15,7 @@ class FollowedTarget(Target):
     """A target that chooses the tokens of given texts, and past their ends its own."""
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-        """Take over a target, for one batch of prompts with an answer each."""
+        """Share the model of `target`, for one batch of prompts with an answer each."""
         vars(self).update(vars(target))
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         longest = max(map(len, texts))

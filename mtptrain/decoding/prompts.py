@@ -91,8 +91,8 @@ def check_head_context(
     if head.context_tokens is not None and needed > head.context_tokens:
         raise UserError(
             f"{setting}: must read the longest prompt with its response and drafts, {needed} tokens, but has a context "
-            f"(max_position_embeddings) of {head.context_tokens}; leave out long prompts, draft fewer tokens, or "
-            "choose another model"
+            f"(max_position_embeddings) of {head.context_tokens}; use shorter prompts or answers, draft fewer "
+            "tokens, or choose another model"
         )
 
 

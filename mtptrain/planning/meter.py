@@ -40,8 +40,10 @@ class Meter(TorchDispatchMode):
         self.observe(name, args, kwargs, inputs)
         if name == "_flash_attention_backward":
             self._count_peak(str(args[1].device), flash_scratch_bytes(args))
+        # Segment offsets are real tensors, because `attention_flops` reads their values. Multiplying them in fake mode
+        # would lose these.
         scales_offsets = name == "mul" and not any(isinstance(x, FakeTensor) for x in inputs)
-        with unset_fake_temporarily() if scales_offsets else nullcontext():  # so that their values stay known
+        with unset_fake_temporarily() if scales_offsets else nullcontext():
             out = func(*args, **kwargs)
         if name in ATTENTION:
             self.attention_flops += attention_flops(name, args)
@@ -88,13 +90,14 @@ def attention_flops(name: str, args: Any) -> int:
     Each pair of a query and a visible key costs two dot products in the forward pass and five in the backward pass. If
     the segment offsets are fake tensors, all segments are assumed to be as long as the longest one.
     """
-    products, tensors = (2, args) if "backward" not in name else (5, args[1:])
-    query, key = tensors[:2]
+    products = 5 if "backward" in name else 2
+    query, key = args[:2] if products == 2 else args[1:3]
     if name in FLASH_OF_CPUS:  # [B, heads, S, head_dim]
         is_causal = any(args[4:5] if products == 2 else args[7:8])  # absent if it has its default
         return products * query.numel() * key.shape[2] * 2 // (2 if is_causal else 1)
-    offsets = tensors[3:5] if products == 2 else tensors[5:7]
-    longest, is_causal = (args[5:7], args[8]) if products == 2 else (args[8:10], args[11])
+    offsets, longest, is_causal = (
+        (args[3:5], args[5:7], args[8]) if products == 2 else (args[6:8], args[8:10], args[11])
+    )
     pairs = sum(
         q * k / 2 if is_causal else q * k
         for q, k in zip(*(_lengths(*x) for x in zip(offsets, longest, strict=True)), strict=True)

@@ -13,6 +13,11 @@ NEUTRAL_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty":
 Servers take parameters that are left out from generation_config.json. Penalties affect greedy decoding too.
 """
 
+ROUNDING_TOLERANCE, ROUNDED_DRAFTS = 0.02, 2
+"""Largest allowed relative difference of acceptance lengths in bf16 or with rounded weights, and the number of drafts
+that may be accepted differently beside it."""
+TOLERANCE = f"{100 * ROUNDING_TOLERANCE:g} % and {ROUNDED_DRAFTS} drafts"
+
 
 @dataclass(frozen=True)
 class EngineCounts:

@@ -2,7 +2,8 @@
 
 `auto` stands for bfloat16 where this machine computes it fast: on a GPU, and on a CPU with bf16 instructions. Elsewhere
 it stands for float32, because products in bfloat16 would take ten to a hundred times as long. A stage that has begun
-keeps its precision on every machine, since `config.yaml` in its folder records it.
+keeps its precision on every machine, since `config.yaml` in its folder records it. `acceptance.dtype` is an exception:
+see `resolve_acceptance_dtype`.
 """
 
 import warnings
@@ -71,11 +72,11 @@ def compute_dtype(deepspeed: dict[str, Any]) -> torch.dtype:
 
 
 def resolve_acceptance_dtype(setting: Dtype, has_gpu: bool) -> Dtype:
-    """Returns the dtype of validation and acceptance: as set, else bfloat16 on a GPU, where engines use it too, and
-    float32 on a CPU, where all counters then equal an engine's."""
+    """Returns the dtype of validation and acceptance: as set, else bfloat16 on a GPU that has it, where engines use it
+    too, and float32 on a CPU, where all counters then equal an engine's."""
     if setting != AUTO:
         return setting
-    return Dtype.bfloat16 if has_gpu else Dtype.float32
+    return fast_dtype(has_gpu)[0] if has_gpu else Dtype.float32
 
 
 def announce_precision(name: str, dtype: Dtype) -> None:

@@ -67,8 +67,7 @@ class TrainConfig:
     """Write a trace of the sixth to the eighth step of each start to `run_dir/train/trace_<rank>.json`, for
     chrome://tracing or Perfetto."""
     log_every: int = at_least(1, default=10)
-    """Number of steps between lines of metrics.jsonl. The steps of `validate_every` and `save_every` and the last step
-    get a line too."""
+    """Number of steps between lines of metrics.jsonl. A step that is validated or saved gets a line too."""
     validate_every: int = at_least(0, default=0)
     """Number of steps between measurements of acceptance; 0 measures at the end only. With `validation_prompts=0`
     nothing is measured; a value above 0 then keeps the heads of these steps and of the last step in

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 Gradient = torch.Tensor
 """f32[R, D], the gradient of a part's value with respect to the logits."""
 Divergence = torch.Tensor
-"""f32[R], a sum over whole rows, for the parts whose value needs another one than the KL and the overlap."""
+"""f32[R], the value of a part that follows from neither the KL nor the overlap: a sum over whole rows."""
 
 
 def _kl(rows: Rows) -> Gradient:

@@ -120,7 +120,7 @@ def track_report(directory: Path, config: PipelineConfig, figures: dict[str, obj
             artifact.add_file(str(file))
         run.log_artifact(artifact)
         run.finish()
-    except (wandb.Error, ValueError) as error:
+    except (wandb.Error, ValueError) as error:  # a UserError of `start_wandb` is a ValueError
         print(f"warning: the report is not logged to wandb: {error_summary(error)}")
 
 

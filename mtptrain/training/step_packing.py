@@ -26,6 +26,8 @@ LOOK_AHEAD = 8
 """Maximum number of waiting documents per micro-batch. It limits the packing work and the reordering."""
 FULL_SHARE = 0.99
 """A step is full once its documents fill this share of its token budget."""
+MOST_SWAPS = 64
+"""Maximum number of swaps of two documents that even out the micro-batches of a step."""
 EVENED_STEPS = 8
 """Number of steps at the end of an epoch whose documents are redistributed evenly."""
 
@@ -196,12 +198,10 @@ def _evened(steps: list[Step], lengths: NDArray[np.int64], costs: NDArray[np.flo
     return [step.documents for step in evened] if is_better else steps
 
 
-def balance(
-    step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int, swaps: int = 64
-) -> Step:
+def balance(step: Step, lengths: NDArray[np.int64], costs: NDArray[np.float64], batch_tokens: int) -> Step:
     """Returns the step with documents swapped between micro-batches to even out their costs."""
     parts = [list(indices) for indices in step]
-    for _ in range(swaps):
+    for _ in range(MOST_SWAPS):
         costly, *others = sorted(parts, key=lambda part: -costs[part].sum())
         if not any(_swap(costly, cheap, lengths, costs, batch_tokens) for cheap in reversed(others)):
             break

@@ -44,7 +44,7 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
     head_dir = best_or_last(stage_dir)
     table.add_row(f"{head_dir.name} head", str(head_dir))
     table.add_row("metrics", str(stage_dir / METRICS))
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def speed_rows(metrics: Path) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ import pytest
 from mtptrain import all_stages
 from mtptrain.command_line.program import stage_command
 from mtptrain.command_line.stages import STAGES, stages_of
+from mtptrain.convert.formats import has_format
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
 from mtptrain.run_dir import write_provenance
@@ -46,10 +47,9 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in HEADS.keys() - {"hydra"}:
-        loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[name].own_loss_part) else ()
-        assert all_stages.has_format(make_config(f"head={name}", "head.start_from_target=false", *loss))
+        assert has_format(name)
     config = make_config("head=hydra", "head.start_from_target=false", f"acceptance.output_dir={tmp_path}")
-    assert not all_stages.has_format(config)
+    assert not has_format("hydra")
     write_sealed(tmp_path / "report.json", {"tokens_per_step": 1.5, "acceptance_length": 1.6})
     all_stages.print_summary(config, [])
     assert capsys.readouterr().out.endswith(f"{tmp_path}/report.html shows it\n")
@@ -127,6 +127,11 @@ def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
+        (
+            ["seed=0,1", "run_dir=/tmp/${seed}", "export.output_dir=/tmp/x"],
+            1,
+            "export.output_dir: must differ between the variants of --multirun, but is /tmp/x for both (recipe=",
+        ),
         (["seed=0,1", "run_dir=/tmp/x"], 1, "run_dir: must differ between the variants of --multirun, but is /tmp/x"),
         (["train.lr=1,-1", "run_dir=/tmp/${train.lr}"], 1, "train.lr: must be a number of at least 0.0, but is -1.0"),
         (["train.lrr=1,2"], 2, "train.lrr: must be the name of a setting, but no setting has this name; did you mean"),

@@ -36,6 +36,12 @@ SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in {
             "verify: must be false for jobs, but is true; run mtptrain hidden-states with the same settings",
         ),
         (
+            "train.stream=true",
+            1,
+            "train.stream: must be false for a chain of jobs, in which training waits for hidden-states to end, but is "
+            "true; submit slurm/hidden_states.sbatch and slurm/train.sbatch, so that both run at the same time",
+        ),
+        (
             "train.lrr=1",
             2,
             "train.lrr: must be the name of a setting, but no setting has this name; did you mean train.lr?",
@@ -48,6 +54,33 @@ def test_a_wrong_setting_is_refused_in_one_line_before_anything_is_queued(
     result = stand.run("pipeline.sh", "recipe=quickstart", override, MTPTRAIN_PYTHON=sys.executable)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", f"error: {expected}\n")
     assert stand.asked("sbatch") == []
+
+
+def test_the_number_of_nodes_is_no_option_of_every_job(stand: Stand) -> None:
+    result = stand.run("pipeline.sh", "--nodes=2", "recipe=quickstart", MTPTRAIN_PYTHON=sys.executable)
+    assert result.returncode == 1
+    assert result.stderr.startswith("--nodes=2: the number of nodes for training must be set by NODES, as in NODES=2,")
+    assert stand.asked("sbatch") == []
+
+
+def test_a_chain_has_only_jobs_that_can_run(stand: Stand) -> None:
+    """No engine serves `hydra`, and training alone may read states that another job streams."""
+    settings = (
+        "recipe=quickstart",
+        "train.micro_batches_per_step=8",
+        "head=hydra",
+        "head.start_from_target=false",
+        f"run_dir={stand.directory}/run",
+    )
+    result = stand.run("pipeline.sh", *settings, MTPTRAIN_PYTHON=sys.executable)
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[:-2]] == [
+        "prompts", "hidden_states", "train", "acceptance"
+    ]  # fmt: skip
+    alone = stand.run(
+        "pipeline.sh", *settings, "train.stream=true", MTPTRAIN_PYTHON=sys.executable, SKIP="prompts hidden_states"
+    )
+    assert alone.returncode == 0, alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,14 @@ def test_a_page_is_read_as_headings_with_the_paragraphs_below_them_without_code(
     assert heading == "" and sentences[8] == "Das ist der Satz Nummer 8, und er ist wahr."
 
 
+def test_paragraphs_without_an_end_tag_are_read(tmp_path: Path) -> None:
+    (page := tmp_path / "page.htm").write_text("<h1>One</h1><p>first<p>second<h2>Two</h2><p>third")
+    assert sections(page) == [("One", ["first", "second"]), ("Two", ["third"])]
+
+
 def test_passages_join_paragraphs_and_keep_to_their_lengths() -> None:
     assert list(passages(["a" * 40, "b" * 40, "c" * 40, "d" * 200, "e" * 10], 50, 90)) == [f"{'a' * 40}\n{'b' * 40}"]
+    assert list(passages(["a" * 50, "b" * 50], 10, 100)) == ["a" * 50, "b" * 50], "the line break counts too"
 
 
 def test_every_kind_of_question_is_made_and_the_same_ones_again_from_the_same_seed(tmp_path: Path) -> None:
@@ -46,11 +52,13 @@ def test_every_kind_of_question_is_made_and_the_same_ones_again_from_the_same_se
 
 def test_the_program_writes_conversations(tmp_path: Path) -> None:
     english, german = write_texts(tmp_path)
+    (english / "style.css").write_text("\n\n".join(f".class{number} {{ margin: 0px }}" for number in range(400)))
     output = tmp_path / "questions.jsonl"
     command = [sys.executable, "-m", "tools.text_questions", "--english", english, "--german", german]
     result = subprocess.run([*command, "--output", output], cwd=ROOT, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert f"{len(rows)} questions" in result.stdout and len(rows) > 5
+    assert ".class" not in output.read_text(encoding="utf-8")
     assert all([message["role"] for message in row["messages"]] == ["user"] for row in rows)
 
 

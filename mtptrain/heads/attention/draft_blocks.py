@@ -1,4 +1,4 @@
-"""Computes the attention of head `dflash` in training, where each draft position has a block of R tokens.
+"""Computes the attention of block drafters in training, where each draft position has a block of R tokens.
 
 The tokens of a block see each other, and the tokens up to the draft position. In layers with a window, a token sees
 only tokens less than W positions before it, so the window moves on with each token of a block.
