@@ -17,8 +17,6 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json, write_json
 from mtptrain.utils.masking import hide_passwords
 
-SAME_STEP_S = 2e-3
-"""Largest time between two messages of one step: llama.cpp sends a message for each token that a step accepts."""
 SAMPLING_NAMES = {"repetition_penalty": "repeat_penalty"}
 """llama.cpp's names of settings that vLLM names otherwise."""
 
@@ -52,7 +50,8 @@ class LlamaLoadGenerator:
             UserError: a request failed.
         """
         prompts = json.loads(Path(load.prompts_path).read_text())
-        # The server closes a connection after each stream, of which a kept one would learn too late.
+        # The server closes the connection after each stream. A client that kept it might send the next request before
+        # it notices, and that request would fail.
         limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)
         pool = ThreadPoolExecutor(load.concurrency)
         try:
@@ -90,8 +89,8 @@ class LlamaLoadGenerator:
 def _ask(client: httpx.Client, load: Load, prompt: list[int], seed: int) -> _Answer:
     request = {"prompt": prompt, "n_predict": load.max_new_tokens, "ignore_eos": load.ignore_eos, "seed": seed}
     sampling = {SAMPLING_NAMES.get(name, name): value for name, value in load.sampling.items()}
-    request |= sampling | {"stream": True, "cache_prompt": False}
-    start, last, steps, num_tokens = time.perf_counter(), -1.0, [], 0
+    request |= sampling | {"stream": True, "cache_prompt": False, "timings_per_token": True}
+    start, step, steps, num_tokens = time.perf_counter(), None, [], 0
     with client.stream("POST", f"{load.url}/completion", json=request) as response:
         response.raise_for_status()
         for message in _messages(response):
@@ -100,10 +99,12 @@ def _ask(client: httpx.Client, load: Load, prompt: list[int], seed: int) -> _Ans
                 raise ValueError(str(message["error"]))
             if message["stop"]:
                 num_tokens = message["tokens_predicted"]
-            elif now - last > SAME_STEP_S:
+            # llama.cpp sends a message for each token, but reads the clock once for all tokens that a step accepts.
+            elif message["timings"]["predicted_ms"] != step:
+                step = message["timings"]["predicted_ms"]
                 steps.append(now)
-            last = now
-    return _Answer(start, steps or [last], time.perf_counter(), num_tokens)
+    end = time.perf_counter()
+    return _Answer(start, steps or [end], end, num_tokens)
 
 
 def _messages(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -226,16 +226,28 @@ def test_a_server_of_another_file_is_refused(run: Run, llama_server: Path, quant
             assert result.returncode != 0 and "which is another file; ask another server" in result.stderr
 
 
-def test_many_requests_of_a_bench_are_all_answered(
-    llama_server: Path, gguf_of: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize("drafts", [False, True])
+def test_many_requests_of_a_bench_are_all_answered_and_their_steps_counted(
+    run: Run, llama_server: Path, gguf_of: Callable[[str], Path], tmp_path: Path, drafts: bool
 ) -> None:
-    """A connection that was kept after a stream made every tenth request fail."""
+    """A connection that was kept after a stream made every tenth request fail.
+
+    A step takes less than a millisecond. It gives one token and those that it accepts. A token of ASCII has a message.
+    """
     (tmp_path / "prompts.json").write_text(json.dumps([[1, 2, 3], [4, 5]]))
-    command = ["run", str(llama_server), *server_arguments(gguf_of("llama"), 256, 2, False, None)]
+    head = (run[0] / "export/llama_cpp/model.gguf", "draft-eagle3", 3) if drafts else None
+    command = ["run", str(llama_server), *server_arguments(gguf_of("llama"), 256, 2, False, head)]
+    sampling = {"temperature": 0.0, "logit_bias": [[token, False] for token in range(128, 260)]}
     with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
-        load = Load("load", server.url, "", str(tmp_path / "prompts.json"), 60, 2, 4, {"temperature": 0.0}, True, 0, "")
+        before = server.counters()
+        load = Load("load", server.url, "", str(tmp_path / "prompts.json"), 60, 2, 24, sampling, True, 0, "")
         found = LlamaLoadGenerator().run(replace(load, result_path=str(tmp_path / "result.json")))
-    assert (found.requests, found.output_tokens) == (60, 240)
+        counts = server.counts_since(before, 60)
+    assert (found.requests, found.output_tokens) == (60, 1440)
+    accepted = sum(counts.accepted_at) if counts is not None else 0
+    assert (accepted > 0) == drafts
+    num_steps = [1 + len(gaps) for gaps in json.loads((tmp_path / "result.json").read_text())["itls"]]
+    assert sum(num_steps) == 1440 - accepted
 
 
 @pytest.fixture(scope="module")

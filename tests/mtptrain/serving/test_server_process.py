@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,8 +77,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         self.send_response(200)
         self.end_headers()
-        for token in json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]:
-            message = json.dumps({"content": chr(token), "stop": False}, ensure_ascii=False)
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert request["timings_per_token"]
+        for index, token in enumerate(request["prompt"]):
+            timings = {"predicted_ms": 0.001 * (index // 3)}
+            message = json.dumps({"content": chr(token), "stop": False, "timings": timings}, ensure_ascii=False)
             self.wfile.write(f"data: {message}".encode() + bytes([10, 10]))
         self.wfile.write(b'data: {"stop": true, "tokens_predicted": 7}')
 
@@ -137,14 +141,14 @@ def test_no_proxy_stands_between_a_server_of_this_machine_and_those_that_ask_it(
         assert send_prompt([1], running.url, tmp_path)["output_lens"] == [7]
 
 
-def send_prompt(prompt: list[int], url: str, directory: Path) -> dict[str, list[float]]:
-    """Returns the result of one request, which `SERVER` answers with a message for each token of the prompt."""
+def send_prompt(prompt: list[int], url: str, directory: Path) -> dict[str, Any]:
+    """Returns the result of a request, which `SERVER` answers with a message a token, three of them with one time."""
     (directory / "prompts.json").write_text(json.dumps([prompt]))
     paths = {"prompts_path": str(directory / "prompts.json"), "result_path": str(directory / "result.json")}
     load = Load("load", url, "", num_requests=1, concurrency=1, max_new_tokens=7, sampling={}, ignore_eos=True, seed=0,
                 **paths)  # fmt: skip
     LlamaLoadGenerator().run(load)
-    result: dict[str, list[float]] = json.loads((directory / "result.json").read_text())
+    result: dict[str, Any] = json.loads((directory / "result.json").read_text())
     return result
 
 
@@ -156,6 +160,13 @@ def test_the_messages_of_a_stream_may_lack_text_or_hold_line_breaks_of_unicode(
     with ManagedServer(PYTHON, command, tmp_path / "log", 60, NamedServer, "llama-server") as running:
         result = send_prompt(prompt, running.url, tmp_path)
     assert result["output_lens"] == [7] and result["ttfts"][0] > 0
+
+
+def test_the_messages_of_a_stream_that_have_the_same_time_are_one_step(tmp_path: Path) -> None:
+    command = ["run", sys.executable, "-c", SERVER]
+    with ManagedServer(PYTHON, command, tmp_path / "log", 60, NamedServer, "llama-server") as running:
+        (gaps,) = send_prompt([97, 97, 97, 98, 98, 98, 99], running.url, tmp_path)["itls"]
+    assert len(gaps) == 2
 
 
 def sleeping_python(directory: Path) -> Path:
