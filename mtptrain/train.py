@@ -18,6 +18,7 @@ exits with 1). The same command resumes from there.
 import os
 import signal
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,7 +132,10 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         require_draft_vocab(run.stage_dir("draft_vocab"))
     identity = run.identity(head.capture_layers)
     parts = load_frozen_parts(run.target.directory)
-    initialise(run, head, parts, identity.prompts_sha256)
+    with warnings.catch_warnings():
+        if not ranks.is_first:
+            warnings.simplefilter("ignore")  # the first rank warns for all
+        initialise(run, head, parts, identity.prompts_sha256)
     # 3. Open the hidden states, and find the checkpoint to resume from.
     states = run.hidden_states(identity, ranks, stop)
     check_document_lengths(int(states.document_lengths.max()), head)

@@ -35,7 +35,9 @@ from mtptrain.heads.files import (
     load_head,
     stored_calibration,
 )
+from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.native_mtp import NativeMtpHead
+from mtptrain.target.families import head_dim as target_head_dim
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
 from mtptrain.target.hub import weights_fingerprint
@@ -112,7 +114,9 @@ SOURCES = {
 
 @torch.no_grad()
 def start_from_target(head: Head, target: TargetFiles) -> None:
-    """Copy the target's last decoder layer and final norm into a random head, where their shapes agree.
+    """Copy the target's final norm, and those weights of its last layer that have the head's shapes and head dim.
+
+    A warning names the projections that stay random.
 
     In head `eagle3`, the first columns of the query, key and value projections read the embedding and stay random. The
     random weights of `fc` or `eh_proj` are halved, and the identity is added to the columns for the hidden state (in
@@ -121,26 +125,39 @@ def start_from_target(head: Head, target: TargetFiles) -> None:
     Head `draft_model` starts from other weights of the target: see `start_from_target_model`.
 
     Raises:
-        UserError: no projection of the target's layer has the shape of the head's, the head has neither `fc` nor
-            `eh_proj`, a tensor of the target is quantised, or a draft model differs from the target.
+        UserError: no projection of the target's layer has the shape and head dim of the head's, the head has neither
+            `fc` nor `eh_proj`, a tensor of the target is quantised, or a draft model differs from the target.
     """
     if isinstance(head, DraftModelHead):
         start_from_target_model(head, target)
         return
+    assert isinstance(head, LayerHead)
+    head_dim, target_dim = head.self_attn.head_dim, target_head_dim(target.config)
     layer, parts = fold_query_key_norms(load_last_layer(target.directory)), load_frozen_parts(target.directory)
     copied, parameters = [], dict(head.named_parameters())
     for name, parameter in parameters.items():
         weight = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
             parameter.copy_(parts.norm_weight.float() + parts.form.norm_offset)
-        elif weight is not None and fits(name, parameter, weight):
+        elif (
+            weight is not None and fits(name, parameter, weight) and (head_dim == target_dim or "self_attn" not in name)
+        ):
             parameter[..., -weight.shape[-1] :].copy_(weight)
             copied.append(name)
-    if not any(name.endswith("proj.weight") for name in copied):
+    projections = [name for name in parameters if re.fullmatch(r"(self_attn|mlp)\..*proj\.weight", name)]
+    left_random = [name.removesuffix(".weight") for name in projections if name not in copied]
+    if len(left_random) == len(projections):
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(layer.items())[:4])
         raise UserError(
-            "head.start_from_target: the target's last layer must have projections of the head's shapes, but "
-            f"{target.directory} has {sizes}; set head.start_from_target=false"
+            "head.start_from_target: the target's last layer must have projections of the head's shapes and head dim, "
+            f"but {target.directory} has {sizes} and head dim {target_dim}; set head.start_from_target=false"
+        )
+    if left_random:
+        warnings.warn(
+            "head.start_from_target: the target's last layer should have each projection of the head, in its shape and "
+            f"with its head dim {head_dim}, but lacks {', '.join(left_random)}, which stay random; compare with "
+            "head.start_from_target=false",
+            stacklevel=2,
         )
     fuse = parameters.get("eh_proj.weight", parameters.get("fc.weight"))
     if fuse is None:

@@ -1,5 +1,6 @@
 """Tests heads that start with the weights of the target's last layer."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from mtptrain.target.loading import load_target
 from mtptrain.train import check_one_start
 from tests.conftest import FAMILIES, make_target
 
+ATTENTION = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj"
+
 
 def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"head\.start_from_target: must be false with head dflash, .* is true; set"):
@@ -32,7 +35,9 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
     torch.manual_seed(3)
     head, before = (build_head(HEADS[name].Config(**settings), target.config) for _ in range(2))
     before.load_state_dict(head.state_dict())
-    start_from_target(head, TargetFiles(tiny_target))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing stays random
+        start_from_target(head, TargetFiles(tiny_target))
     weights, random = dict(head.named_parameters()), dict(before.named_parameters())
     for part in ("q_proj", "k_proj", "v_proj"):  # their first columns read the embedding in eagle3
         weight = weights[f"self_attn.{part}.weight"]
@@ -84,6 +89,42 @@ def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(
         assert (scores(head.self_attn) - expected).norm() < 0.2 * expected.norm()
 
 
+@pytest.mark.parametrize(
+    ("name", "model_type", "settings", "left_random"),
+    [
+        ("mtp", "qwen3", {"num_attention_heads": 2, "head_dim": 128}, ATTENTION),
+        ("mtp", "llama", {"hidden_size": 384, "num_attention_heads": 4, "head_dim": 96}, ATTENTION),
+        ("eagle3", "llama", {"hidden_size": 384, "num_attention_heads": 4, "head_dim": 96}, ATTENTION),
+        (
+            "mtp",
+            "phi3",
+            {"head_dim": 128, "pad_token_id": 0},
+            "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, mlp.gate_proj, mlp.up_proj",
+        ),
+    ],
+    ids=["wider attention", "heads of 96", "heads of 96 with eagle3", "fused projections"],
+)
+def test_projections_with_other_heads_or_names_stay_random_and_a_warning_names_them(
+    name: str, model_type: str, settings: dict[str, Any], left_random: str, tmp_path: Path
+) -> None:
+    """In the second and third case, all shapes are those of the head: 4 heads of 96 instead of 3 of 128."""
+    sizes = {"hidden_size": 128} | settings
+    target_dir = make_target(
+        tmp_path / "target", model_type, sizes | {"num_key_value_heads": sizes.get("num_attention_heads", 1)}
+    )
+    layer = load_target(target_dir, torch.float32, torch.device("cpu")).model.model.layers[-1]
+    captured = {"capture_layers": [0, 1, 2]} if name == "eagle3" else {}
+    head = build_head(HEADS[name].Config(**captured), read_target_config(target_dir))
+    random = {name: weight.clone() for name, weight in head.named_parameters()}
+    with pytest.warns(UserWarning, match=rf"but lacks {left_random}, which stay random; compare with") as caught:
+        start_from_target(head, TargetFiles(target_dir))
+    assert len(caught) == 1
+    weights = dict(head.named_parameters())
+    assert torch.equal(weights["mlp.down_proj.weight"], layer.mlp.down_proj.weight)
+    for part in left_random.split(", "):
+        assert torch.equal(weights[f"{part}.weight"], random[f"{part}.weight"])
+
+
 def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) -> None:
     target_dir = make_target(
         tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, head_dim=20, intermediate_size=90
@@ -92,9 +133,11 @@ def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) ->
         HEADS["mtp"].Config(intermediate_size=96, num_attention_heads=1, num_key_value_heads=1),
         read_target_config(target_dir),
     )
-    with pytest.raises(
-        ValueError, match=r"head\.start_from_target: the target's last layer must have projections of the head's shapes"
-    ):
+    message = (
+        r"head\.start_from_target: the target's last layer must have projections of the head's shapes and head dim, but"
+        r".* and head dim 20; set"
+    )
+    with pytest.raises(ValueError, match=message):
         start_from_target(head, TargetFiles(target_dir))
 
 
