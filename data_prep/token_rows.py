@@ -69,7 +69,7 @@ def read_tokens(row: Row, metadata: Collection[str] = ()) -> Encoding:
         raise ConversationRefused("an attention_mask with zeros, which is not read: leave out the padding")
     if not mask.any():
         raise ConversationRefused("a loss_mask that selects no token")
-    refuse_unread_columns({name: value for name, value in columns.items() if name not in COLUMNS})
+    refuse_unread_columns({name: value for name, value in columns.items() if name not in COLUMNS}, metadata)
     return Encoding(ids.astype(np.int32), mask.astype(np.uint8))
 
 

@@ -51,7 +51,7 @@ TOOL_NAMES = ("tool", "function")
 MEDIA_NAMES = ("image", "video", "audio", "img", "picture", "photo", "pixel", "attachment")
 """Beginnings of words in the names of columns, message keys and parts of a content."""
 FINISH_KEYS = ("finish_reason", "stop_reason")
-FINISHED = ("stop", "end_turn", "eos", "eos_token")
+FINISHED = ("stop", "end_turn", "eos", "eos_token", "tool_calls", "function_call", "tool_use")
 """Values of `finish_reason` and `stop_reason` of an answer that was not cut off."""
 METADATA = {
     *("id", "_id", "uid", "uuid", "idx", "index", "row", "hash", "hashed_ip", "subset", "version", "license"),
@@ -96,9 +96,15 @@ class RowFormat:
 ANY_SCHEMA = RowFormat()
 
 
-def refuse_unread_columns(columns: Row) -> None:
-    """Raises ConversationRefused for a column beside the messages that is neither honoured nor describes its row."""
-    _refuse_unread("column", [name for name, value in columns.items() if not _is_read_column(name, value)])
+def refuse_unread_columns(columns: Row, metadata: Collection[str]) -> None:
+    """Raises ConversationRefused for a column beside the messages that is neither honoured nor describes its row.
+
+    Args:
+        columns: the columns.
+        metadata: `prompts.metadata`, which the advice extends.
+    """
+    unread = [name for name, value in columns.items() if not _is_read_column(name, value, metadata)]
+    _refuse_unread("column", unread, metadata)
 
 
 def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> list[Message]:
@@ -132,15 +138,17 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> list[Message]:
         raise ConversationRefused(MEDIA)
     tools = [read_tools(columns.pop(name)) for name in TOOL_COLUMNS if name in columns]
     tools += [message.pop("tools") for message in messages[:1] if "tools" in message]
-    if any(each != tools[0] for each in tools) or any("tools" in message for message in messages):
+    if any(each != tools[0] for each in tools):
         raise ConversationRefused("different tools in two places")
+    if any("tools" in message for message in messages):
+        raise ConversationRefused("tools in a message after the first")
     contents = {message["content"].strip() for message in messages}
     described = {
         name: value
         for name, value in columns.items()
         if value not in lists and not (isinstance(value, str) and value.strip() in contents)
     }
-    refuse_unread_columns(described)
+    refuse_unread_columns(described, form.metadata)
     for text in system:
         messages = _with_system(messages, text)
     messages, found = read_hermes(messages, tools[0] if tools else [])
@@ -228,7 +236,8 @@ def _parse_message(message: Any, form: RowFormat) -> Message:
     flags = {_is_trained(key, items.pop(key)) for key in TRAIN_FLAGS if key in items}
     if True in flags and not is_answer:
         raise ConversationRefused(f"a {role} message that is to be trained, but only answers are")
-    _refuse_unread("message key", [key for key, value in items.items() if not _is_read_key(key, value)])
+    unread = [key for key, value in items.items() if not _is_read_key(key, value, form.metadata)]
+    _refuse_unread("message key", unread, form.metadata)
     content = "" if calls and content is None else _content(content)
     if not is_answer and MEDIA_IN_TEXT.search(content):
         raise ConversationRefused(MEDIA)
@@ -286,25 +295,27 @@ def _is_trained(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _is_read_key(key: str, value: Any) -> bool:
+def _is_read_key(key: str, value: Any, metadata: Collection[str]) -> bool:
     """Returns whether a message key is honoured or only describes its message."""
     if (key == "prefix" and value is False) or (key in FINISH_KEYS and value in FINISHED):
         return True
-    _refuse_hidden(f"message key {key}", key, key, value)
+    _refuse_hidden(f"message key {key}", key, key, value, metadata)
     return is_metadata(key) and (key != "type" or value in ("text", "message"))
 
 
-def _is_read_column(name: str, value: Any) -> bool:
+def _is_read_column(name: str, value: Any, metadata: Collection[str]) -> bool:
     """Returns whether a column is honoured or only describes its row."""
     if name in TRAIN_FLAGS:
         if not _is_trained(name, value):
             raise ConversationRefused("a row that is not to be trained")
         return True
-    _refuse_hidden(f"column {name}", name, name, value)
+    if name in FINISH_KEYS and value in FINISHED:
+        return True
+    _refuse_hidden(f"column {name}", name, name, value, metadata)
     return is_metadata(name) or (name, value) == ("split", "train")
 
 
-def _refuse_hidden(where: str, top: str, name: str, value: Any) -> None:
+def _refuse_hidden(where: str, top: str, name: str, value: Any, metadata: Collection[str]) -> None:
     """Raises ConversationRefused for tools, media, train flags and system prompts in what describes a row or message.
 
     Args:
@@ -312,6 +323,7 @@ def _refuse_hidden(where: str, top: str, name: str, value: Any) -> None:
         top: its name.
         name: the name of the value: `top`, or a key of an object inside, at any depth, JSON text included.
         value: the value.
+        metadata: `prompts.metadata`, which the advice extends.
     """
     if _is_empty(value):
         return
@@ -321,20 +333,20 @@ def _refuse_hidden(where: str, top: str, name: str, value: Any) -> None:
     if not is_number and _has_word(name, MEDIA_NAMES):
         raise ConversationRefused(MEDIA)
     is_cut_off = name in FINISH_KEYS and value not in FINISHED
-    if name is not top and (name in (*TRAIN_FLAGS, *SYSTEM_COLUMNS) or is_cut_off):
-        raise ConversationRefused(f"{name} inside {where}, which is not read (prompts.metadata=[{top}] passes it over)")
+    if name != top and (name in (*TRAIN_FLAGS, *SYSTEM_COLUMNS) or is_cut_off):
+        raise ConversationRefused(f"{name} inside {where}, which is not read ({_with(metadata, top)} passes it over)")
     if is_text and value.lstrip().startswith(("{", "[")):
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
     for key, inner in value.items() if isinstance(value, Mapping) else ():
-        _refuse_hidden(where, top, str(key), inner)
+        _refuse_hidden(where, top, str(key), inner, metadata)
     for inner in value if isinstance(value, list) else ():
         if isinstance(inner, Mapping):
             if any(inner.keys() >= set(keys) for keys in MESSAGE_KEYS.values()):
                 raise ConversationRefused(
-                    f"messages inside {where}, which are not read (prompts.metadata=[{top}] passes them over)"
+                    f"messages inside {where}, which are not read ({_with(metadata, top)} passes them over)"
                 )
-            _refuse_hidden(where, top, top, inner)
+            _refuse_hidden(where, top, top, inner, metadata)
 
 
 def _has_word(name: str, beginnings: tuple[str, ...]) -> bool:
@@ -343,13 +355,17 @@ def _has_word(name: str, beginnings: tuple[str, ...]) -> bool:
     return any(word.startswith(beginnings) for word in words)
 
 
-def _refuse_unread(what: str, names: list[str]) -> None:
+def _with(metadata: Collection[str], *names: str) -> str:
+    """Returns the argument that sets `prompts.metadata` and adds names: Hydra replaces a list as a whole."""
+    return f"prompts.metadata=[{','.join([*metadata, *names])}]"
+
+
+def _refuse_unread(what: str, names: list[str], metadata: Collection[str]) -> None:
     """Raises ConversationRefused if there are columns or keys that are neither honoured nor metadata."""
     if names:
         noun, verb, pronoun = (f"{what}s", "are", "them") if len(names) > 1 else (what, "is", "it")
         raise ConversationRefused(
-            f"{noun} {', '.join(names)}, which {verb} not read (prompts.metadata=[{','.join(names)}] passes {pronoun} "
-            "over)"
+            f"{noun} {', '.join(names)}, which {verb} not read ({_with(metadata, *names)} passes {pronoun} over)"
         )
 
 

@@ -115,7 +115,7 @@ def _prompt_of(
         if kinds[0] == "messages":
             messages = parse_row({**others, "messages": row["messages"]}, form)
             return row, messages, _render_whole(tokenizer, messages, where)
-        refuse_unread_columns(others)
+        refuse_unread_columns(others, form.metadata)
         if kinds[0] == "turns":
             turns = row["turns"]
             if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):

@@ -90,3 +90,11 @@ def test_a_row_of_tokens_that_cannot_be_used_is_refused_with_the_reason(change: 
     with pytest.raises(ConversationRefused) as refused:
         read_tokens({**row, **change})
     assert str(refused.value) == reason
+
+
+def test_the_advice_for_a_row_of_tokens_keeps_the_names_that_are_passed_over_already() -> None:
+    row = {"input_ids": [1], "loss_mask": [1], "note": "x", "labels": [1]}
+    with pytest.raises(
+        ConversationRefused, match=r"column labels, .*\(prompts\.metadata=\[note,labels\] passes it over"
+    ):
+        read_tokens(row, ["note"])

@@ -19,6 +19,7 @@ def row(**columns: Any) -> dict[str, Any]:
     return {"messages": PARSED, **columns}
 
 
+FINISH_COLUMN = "column finish_reason, which is not read (prompts.metadata=[finish_reason] passes it over)"
 PASS_METADATA = "(prompts.metadata=[metadata] passes it over)"
 
 
@@ -48,6 +49,8 @@ def test_sharegpt_names_become_roles() -> None:
         row(custom=None, tools="[]", functions=[], images=[], system="", system_prompt=" ", extra={}),
         row(prompt="hi", chosen=PARSED, instruction=" hi\n", response="yes"),
         row(weight=1, train=True, loss=1.0, split="train"),
+        row(finish_reason="stop", stop_reason="tool_use", meta={"finish_reason": "tool_calls"}),
+        chat(None, {"finish_reason": "function_call"}),
         chat({"id": "m0", "timestamp": 12, "weight": 0}, {"weight": 1.0, "tool_calls": None, "toxic": False}),
         chat({"name": None}, {"prefix": False, "finish_reason": "stop", "audio": None, "refusal": None}),
         chat({"content": [PART]}, {"content": [{"type": "text", "text": "yes"}]}),
@@ -152,6 +155,7 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
             chat(None, {"type": "thinking"}),
             "message key type, which is not read (prompts.metadata=[type] passes it over)",
         ),
+        (row(finish_reason="length"), FINISH_COLUMN),
         (row(split="test"), "column split, which is not read (prompts.metadata=[split] passes it over)"),
         (row(keep=False), "column keep, which is not read (prompts.metadata=[keep] passes it over)"),
         (chat({"name": "ann"}), "message key name, which is not read (prompts.metadata=[name] passes it over)"),
@@ -170,6 +174,22 @@ def test_a_row_that_cannot_be_honoured_is_refused_with_the_reason(odd: dict[str,
     with pytest.raises(ConversationRefused) as refused:
         parse_row(odd)
     assert str(refused.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("odd", "name"),
+    [
+        (row(response="no"), "response"),
+        (row(metadata={"train": False}), "metadata"),
+        (row(source=[SYSTEM]), "source"),
+        (chat(None, {"prefix": True}), "prefix"),
+        (chat(None, {"meta": {"weight": 0}}), "meta"),
+    ],
+)
+def test_the_advice_keeps_the_names_that_are_passed_over_already(odd: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConversationRefused) as refused:
+        parse_row({**odd, "note": "x"}, RowFormat(metadata=["note"]))
+    assert f"(prompts.metadata=[note,{name}] passes " in str(refused.value)
 
 
 def test_what_only_describes_a_row_is_passed_over() -> None:

@@ -165,7 +165,7 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
             "the parameters of a tool in text that is not JSON",
         ),
         ({**openai_row(content="yes"), "functions": [{"name": "f"}]}, "different tools in two places"),
-        ({"messages": [ASKED, {**SAID, "tools": [TOOL]}]}, "different tools in two places"),
+        ({"messages": [ASKED, {**SAID, "tools": [TOOL]}]}, "tools in a message after the first"),
         (
             {"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]},
             "a user message that calls a tool, but only answers do",

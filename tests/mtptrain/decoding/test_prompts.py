@@ -309,7 +309,8 @@ def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_d
     read = Run(config).measured_prompts()
     assert read.input_ids["1"] == read.input_ids["2"] == read.input_ids["3"]
     config.prompts.metadata.remove("note")
-    with pytest.raises(UserError, match=r":1: must be .*column note, .*\(prompts\.metadata=\[note\] passes it over\)"):
+    message = r":1: must be .*column note, .*\(prompts\.metadata=\[name,note\] passes it over\)"
+    with pytest.raises(UserError, match=message):
         Run(config).measured_prompts()
 
 
