@@ -43,6 +43,9 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
             name, _, value = argument.lstrip("+").partition("=")
             if (name in CONFIG_GROUPS or "/" in name) and not isinstance(yaml.safe_load(value), str | list):
                 return f"{name}: must be the name of a choice, but is {value}; `{name}=` alone lists the names"
+    if found := re.match(r"Multiple values for (\w+)\.|(\w+) appears more than once", text):
+        name = found[1] or found[2]
+        return f"{name}: must be chosen once and without +, but is not; write {name}=NAME"
     if found := re.match(r"Could not delete from config. '(.+)' does not exist", text):
         return unknown_name(found[1], arguments)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
@@ -87,10 +90,17 @@ def advice(names: Sequence[str], otherwise: str) -> str:
 def nearest(name: str, known: Sequence[str]) -> list[str]:
     """Returns the names that were probably meant.
 
-    These are settings of the same name in other sections, or else the most similar name.
+    This is a very similar name in the same section, or else settings of the same name in other sections, or else the
+    most similar name.
     """
-    elsewhere = [each for each in known if "." in each and each.rpartition(".")[2] == name.rpartition(".")[2]]
-    return get_close_matches(name, elsewhere, n=2, cutoff=0.0) or get_close_matches(name, known, n=1, cutoff=0.8)
+    section, _, last = name.rpartition(".")
+    beside = [each for each in known if each.rpartition(".")[0] == section]
+    elsewhere = [each for each in known if each.rpartition(".")[2] == last]
+    return (
+        get_close_matches(name, beside, n=1, cutoff=0.9)
+        or get_close_matches(name, elsewhere, n=2, cutoff=0.0)
+        or get_close_matches(name, known, n=1, cutoff=0.8)
+    )
 
 
 def setting_names(arguments: Sequence[str]) -> list[str]:

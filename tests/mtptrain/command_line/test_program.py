@@ -28,6 +28,20 @@ ROOT = Path(__file__).parents[3]
         ),
         (["lr=1"], "lr: must be the name of a setting, but no setting has this name; did you mean train.lr?"),
         (
+            ["prompts.path=[a]"],
+            "prompts.path: must be the name of a setting, but no setting has this name; did you mean prompts.paths?",
+        ),
+        (
+            ["responses.max_tokens=1"],
+            "responses.max_tokens: must be the name of a setting, but no setting has this name; did you mean "
+            "responses.max_new_tokens?",
+        ),
+        (
+            ["train.seed=1"],
+            "train.seed: must be the name of a setting, but no setting has this name; did you mean seed or "
+            "acceptance.seed?",
+        ),
+        (
             ["~acceptance.topp"],
             "acceptance.topp: must be the name of a setting, but no setting has this name; "
             "did you mean acceptance.top_p?",
@@ -54,6 +68,8 @@ ROOT = Path(__file__).parents[3]
         ),
         (["prompts=null"], "prompts: must be the name of a choice, but is null; `prompts=` alone lists the names"),
         (["+head=3"], "head: must be the name of a choice, but is 3; `head=` alone lists the names"),
+        (["+head=mtp"], "head: must be chosen once and without +, but is not; write head=NAME"),
+        (["+recipe=quickstart"], "recipe: must be chosen once and without +, but is not; write recipe=NAME"),
         (["prompts.paths=a"], "prompts.paths: must be a list, but is not; write prompts.paths=[VALUE,...]"),
         (["train.tracker=wand"], "train.tracker: must be one of none, wandb, but is 'wand'; did you mean wandb?"),
         (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),
@@ -111,6 +127,8 @@ def test_a_mistyped_recipe_or_stage_names_the_nearest() -> None:
     )
     result = run_ranks("data_prep.prompts", ["recip=quickstart"])
     assert result.stderr.startswith("error: recip: must be the name of") and "mean recipe?" in result.stderr
+    result = run_ranks("data_prep.prompts", ["+recipe=quickstart"])
+    assert result.stderr == "error: recipe: must be chosen once and without +, but is not; write recipe=NAME\n"
     result = run_ranks("mtptrain", ["trian", "recipe=quickstart"])
     assert result.returncode == 2
     assert re.fullmatch(r"error: stage: must be one of .*, but is 'trian'; did you mean train\?\n", result.stderr)
