@@ -4,7 +4,6 @@ OpenVINO's converter needs other versions of transformers than training does. It
 (`make .venv-openvino/.installed`).
 """
 
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.serving.exports import WRITTEN_FOR, warn_of_other_version
-from mtptrain.serving.worker import run_worker
+from mtptrain.serving.worker import run_code, run_worker
 from mtptrain.settings.evaluation import OpenvinoWeights
 from mtptrain.utils.errors import UserError
 
@@ -44,9 +43,8 @@ def find_openvino_python(python: str | None) -> Path:
 
 def openvino_version(python: Path) -> str:
     """Returns the version of OpenVINO GenAI that is installed for an interpreter, or an empty string."""
-    command = [str(python), "-I", "-c", "from importlib.metadata import version; print(version('openvino-genai'))"]
-    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
-    return found.stdout.strip()
+    code = "from importlib.metadata import version; print(version('openvino-genai'))"
+    return run_code(python, code).stdout.strip()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ vLLM and training need different versions of torch and transformers. vLLM theref
 .venv-vllm/.installed`) and runs in its own process, as in production.
 """
 
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.serving.exports import warn_of_untested_vllm
-from mtptrain.serving.worker import run_worker
+from mtptrain.serving.worker import run_code, run_worker
 from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -79,8 +78,7 @@ def find_python(python: str | None, *, warns: bool = True) -> Path:
 
 def vllm_version(python: Path) -> str | None:
     """Returns the version of vLLM that a Python has, empty if it does not say; None if it has none."""
-    check = [str(python), "-I", "-c", FIND_VLLM]
-    found = subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    found = run_code(python, FIND_VLLM)
     return None if found.returncode else found.stdout.strip()
 
 

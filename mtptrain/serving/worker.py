@@ -15,6 +15,12 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import without_own_settings
 
 
+def run_code(python: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in an engine's Python. Like a worker, it finds no packages in the working directory."""
+    command = [str(python), "-c", f"import sys; sys.path = [each for each in sys.path if each]\n{code}"]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+
+
 def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) -> Any:
     """Returns what the worker writes for a job, both as JSON.
 

@@ -14,7 +14,13 @@ import pytest
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts
-from mtptrain.serving.openvino_client import OpenvinoModels, OpenvinoProcess, counts_of, find_openvino_python
+from mtptrain.serving.openvino_client import (
+    OpenvinoModels,
+    OpenvinoProcess,
+    counts_of,
+    find_openvino_python,
+    openvino_version,
+)
 from mtptrain.serving.openvino_load import check_openvino
 from mtptrain.utils.errors import UserError
 
@@ -108,6 +114,18 @@ def test_a_model_that_cannot_be_converted_is_told_what_may_help(
 ) -> None:
     with pytest.raises(SystemExit, match=f"must be able to convert .* to {weights}, but fails as above; {advice}"):
         worker.convert(tmp_path / "none", tmp_path / "converted", weights, True)
+
+
+def test_an_openvino_on_pythonpath_is_found_but_none_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "openvino_genai-2026.4.1.dist-info").mkdir()
+    (tmp_path / "openvino_genai-2026.4.1.dist-info/METADATA").write_text("Name: openvino-genai\nVersion: 2026.4.1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert openvino_version(Path(sys.executable)) == ""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert openvino_version(Path(sys.executable)) == "2026.4.1"
 
 
 def test_a_python_without_openvino_is_refused(tmp_path: Path) -> None:

