@@ -12,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
@@ -198,7 +199,7 @@ NATIVE = {
     "num_hidden_layers": of_target("num_hidden_layers"),
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), only(1)),
     "model_type": only(
-        *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mimo"),
+        *("llama", "mistral", "qwen2", "qwen3", "mimo"),
         because="a family whose MTP layer feeds back the state after its norm",
     ),
     "mtp_hidden_states_first": only(False, because="because eh_proj of head mtp reads the embedding first"),
@@ -367,7 +368,9 @@ def arithmetic(
         {name: value for name, value in head_rope_parameters(each).items() if name != "type"}
         for each in (own, target_config)
     )
-    return {"rope_parameters": (own_rope, rope), "rms_norm_eps": (own.rms_norm_eps, norm_eps(target_config))}
+    # A GGUF file rounds it to fp32. The shortest text of a number in fp32 is what was rounded.
+    own_eps, eps = (float(str(np.float32(each))) for each in (own.rms_norm_eps, norm_eps(target_config)))
+    return {"rope_parameters": (own_rope, rope), "rms_norm_eps": (own_eps, eps)}
 
 
 def _refuse_quantisation(path: Path) -> None:

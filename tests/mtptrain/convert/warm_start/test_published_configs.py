@@ -386,6 +386,11 @@ def test_another_rope_or_eps_than_the_targets_is_warned_of(
         published.load(change, removed)
 
 
+@pytest.mark.parametrize("published", ["eagle"], indirect=True)
+def test_an_eps_that_gguf_rounds_to_fp32_is_the_same(published: Published) -> None:
+    published.load({"rms_norm_eps": 9.999999974752427e-07})
+
+
 @pytest.mark.parametrize("published", ["dflash"], indirect=True)
 def test_a_block_drafter_without_rope_has_the_theta_of_engines(published: Published) -> None:
     with pytest.warns(UserWarning, match=r"rope_parameters should be .*10000\.0.* but is .*1000000"):
