@@ -10,7 +10,8 @@ from mtptrain.decoding.speculate import Generation
 NEUTRAL_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Sampling parameters with which only temperature, top_p and top_k change a request's distribution.
 
-Servers take parameters that are left out from generation_config.json. Penalties affect greedy decoding too.
+A server takes each parameter that a request leaves out from the model's generation_config.json. Penalties affect greedy
+decoding too.
 """
 
 ROUNDING_TOLERANCE, ROUNDED_DRAFTS = 0.02, 2

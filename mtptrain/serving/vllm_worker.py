@@ -49,7 +49,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.platforms import current_platform
 
 PROGRESS = "vllm_worker:"
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos")
 MIN_BATCHED_TOKENS = 4096
 
 Engine = dict[str, Any]
