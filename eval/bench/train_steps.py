@@ -229,8 +229,7 @@ class PeerProcess:
                 f"bench.peer_python: the peer must answer, but exited with {ended}; run {WORKER} "
                 "with that Python; if it starts and waits for input, lower bench.hidden_sizes or bench.train_tokens"
             )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def close(self) -> None:
         self._process.kill()

@@ -49,8 +49,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] |
             f"{tokenizer.name_or_path} has {has}; choose an instruction-tuned target, add chat_template.jinja to its "
             "directory, or use plain text"
         )
-    template: str = tokenizer.get_chat_template(tools=tools)
-    return template
+    return tokenizer.get_chat_template(tools=tools)
 
 
 def render_text(

@@ -128,8 +128,7 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
     }
     expected = dict(zip(found, (draft_vocab_size, vocab_size, prompts_sha256, file_sha256(tensors)), strict=True))
     refuse_different_facts(path, expected, found, f"run {PROGRAM} again with the same recipe and run_dir")
-    d2t: torch.Tensor = load_file(tensors)["d2t"]
-    return d2t
+    return load_file(tensors)["d2t"]
 
 
 def d2t_sha256(d2t: torch.Tensor | None) -> str | None:

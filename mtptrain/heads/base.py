@@ -274,5 +274,4 @@ class Head(nn.Module, ABC):
         """Call the function, with activation checkpointing if it is enabled."""
         if not self.activation_checkpointing:
             return function(*args)
-        result: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-        return result
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -125,8 +125,7 @@ class DflashLayer(nn.Module):
 
     def attention_input(self, x: torch.Tensor) -> torch.Tensor:
         """Returns what attention reads, for the residual stream x before the layer."""
-        normed: torch.Tensor = self.input_layernorm(x)
-        return normed
+        return self.input_layernorm(x)
 
     def attention_output(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Returns what attention adds to x, from the output of its last projection."""
@@ -134,8 +133,7 @@ class DflashLayer(nn.Module):
 
     def mlp_output(self, x: torch.Tensor) -> torch.Tensor:
         """Returns what the MLP adds to the residual stream x after attention."""
-        out: torch.Tensor = self.mlp(self.post_attention_layernorm(x))
-        return out
+        return self.mlp(self.post_attention_layernorm(x))
 
 
 class DflashHead(Head):
@@ -284,13 +282,11 @@ class DflashHead(Head):
     @fused
     def _context(self, target_states: torch.Tensor) -> torch.Tensor:
         """Returns the states [..., H] that each layer projects to keys and values."""
-        context: torch.Tensor = self.hidden_norm(self.fc(target_states.flatten(-2)))
-        return context
+        return self.hidden_norm(self.fc(target_states.flatten(-2)))
 
     @fused
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(x)
-        return normed
+        return self.norm(x)
 
 
 def block_size(config: DflashHead.Config) -> int:

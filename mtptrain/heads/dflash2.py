@@ -97,8 +97,7 @@ class CandidateSelector(nn.Module):
 
     def forward(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Returns the features [..., r] of drafts with states [..., H] after the tokens `previous` i64[...]."""
-        features: torch.Tensor = self.predecessor_codebook[previous] * self.hidden_projection(states)
-        return features
+        return self.predecessor_codebook[previous] * self.hidden_projection(states)
 
 
 class Dflash2Head(DflashHead):

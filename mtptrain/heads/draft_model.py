@@ -125,8 +125,7 @@ class DraftModelHead(Head):
         ).last_hidden_state[0]
         depths = torch.arange(ttt_steps, device=device)[:, None]
         indices = (next_read[packing.draft_positions] + depths).clamp(max=num_read - 1)  # [T, M]
-        picked: torch.Tensor = F.embedding(indices, states)
-        return picked
+        return F.embedding(indices, states)
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
         """Read the tokens that the model has not read yet, up to the newest one; see `Head.draft_first`."""
@@ -159,8 +158,7 @@ class DraftModelHead(Head):
         output = self.model(
             input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, seen_slots=seen
         )
-        states: torch.Tensor = output.last_hidden_state
-        return states
+        return output.last_hidden_state
 
     def output_weight(self, parts: FrozenParts) -> torch.Tensor:
         """Returns the model's own output layer [V, H], which may be its embedding table."""

@@ -66,8 +66,7 @@ class DsparkHead(DflashHead):
 
     def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns the logits of a draft after the token before it; see `Head.corrected`."""
-        corrected: torch.Tensor = logits + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
-        return corrected
+        return logits + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
 
     def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns the confidence [B]; see `Head.confidence_of`."""
@@ -86,5 +85,4 @@ class DsparkHead(DflashHead):
 
     def _confidence_logits(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Returns logits [...] for states [..., H] and W1 of the tokens before [..., r]."""
-        logits: torch.Tensor = self.confidence_head.proj(torch.cat([states, embedded], -1))[..., 0]
-        return logits
+        return self.confidence_head.proj(torch.cat([states, embedded], -1))[..., 0]

@@ -85,8 +85,7 @@ class Eagle3Head(LayerHead):
         if self.fc_norm is not None:
             parts = streams.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
             streams = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        fused: torch.Tensor = self.fc(streams)
-        return fused
+        return self.fc(streams)
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the residual stream and attention's input. The stream is g, normed with `norm_before_residual`."""

@@ -257,8 +257,7 @@ def stored_config(directory: Path) -> HeadConfig:
             does not know.
     """
     settings = _read_settings(directory)
-    config: HeadConfig = config_of(HEADS[settings["name"]].Config, settings, directory / "head.json")
-    return config
+    return config_of(HEADS[settings["name"]].Config, settings, directory / "head.json")
 
 
 def _read_facts(directory: Path, required: str) -> dict[str, Any]:

@@ -36,8 +36,7 @@ class HydraMlp(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Returns the states [..., H] from the hidden state and the embeddings, each [..., H]."""
         x = torch.cat(inputs, dim=-1)
-        states: torch.Tensor = self.rest(add_silu(self.residual(x), self.first(x)))
-        return states
+        return self.rest(add_silu(self.residual(x), self.first(x)))
 
 
 class HydraHead(Head):

@@ -185,8 +185,7 @@ class HiddenStates(ABC):
 
     def shards_of(self, documents: Sequence[int]) -> list[int]:
         """Returns the shards that hold these documents."""
-        shards: list[int] = np.unique(np.searchsorted(self._first_documents, documents, side="right") - 1).tolist()
-        return shards
+        return np.unique(np.searchsorted(self._first_documents, documents, side="right") - 1).tolist()
 
     def close(self) -> None:
         """Unmap all shards. A finished store may be read again, and is then mapped anew."""

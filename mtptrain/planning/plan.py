@@ -341,5 +341,4 @@ def _num_tables(target_config: PreTrainedConfig) -> int:
 
 
 def _itemsize(dtype: str) -> int:
-    itemsize: int = getattr(torch, dtype).itemsize
-    return itemsize
+    return getattr(torch, dtype).itemsize

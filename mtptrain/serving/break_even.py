@@ -171,8 +171,7 @@ def subject(config: PipelineConfig, target: TargetFiles) -> dict[str, Any]:
         facts["served"] = [fingerprint(file) if file and file.is_file() else None, str(config.export.dtype)]
     if config.serving.engine is ServingEngine.openvino:
         facts["served"] = [str(config.serving.openvino_weights)]
-    stored: dict[str, Any] = json.loads(json.dumps(facts))
-    return stored
+    return json.loads(json.dumps(facts))
 
 
 def read_costs(config: PipelineConfig, target: TargetFiles) -> list[RoundCost]:

@@ -156,5 +156,4 @@ class LoadGenerator:
         line = pipe.readline()
         if not line:
             raise self._worker.ended(self._name, "must answer")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)

@@ -41,16 +41,12 @@ def between(least: float, most: float, *, default: T) -> T:
 def between_or_none(least: int, most: int) -> int | None:
     """Declare a setting that is a number from `least` to `most`, both included, or None (the default)."""
     requirement = f"be null or a number from {least:,} to {most:,}"
-    bounded: int | None = _bounded(lambda value: value is None or least <= value <= most, requirement, CORRECT_IT, None)
-    return bounded
+    return _bounded(lambda value: value is None or least <= value <= most, requirement, CORRECT_IT, None)
 
 
 def at_least_or_none(least: int) -> int | None:
     """Declare a setting that is a number of at least `least`, or None (the default)."""
-    bounded: int | None = _bounded(
-        lambda value: value is None or value >= least, f"be null or at least {least}", "correct it", None
-    )
-    return bounded
+    return _bounded(lambda value: value is None or value >= least, f"be null or at least {least}", "correct it", None)
 
 
 def each_at_least(least: int) -> dict[str, Bound]:

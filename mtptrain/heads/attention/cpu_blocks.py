@@ -263,8 +263,7 @@ def _flat_rows(x: torch.Tensor) -> torch.Tensor:
 
     With a view, torch.compile would also specialise on the shape of the viewed tensor, and recompile for every shape.
     """
-    flat: torch.Tensor = torch.ops.aten._unsafe_view(x.contiguous(), [x.shape[:3].numel(), *x.shape[3:]])
-    return flat
+    return torch.ops.aten._unsafe_view(x.contiguous(), [x.shape[:3].numel(), *x.shape[3:]])
 
 
 def _with_subtracted(x: torch.Tensor, subtracted: torch.Tensor) -> torch.Tensor:

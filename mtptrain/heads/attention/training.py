@@ -45,10 +45,9 @@ def depth_attention(
     own = [
         torch.stack(list(parts)) if parts else no_keys for parts in (own_keys, own_values)
     ]  # [k, M, kv heads, head_dim]
-    out: torch.Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
+    return MergedAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, *own, packing, _merge_own, _own_backward
     )
-    return out
 
 
 class MergedAttention(torch.autograd.Function):
