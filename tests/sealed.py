@@ -1,4 +1,4 @@
-"""Writes the sealed files that tests need: the manifest of prompts, and records as other versions would write them."""
+"""Writes the sealed files that tests need: the manifest of prompts, and files as others would write or damage them."""
 
 import json
 from pathlib import Path
@@ -32,3 +32,10 @@ def describe_again(path: Path) -> None:
     """Write the hashes of the files that a sealed JSON file describes anew, as whoever changed them would."""
     content = json.loads(path.read_text())
     write_sealed(path, {name: value for name, value in content.items() if name not in (SEAL, FILES)}, content[FILES])
+
+
+def flip_bit(path: Path, position: int = -1) -> None:
+    """Flip the lowest bit of one byte of a file: of its last byte, or of the one at `position`."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)

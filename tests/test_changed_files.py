@@ -18,16 +18,10 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import run_program
 from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, SHARD_TOKENS, make_shard, write_shard
+from tests.sealed import flip_bit
 
 Run = tuple[Path, tuple[str, ...]]
 Change = Callable[[Path], None]
-
-
-def flip(path: Path) -> None:
-    """Flips the lowest bit of the last byte, which belongs to a tensor, a text or a number."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def edit(*keys: str | int, value: object) -> Change:
@@ -63,14 +57,14 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("name", "change", "module"),
     [
-        ("prompts/train.safetensors", flip, "data_prep.hidden_states"),
-        ("prompts/train.safetensors", flip, "mtptrain.train"),
-        ("prompts/validation.safetensors", flip, "eval.acceptance"),
+        ("prompts/train.safetensors", flip_bit, "data_prep.hidden_states"),
+        ("prompts/train.safetensors", flip_bit, "mtptrain.train"),
+        ("prompts/validation.safetensors", flip_bit, "eval.acceptance"),
         ("prompts/documents.jsonl", ask_another_question, "eval.acceptance"),
         ("prompts/manifest.json", edit("vocab_size", value=999), "mtptrain.train"),
         ("hidden_states/manifest.json", edit("num_documents", value=1), "mtptrain.train"),
-        ("train/best/head.safetensors", flip, "eval.acceptance"),
-        ("train/best/head.safetensors", flip, "mtptrain.export"),
+        ("train/best/head.safetensors", flip_bit, "eval.acceptance"),
+        ("train/best/head.safetensors", flip_bit, "mtptrain.export"),
         ("train/best/head.json", edit("step", value=7000), "eval.acceptance"),
         ("train/best/head.json", edit("acceptance_length", value=3.9), "mtptrain.export"),
         ("acceptance/report.json", edit("acceptance_length", value=9.077), "mtptrain.export"),
@@ -96,7 +90,7 @@ def test_a_changed_export_is_named_before_it_is_served(finished: Run, tmp_path: 
     if name == SERVING:
         edit("method", value="other")(tmp_path / "export" / name)
     else:
-        flip(tmp_path / "export" / name)
+        flip_bit(tmp_path / "export" / name)
     with pytest.raises(UserError, match=rf"{name}: must be as mtptrain wrote it, but was changed or damaged"):
         read_serving_facts(tmp_path / "export", "vllm", sha256)
 
@@ -109,7 +103,7 @@ def test_a_changed_head_is_named_before_another_training_starts_from_it(
     target_config = read_target_config(tiny_target)
     assert read_published(str(tmp_path / "head"), target_config).tensors
     weights = next((tmp_path / "head").glob("*.safetensors"))
-    flip(weights)
+    flip_bit(weights)
     with pytest.raises(UserError, match=rf"{weights.name}: must be as mtptrain wrote it, but was changed or damaged"):
         read_published(str(tmp_path / "head"), target_config)
 

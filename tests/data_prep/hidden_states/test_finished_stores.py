@@ -10,6 +10,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
 from tests.conftest import run_program
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, overrides_of, read_store
+from tests.sealed import flip_bit
 
 
 def test_a_finished_store_is_not_computed_again(
@@ -36,9 +37,7 @@ def test_the_full_check_names_every_damaged_shard_and_computes_nothing(prepared:
     assert whole.returncode == 0 and "damaged" in whole.stdout and "documents" in whole.stdout
     for name in ("shard_00000", "shard_00003"):
         path = store_dir / f"{name}.safetensors"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip_bit(path, path.stat().st_size // 2)
     before = read_store(store_dir)
     damaged = verify_by_program(config, 2)
     assert damaged.returncode != 0 and read_store(store_dir) == before

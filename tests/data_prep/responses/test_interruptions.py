@@ -24,7 +24,7 @@ from tests.conftest import program_command, run_program
 from tests.data_prep.responses.stage import CHATS, ConfigFor, chat, output, overrides_for, read_lines, respond
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, make_speaking_target
 from tests.programs import ROOT
-from tests.sealed import seal_again
+from tests.sealed import flip_bit, seal_again
 
 
 def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on_their_way(
@@ -241,9 +241,7 @@ def test_a_changed_answer_is_named_before_it_becomes_a_prompt(by_server: ConfigF
     config = by_server(rows=CHATS[:2])
     respond(config)
     path = config.stage_dir("responses") / "conversations.jsonl"
-    content = bytearray(path.read_bytes())
-    content[content.rindex(b"assistant") + 30] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, path.read_bytes().rindex(b"assistant") + 30)
     for use in (lambda config: prepare_prompts(Run(config)), respond):
         with pytest.raises(UserError, match=r"conversations\.jsonl: must be as mtptrain wrote it, but was changed"):
             use(config)

@@ -19,6 +19,7 @@ from mtptrain.data.draft_vocab import (
     write_manifest,
 )
 from mtptrain.utils.errors import UserError
+from tests.sealed import flip_bit
 
 TOKEN_IDS = torch.tensor([0, 3, 4, 9])
 MANIFEST = DraftVocabManifest(
@@ -80,9 +81,7 @@ def test_a_vocabulary_for_something_else_is_refused(
 
 
 def test_a_changed_file_is_refused(directory: Path) -> None:
-    content = bytearray((directory / DRAFT_VOCAB).read_bytes())
-    content[-1] ^= 1
-    (directory / DRAFT_VOCAB).write_bytes(content)
+    flip_bit(directory / DRAFT_VOCAB)
     with pytest.raises(
         ValueError,
         match=r"manifest\.json: the sha256 of draft_vocab\.safetensors must be \w+, but is \w+; run mtptrain",

@@ -1,4 +1,4 @@
-"""Writes a small store of random states shard by shard, and damages files."""
+"""Writes a small store of random states shard by shard."""
 
 from pathlib import Path
 
@@ -56,12 +56,6 @@ def make_store(directory: Path, identity: StoreIdentity = IDENTITY) -> list[dict
         write_shard(directory, index, tensors, identity.dtype)
     finish_store(directory, identity, SHARD_TOKENS, HIDDEN_SIZE, len(shards))
     return shards
-
-
-def flip_bit(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def read_all(directory: Path) -> dict[str, bytes]:

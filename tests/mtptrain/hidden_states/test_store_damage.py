@@ -13,8 +13,8 @@ from mtptrain.hidden_states.store import HiddenStore, find_damage
 from mtptrain.hidden_states.writer import read_record
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
-from tests.mtptrain.hidden_states.small_store import IDENTITY, LENGTHS, flip_bit, make_store
-from tests.sealed import seal_again
+from tests.mtptrain.hidden_states.small_store import IDENTITY, LENGTHS, make_store
+from tests.sealed import flip_bit, seal_again
 
 
 @pytest.mark.parametrize("position", [3, 200, -1])  # in the length of the header, the header, the loss mask

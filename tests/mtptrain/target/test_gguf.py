@@ -27,6 +27,7 @@ from tests.conftest import TINY_SETTINGS, make_target, make_tokenizer, run_progr
 from tests.gguf_files import MERGED, write_gguf
 from tests.mtptrain.target.inputs import CPU, TOKENS
 from tests.programs import largest_file
+from tests.sealed import flip_bit
 
 GROUPED: dict[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 NUM_BYTES = 256
@@ -204,9 +205,7 @@ def test_a_file_is_dequantised_once_and_again_when_it_changes(
     assert (directory / "model.safetensors").stat().st_mtime_ns == written
     assert capsys.readouterr().out == ""
 
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_bit(file)
     assert resolve_target(str(file)) != directory
 
 

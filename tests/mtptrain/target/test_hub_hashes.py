@@ -9,6 +9,7 @@ import pytest
 
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.utils.files import file_sha256
+from tests.sealed import flip_bit
 
 NAME = "model.safetensors"
 
@@ -37,9 +38,7 @@ def test_a_flipped_byte_is_found_by_the_hubs_hash(
     target = shutil.copytree(tiny_target, tmp_path / "target")
     path = download(target)
     verify_weights(target)
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, -100)
     with pytest.raises(ValueError, match=r"safetensors: must have the hub's sha256 \w{64}, but has \w{64}; down"):
         verify_weights(target)
 

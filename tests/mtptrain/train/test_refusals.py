@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import run_program
 from tests.mtptrain.train.runs import Run, records, train
+from tests.sealed import flip_bit
 
 
 def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh_run: Run) -> None:
@@ -75,15 +76,9 @@ def test_bad_input_is_refused_before_training(
     assert not (fresh_run[0] / "train").exists()
 
 
-def flip_byte(shard: Path, place: int) -> None:
-    content = bytearray(shard.read_bytes())
-    content[place] ^= 1
-    shard.write_bytes(content)
-
-
 @pytest.mark.parametrize("place", [1, 20, 1000, -1], ids=["length", "header", "offsets", "loss mask"])
 def test_a_flipped_byte_that_decides_the_steps_is_named_before_training_begins(fresh_run: Run, place: int) -> None:
-    flip_byte(fresh_run[0] / "hidden_states/shard_00001.safetensors", place)
+    flip_bit(fresh_run[0] / "hidden_states/shard_00001.safetensors", place)
     result = run_program("mtptrain.train", *fresh_run[1])
     assert result.returncode != 0
     assert "shard_00001.safetensors: the checksum of header, tables and loss mask of shard 1 must be" in result.stderr

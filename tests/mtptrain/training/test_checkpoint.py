@@ -23,7 +23,7 @@ from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import save_tensors, write_json, write_sealed
 from tests.conftest import run_program
-from tests.sealed import seal_again
+from tests.sealed import flip_bit, seal_again
 
 ONE_RANK = Ranks(0, 1, 0)
 PLAIN_RUN = ("deepspeed=zero0", "train.validation_prompts=0")
@@ -50,18 +50,12 @@ def zero(state: Path) -> None:
     state.write_bytes(bytes(state.stat().st_size))
 
 
-def flip(state: Path) -> None:
-    content = bytearray(state.read_bytes())
-    content[-5] ^= 1
-    state.write_bytes(content)
-
-
 CHANGED = r"state\.safetensors: must be as mtptrain wrote it, but was changed or damaged since"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, CHANGED),
     "empty": (empty, CHANGED),
     "zeros": (zero, CHANGED),
-    "flipped": (flip, CHANGED),
+    "flipped": (lambda state: flip_bit(state, -5), CHANGED),
     "missing": (Path.unlink, r"state\.safetensors: must exist, but does not"),
     "marker": (lambda state: (state.parent / MARKER).write_bytes(b""), r"complete\.json: must be JSON, but is not"),
     "list": (lambda state: (state.parent / MARKER).write_bytes(b"[]"), r"complete\.json: must hold a JSON object, but"),
