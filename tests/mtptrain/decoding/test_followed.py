@@ -1,6 +1,5 @@
 """Tests that drafts along a given text are those of a target that writes it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +10,12 @@ from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.heads.base import Head
-from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, TargetStates, Verified
 from tests.mtptrain.decoding.drafting import random_head
 from tests.mtptrain.decoding.test_speculate import random_prompts
 
 K, NEW_TOKENS = 3, 12
 PROMPTS = random_prompts(5)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Path) -> Target:
-    return load_target(tiny_target, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Tests that a head that drafts all tokens in one forward drafts in every round as in training."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,16 +12,10 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.heads.peagle import PeagleHead
-from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
 
 K = 4
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Path) -> Target:
-    return load_target(tiny_target, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", params=["peagle", "dflash"])

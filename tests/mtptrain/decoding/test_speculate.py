@@ -1,7 +1,6 @@
 """Tests that greedy speculation gives the tokens of plain greedy decoding."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +10,10 @@ from mtptrain.decoding.draft import Draft, Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import accept_chosen
-from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
 from tests.conftest import as_draft_model
 from tests.mtptrain.decoding.drafting import PARALLEL_OR_MLP, decode, random_head
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Path) -> Target:
-    return load_target(tiny_target, torch.float32, torch.device("cpu"))
 
 
 def random_prompts(count: int, vocab_size: int = 256, longest: int = 60) -> list[list[int]]:

@@ -1,27 +1,18 @@
 """Tests how often heads with an MLP per depth run, and which settings are refused."""
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
-from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.train import check_one_start
 from tests.conftest import make_config
 
 BOTH = pytest.mark.parametrize("name", ["medusa", "hydra"])
 K = 3
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Path) -> Target:
-    return load_target(tiny_target, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("name", "later_depths"), [("medusa", 0), ("hydra", K - 1)])

@@ -1,7 +1,5 @@
 """Tests the search for the first token in which an engine and mtptrain differ, and the gap between their logits."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,17 +10,11 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
-from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 NEW_TOKENS, DRAFTS = 24, 3
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Path) -> Target:
-    return load_target(tiny_target, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Held-out losses equal those of drafting token by token, with the target's own tokens at every depth."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
@@ -26,11 +24,6 @@ from tests.mtptrain.heads.test_contract import draw_norms
 
 DEPTHS = 3
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6] * 12]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Path) -> Target:
-    return load_target(tiny_target, torch.float32, torch.device("cpu"))
 
 
 def random_head(target: Target, name: str) -> Head:
