@@ -1,4 +1,4 @@
-"""Tests that the fast step equals a plain formula with every token at every depth, dense masks and all logits."""
+"""Tests that the trainer's step equals a plain formula with every token at every depth, dense masks and all logits."""
 
 import math
 from collections.abc import Iterator
@@ -22,15 +22,16 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.native_mtp import NativeMtpHead
-from mtptrain.heads.packing import PackedTokens
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import make_batch
 from mtptrain.training.forward import training_losses
-from mtptrain.training.losses import LossSettings, draft_losses
+from mtptrain.training.losses import LossSettings
+from mtptrain.training.step_packing import Anchors
 from mtptrain.utils.clock import PhaseClock
 from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
+from tests.mtptrain.training.plain_dflash import plain_block, plain_confidence, plain_logits, plain_selected
 from tests.mtptrain.training.plain_losses import PARTS_OF_LOGITS, Draft, plain_losses
 
 H, V = 128, 50
@@ -40,46 +41,41 @@ Document = tuple[list[int], list[int]]
 """Token ids and loss mask of a document."""
 
 
-def read_of_target(head: Head, hidden: torch.Tensor, captured: torch.Tensor | None) -> torch.Tensor:
-    """Returns what a head reads, [N, H] or [N, L, H]. `hidden` serves as the state before and after the final norm."""
-    if captured is not None:
-        return captured
-    return hidden[:, None] if head.read_layers else hidden
-
-
 def plain_step(
-    head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor],
+    head: Head,
+    depths: int,
+    documents: list[StoredDocument],
     frozen: FrozenParts,
     loss: LossSettings,
-) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
+    anchors: Anchors | None,
+) -> tuple[torch.Tensor, list[float]]:
     """Returns the weighted mean loss, and the sum of losses at each depth."""
     sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
-    for (ids, mask), hidden, captured in zip(documents, states, aux, strict=True):
-        n, teacher = len(ids), (hidden @ frozen.lm_head.T).softmax(-1)
-        read = read_of_target(head, hidden, captured if head.capture_layers else None)
-        plain_states = plain_layer_states if isinstance(head, LayerHead) else plain_mlp_states
-        if isinstance(head, DraftModelHead):
-            plain_states = plain_model_states
-        if isinstance(head, NativeMtpHead):
-            plain_states = plain_module_states
-        outs = list(plain_states(head, depths, ids, read, frozen))
-        for t in range(n):
-            counted = [
-                depth
-                for depth in range(depths)
-                if t + 2 + depth < n and all(mask[j] for j in range(t + 1, t + 3 + depth))
-            ]
+    for document in documents:
+        ids, mask, n = document.input_ids.tolist(), document.loss_mask.tolist(), len(document.input_ids)
+        hidden = read = frozen.final_norm(document.hidden_states)
+        if head.read_layers:
+            read = document.aux_hidden_states if head.capture_layers else document.hidden_states[:, None]
+        teacher = (hidden @ frozen.lm_head.T).softmax(-1)
+        drafting = [t for t in range(n - 2) if mask[t + 1] and mask[t + 2]]
+        if anchors is not None and drafting:
+            drafting = [drafting[i] for i in anchors.draw(document.document_id, len(drafting))]
+        outs = plain_states(head, depths, ids, read, drafting, frozen)
+        for t in drafting:
+            counted = [depth for depth in range(depths) if t + 2 + depth < n and all(mask[t + 1 : t + 3 + depth])]
             drafts = [
                 Draft(
                     teacher[t + 1 + depth],
-                    outs[depth][t] @ head.output_weight(frozen).T,
+                    plain_logits(head, outs[t][depth], ids[t + 1 + depth], frozen),
                     head.draft_token_ids,
                     ids[t + 2 + depth],
+                    plain_confidence(head, outs[t][depth], ids[t + 1 + depth]),
+                    plain_selected(head, outs[t][depth], ids[t + 1 + depth], frozen),
                 )
                 for depth in counted
             ]
             features = [
-                F.smooth_l1_loss(outs[depth][t], hidden[t + 1 + depth])
+                F.smooth_l1_loss(outs[t][depth], hidden[t + 1 + depth])
                 for depth in counted
                 if LossPart.features in loss.mix
             ]
@@ -89,7 +85,22 @@ def plain_step(
     weights_of = [DECAY**depth for depth in range(depths)]
     total = sum(w * s / max(1, c) for w, s, c in zip(weights_of, sums, counts, strict=True)) / sum(weights_of)
     assert isinstance(total, torch.Tensor)
-    return total, [float(s) for s in sums]
+    return total, [float(s.detach()) for s in sums]
+
+
+def plain_states(
+    head: Head, depths: int, ids: list[int], read: torch.Tensor, drafting: list[int], frozen: FrozenParts
+) -> dict[int, torch.Tensor]:
+    """Returns the states of all depths [T, H] at each draft position."""
+    if isinstance(head, DflashHead):
+        return {t: plain_block(head, depths, ids, read, t, frozen) for t in drafting}
+    plain = plain_layer_states if isinstance(head, LayerHead) else plain_mlp_states
+    if isinstance(head, DraftModelHead):
+        plain = plain_model_states
+    if isinstance(head, NativeMtpHead):
+        plain = plain_module_states
+    outs = torch.stack(list(plain(head, depths, ids, read, frozen)), 1)
+    return {t: outs[t] for t in drafting}
 
 
 def plain_model_states(head: DraftModelHead, depths: int, ids: list[int], *_: object) -> Iterator[torch.Tensor]:
@@ -180,39 +191,6 @@ def plain_mlp_states(
         yield x
 
 
-def fast_step(
-    head: Head, depths: int, documents: list[Document], states: list[torch.Tensor], aux: list[torch.Tensor],
-    frozen: FrozenParts,
-    loss: LossSettings,
-) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
-    """Returns what `plain_step` returns, computed as in the trainer."""
-    stored = [
-        StoredDocument(
-            i,
-            torch.tensor(ids),
-            torch.tensor(mask, dtype=torch.uint8),
-            states[i],
-            aux[i] if head.capture_layers else None,
-        )
-        for i, (ids, mask) in enumerate(documents)
-    ]
-    batch = make_batch(stored, depths)
-    read = read_of_target(head, batch.hidden_states, batch.aux_hidden_states)
-    weights = DECAY ** torch.arange(depths)
-    sums = draft_losses(
-        head(PackedTokens(read, batch.input_ids, batch.next_ids, batch.packing), frozen, depths),
-        head.output_weight(frozen),
-        batch.hidden_states[batch.packing.draft_positions + 1],
-        lambda x: x @ frozen.lm_head.T,
-        batch.is_draft,
-        weights / weights.sum() / batch.num_drafts.clamp(min=1),
-        loss,
-        head.draft_token_ids,
-        batch.next_ids[batch.packing.draft_positions + 1] if LossPart.data_ce in loss.mix else None,
-    )
-    return sums.loss, sums.losses.tolist()
-
-
 @st.composite
 def texts(draw: st.DrawFn) -> list[Document]:
     """Draws documents with random loss masks, and adds one that always has draft positions."""
@@ -229,14 +207,31 @@ def mixes(draw: st.DrawFn) -> dict[LossPart, float]:
     return dict(zip(parts, draw(st.sampled_from([(1.0, 0.5), (0.1, 2.0)])), strict=False))
 
 
-@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if not issubclass(HEADS[name], DflashHead)])
+def fast_step(
+    head: Head,
+    depths: int,
+    documents: list[StoredDocument],
+    frozen: FrozenParts,
+    loss: LossSettings,
+    anchors: Anchors | None,
+) -> tuple[torch.Tensor, list[float]]:
+    """Computes `plain_step` as the trainer does."""
+    batch, weights = make_batch(documents, depths, anchors=anchors), DECAY ** torch.arange(depths)
+    scale = weights / weights.sum() / batch.num_drafts.clamp(min=1)
+    sums = training_losses(head, frozen, batch, scale, loss, PhaseClock(torch.device("cpu")))
+    return sums.loss, sums.losses.tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     documents=texts(),
     depths=st.integers(1, 5),
     mix=mixes(),
+    own_weight=st.sampled_from([0.0, 0.7]),
     chunk_rows=st.sampled_from([1, 5, 1000]),
     activation_checkpointing=st.booleans(),
+    anchors=st.sampled_from([None, 1, 4, 100]),
     seed=st.integers(0, 99),
 )
 def test_losses_and_gradients_equal_the_plain_formula(
@@ -244,8 +239,10 @@ def test_losses_and_gradients_equal_the_plain_formula(
     documents: list[Document],
     depths: int,
     mix: dict[LossPart, float],
+    own_weight: float,
     chunk_rows: int,
     activation_checkpointing: bool,
+    anchors: int | None,
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -263,41 +260,31 @@ def test_losses_and_gradients_equal_the_plain_formula(
         lm_head=torch.randn(V, H, generator=generator) * 0.2,
         form=find_form(LlamaConfig(num_hidden_layers=1)),
     )
-    states = [torch.randn(len(ids), H, generator=generator) for ids, _ in documents]
-    aux = [torch.randn(len(ids), max(1, len(head.capture_layers)), H, generator=generator) for ids, _ in documents]
+    stored = [
+        StoredDocument(
+            index,
+            torch.tensor(ids),
+            torch.tensor(mask, dtype=torch.uint8),
+            torch.randn(len(ids), H, generator=generator),
+            torch.randn(len(ids), len(head.capture_layers), H, generator=generator) if head.capture_layers else None,
+        )
+        for index, (ids, mask) in enumerate(documents)
+    ]
     if name == "draft_model":  # its states may have another size than the target's
         mix = {LossPart.kl if part is LossPart.features else part: weight for part, weight in mix.items()}
-    loss = LossSettings(mix, 3.0, chunk_rows)
-    parameters = list(head.parameters())
+    if own_weight and head.own_loss_part is not None:
+        mix = mix | {LossPart(head.own_loss_part): own_weight}
+    loss, drawn = LossSettings(mix, 3.0, chunk_rows), None
+    if anchors is not None and isinstance(head, DflashHead):
+        drawn = Anchors(anchors, (seed, 0))
     (ours, our_sums), (plain, plain_sums) = (
-        step(head, depths, documents, states, aux, frozen, loss) for step in (fast_step, plain_step)
+        step(head, depths, stored, frozen, loss, drawn) for step in (fast_step, plain_step)
     )
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
     assert our_sums == pytest.approx(plain_sums, abs=1e-4, rel=1e-5)
+    parameters = list(head.parameters())
     our_grads, plain_grads = (torch.autograd.grad(x, parameters, allow_unused=True) for x in (ours, plain))
     for our_grad, plain_grad in zip(our_grads, plain_grads, strict=True):
         if plain_grad is not None:
             assert our_grad is not None
             torch.testing.assert_close(our_grad, plain_grad, atol=1e-5, rtol=1e-5)
-
-
-def test_training_on_data_takes_the_next_tokens_of_the_documents() -> None:
-    """Tests `training_losses`, the trainer's own pass, which takes the next tokens from the batch."""
-    torch.manual_seed(0)
-    name, head_settings = CASES["draft_model"]
-    head = build_head(HEADS[name].Config(**head_settings), tiny_config())
-    documents: list[Document] = [(list(range(3, 20)), [0] * 5 + [1] * 12), (list(range(30, 40)), [0, 0, *[1] * 8])]
-    states = [torch.randn(len(ids), H) for ids, _ in documents]
-    frozen = FrozenParts(
-        torch.randn(V, H), torch.ones(H), torch.randn(V, H), find_form(LlamaConfig(num_hidden_layers=1))
-    )
-    loss = LossSettings({LossPart.data_ce: 1.0})
-    stored = [
-        StoredDocument(i, torch.tensor(ids), torch.tensor(mask, dtype=torch.uint8), states[i], None)
-        for i, (ids, mask) in enumerate(documents)
-    ]
-    batch = make_batch(stored, 1)
-    found = training_losses(head, frozen, batch, torch.ones(1), loss, PhaseClock(torch.device("cpu")))
-    _, sums = plain_step(head, 1, documents, states, states, frozen, loss)
-    assert found.losses.tolist() == pytest.approx(sums, rel=1e-5)
-    assert found.kl.tolist() != pytest.approx(sums, rel=1e-2)

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtptrain.training.step_packing import EVENED_STEPS, LOOK_AHEAD, Step, balance, pack_documents, shuffled
+from mtptrain.training.step_packing import EVENED_STEPS, LOOK_AHEAD, Anchors, Step, balance, pack_documents, shuffled
 
 MICRO_BATCHES, BATCH_TOKENS = 8, 32_768
 
@@ -158,3 +159,17 @@ def test_the_last_steps_of_a_streamed_store_keep_to_its_order() -> None:
     assert min(spread) > min(last[-EVENED_STEPS:]), (
         "evening out the last steps must spread their documents over several steps"
     )
+
+
+def test_every_draft_position_is_drawn_equally_often_and_each_epoch_draws_others() -> None:
+    draws = [Anchors(3, (0, epoch)).draw(7, 10).tolist() for epoch in range(2000)]
+    assert all(drawn == sorted(set(drawn)) and len(drawn) == 3 for drawn in draws)
+    assert len({tuple(drawn) for drawn in draws}) > 100
+    times = torch.tensor(draws).flatten().bincount(minlength=10)
+    assert (times - 600).abs().max() < 100, "600 each on average, with a standard deviation of 20"
+    assert Anchors(3, (0, 5)).draw(7, 10).tolist() == draws[5]
+    others = {
+        "documents": [Anchors(3, (0, 5)).draw(document, 10).tolist() for document in range(20)],
+        "seeds": [Anchors(3, (seed, 5)).draw(7, 10).tolist() for seed in range(20)],
+    }
+    assert all(len({tuple(drawn) for drawn in drawn_by}) > 10 for drawn_by in others.values())
