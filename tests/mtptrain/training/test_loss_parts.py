@@ -104,6 +104,8 @@ def test_every_part_is_its_definition(
     ours, plain = case.losses(settings), case.plain_losses(settings)
     torch.testing.assert_close(ours.losses, plain, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(ours.parts[0], plain, atol=1e-4, rtol=1e-5)
+    if part is LossPart.kl:
+        torch.testing.assert_close(ours.kl, plain, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(ours.loss, (plain * case.scale).sum(), atol=1e-4, rtol=1e-5)
     wanted = case.gradients((plain * case.scale).sum())
     found = case.gradients(ours.loss)
