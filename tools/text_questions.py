@@ -1,9 +1,9 @@
 """Makes questions about long texts, of the kinds that data sets of short chats lack: summaries, answers from a given
 text, and translations from German.
 
-Reads HTML pages (.html, .htm) and plain text (.txt, or no suffix), and no other files; writes one conversation with a single user turn per line, for `prompts.paths` of
-`mtptrain responses`. The same files, --num-each and --seed give the same questions. docs/results/smollm2.md says which texts
-were used there.
+Reads HTML pages (.html, .htm) and plain text (.txt, or no suffix), and no other files; writes one conversation with a
+single user turn per line, for `prompts.paths` of `mtptrain responses`. The same files, --num-each and --seed give the
+same questions. docs/results/smollm2.md says which texts were used there.
 
     python -m tools.text_questions --english DIR --german DIR --output questions.jsonl
 """
