@@ -17,11 +17,13 @@ from tests.data_prep.prompts.documents import CHATS, chat, read_output
 def test_the_training_limit_stops_the_tokenizing_of_a_large_source(
     chat_config: Callable[..., PipelineConfig],
 ) -> None:
-    rows = [chat(f"chat{i}", f"question {i}", "answer") for i in range(400)]
+    rows = [chat(f"chat{i}", f"question {i}", "answer" if i % 4 else "") for i in range(400)]
     report = prepare_prompts(Run(chat_config(rows, "prompts.max_train_tokens=200")))
     train, validation = report.splits[Split.train], report.splits[Split.validation]
+    refused = sum(group.count for group in report.refused)
     assert 0 < train.tokens <= 200
-    assert train.documents + validation.documents + report.beyond_max_train_tokens == 400
+    assert 0 < refused < 100, "an empty answer is refused only where it is tokenized"
+    assert train.documents + validation.documents + refused + report.beyond_max_train_tokens == 400
 
 
 def test_conversations_are_written_with_the_answers_supervised(chat_config: Callable[..., PipelineConfig]) -> None:

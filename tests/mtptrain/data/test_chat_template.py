@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.conftest import make_tokenizer
 
 QUESTION = [{"role": "user", "content": "hi"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
 
 
 @pytest.fixture
@@ -61,10 +61,7 @@ def test_a_prompt_without_a_chat_template_is_refused(template: Any, has: str) ->
         ("{{ messages[5].role }}", "list object has no element 5"),
         ("{% if %}", "Expected an expression"),
         (r"{{ '\ud800' }}", "UnicodeEncodeError: "),
-        (
-            "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-            "it must render",
-        ),
+        (DOUBLED, "it must render"),
         ("{{ ('ab' * 100000) | replace('a', 'b' * 100000) }}", "it must render within 1 GiB of memory"),
         ("{{ '{:>9000000000}'.format('a') }}", "it must render within 1 GiB of memory"),
         ("{{ 'ab' * 10000000 }}", "it must render at most 16,777,216 characters, but renders 20,000,000"),
@@ -83,9 +80,8 @@ def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) 
 
 
 def test_the_memory_is_limited_in_a_thread_too_and_only_while_a_template_renders(thread: ThreadPoolExecutor) -> None:
-    doubled = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
     before = resource.getrlimit(resource.RLIMIT_AS)
-    rendered = [thread.submit(render_text, make_tokenizer(doubled), QUESTION) for _ in range(2)]
+    rendered = [thread.submit(render_text, make_tokenizer(DOUBLED), QUESTION) for _ in range(2)]
     for each in rendered:
         with pytest.raises(TemplateError, match="it must render within 1 GiB of memory"):
             each.result()
@@ -124,24 +120,46 @@ def test_a_template_that_never_ends_is_refused_in_any_thread(
     assert rendered.result() == "done", "the same thread goes on"
 
 
+def work(cpu_s: float) -> None:
+    """Uses CPU time of this thread. An exception that another thread raises in this one ends it."""
+    begun = time.thread_time()
+    while time.thread_time() < begun + cpu_s:
+        pass
+
+
 def test_the_limit_of_a_thread_ends_with_its_rendering(
     monkeypatch: pytest.MonkeyPatch, thread: ThreadPoolExecutor
 ) -> None:
-    tokenizer = make_tokenizer("{% for a in range(messages[0].content) %}{% endfor %}done")
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.1)
 
-    def render_many() -> None:
-        """Renders for about as long as the limit, so that some renderings end when it is reached, then works on."""
-        for _ in range(200):
-            with suppress(EndlessTemplate):
-                render_text(tokenizer, [{"role": "user", "content": 20_000}])
-            begun = time.thread_time()
-            while time.thread_time() < begun + 0.001:
-                pass
+    def render_and_work() -> str:
+        text = render_text(make_tokenizer("done"), QUESTION)
+        work(0.3)
+        return text
 
-    begun = time.thread_time()
-    render_text(tokenizer, [{"role": "user", "content": 20_000}])
-    monkeypatch.setattr(chat_template, "LIMIT_S", time.thread_time() - begun)
-    thread.submit(render_many).result()  # raises what is raised between two renderings
+    assert thread.submit(render_and_work).result() == "done"
+
+
+def test_a_limit_that_is_reached_while_a_rendering_ends_is_raised_in_it_and_not_later(
+    monkeypatch: pytest.MonkeyPatch, thread: ThreadPoolExecutor
+) -> None:
+    raise_in = chat_template._raise_in
+
+    def raise_late(thread_id: int, error: type[Exception] | None) -> None:
+        """Raises the error when the rendering, of about 0.1 s, is over."""
+        time.sleep(0.5 if error else 0)
+        raise_in(thread_id, error)
+
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.005)
+    monkeypatch.setattr(chat_template, "_raise_in", raise_late)
+    tokenizer = make_tokenizer("{% for a in range(20) %}{% for b in range(99999) %}{% endfor %}{% endfor %}done")
+
+    def render_and_work() -> None:
+        with pytest.raises(EndlessTemplate):
+            render_text(tokenizer, QUESTION)
+        work(0.3)
+
+    thread.submit(render_and_work).result()
 
 
 def test_a_template_for_tools_is_limited_like_the_other_one() -> None:

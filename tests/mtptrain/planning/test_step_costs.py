@@ -40,7 +40,7 @@ HEADS_AND_SETTINGS = [
 def test_the_flops_of_a_step_are_those_of_its_operators(
     name: str, settings: dict[str, object], tiny_target: Path
 ) -> None:
-    """They are derived from other steps, of one document each."""
+    """`step_flops` derives FLOPs from steps of one document each; this step has two documents."""
     target_config = read_target_config(tiny_target)
     config = HEADS[name].Config(ttt_steps=1 if name == "draft_model" else 3, **settings)
     lengths, share = [500, 500], 0.6
@@ -80,10 +80,12 @@ def test_the_flops_of_an_mtp_head_are_those_of_its_weights(tiny_target: Path) ->
 def test_a_remainder_of_one_token_is_no_document_of_the_micro_batch(
     config_for: Callable[..., PipelineConfig], tiny_target: Path, head: tuple[str, ...]
 ) -> None:
-    config, target_config = config_for("train.batch_tokens=61", *head), read_target_config(tiny_target)
-    workload = Workload(True, 10, 200, 200, 20, 20.0)
-    costs = [micro_batch_costs(config, target_config, length, workload) for length in (20, 61)]
-    assert 0 < costs[0].peak_bytes <= costs[1].peak_bytes
+    target_config, workload = read_target_config(tiny_target), Workload(True, 10, 200, 200, 20, 20.0)
+    whole, with_remainder = (
+        micro_batch_costs(config_for(f"train.batch_tokens={size}", *head), target_config, 20, workload)
+        for size in (60, 61)
+    )
+    assert with_remainder == whole and whole.peak_bytes > 0
 
 
 def test_a_draft_models_memory_in_serving_is_planned(

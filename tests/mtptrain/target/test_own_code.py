@@ -15,7 +15,6 @@ from mtptrain.target.hub import load_tokenizer
 from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 
-EVIL = "import pathlib\npathlib.Path(__file__).with_name('it_ran').touch()\nclass Evil: pass\n"
 EVIL_TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
 EVIL_MODEL = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -55,7 +54,10 @@ IGNORED = {
 def evil_target(directory: Path, file: str, settings: dict[str, Any]) -> Path:
     path = make_target(directory) / file
     path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | settings))
-    (directory / "evil.py").write_text(EVIL)
+    # An absolute path, because transformers would run a copy of evil.py elsewhere.
+    (directory / "evil.py").write_text(
+        f"import pathlib\npathlib.Path({str(directory)!r}, 'it_ran').touch()\nclass Evil: pass\n"
+    )
     return directory
 
 
@@ -97,4 +99,4 @@ def test_a_program_asks_nothing_on_stdin(tmp_path: Path, case: str) -> None:
     ran = subprocess.run([*command, *more], input="y\n" * 9, capture_output=True, text=True, env=os.environ | home)
     assert ran.returncode == 1 and "[y/N]" not in ran.stdout + ran.stderr
     assert "because mtptrain never runs a target's own code" in ran.stderr
-    assert not list(tmp_path.rglob("it_ran"))
+    assert not (directory / "it_ran").exists()
