@@ -273,8 +273,12 @@ TINY_SETTINGS = (
 """With these settings, a run of the quickstart takes seconds on a tiny target."""
 
 
+Run = tuple[Path, tuple[str, ...]]
+"""A run folder and the overrides of its config."""
+
+
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, tuple[str, ...]]:
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Run:
     """Runs stages 1 and 2. Returns the run folder and the overrides, except run_dir."""
     directory = tmp_path_factory.mktemp("tiny")
     files = write_text_files(directory / "files")
@@ -286,7 +290,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tup
 
 
 @pytest.fixture
-def fresh_run(tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+def fresh_run(tiny_run: Run, tmp_path: Path) -> Run:
     """Copies `tiny_run` for one test. Returns the folder and the overrides, including run_dir."""
     run_dir, overrides = tiny_run
     shutil.copytree(run_dir, tmp_path / "run")

@@ -111,9 +111,8 @@ def pretend_an_h100() -> None:
     )
     triton.runtime.driver.set_active(driver)
     triton_helpers.set_driver_to_gpu = triton_helpers.set_driver_to_cpu = lambda *args: None
-    fuse_attention._sfdp_init = lambda device=None: (
-        None
-    )  # it would make real tensors, and no function fused here is attention
+    # It would make real tensors, and no function fused here is attention.
+    fuse_attention._sfdp_init = lambda device=None: None
     inductor_config.compile_threads = 1
     inductor_config.force_disable_caches = True
     inductor_config.joint_graph_constant_folding = False  # would compute constants on the device

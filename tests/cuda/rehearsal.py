@@ -1,22 +1,25 @@
 """Runs the trainer's step on fake CUDA tensors, with the real sizes of the target and the head."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig
 
 from mtptrain.config import TrainConfig
 from mtptrain.heads.base import Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import Packing
+from mtptrain.heads.packing import map_tensors
+from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.training.batches import Batch, draft_spans
+from mtptrain.training.batches import Batch, make_batch
+from mtptrain.training.step_packing import Anchors
 from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks
 from tests.cuda.fake_cuda import Meter, fake_cuda, place
@@ -73,32 +76,23 @@ def answers(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def make_fake_batch(head: Head, hidden_size: int, loss_masks: Sequence[np.ndarray], depths: int) -> Batch:
-    """Returns the batch that `make_batch` would pack from documents with these masks. Its states have no data."""
-    spans, used, draft_positions = [], [], []
-    for document, mask in enumerate(loss_masks):
-        firsts, counts = draft_spans(mask)
-        of_document = np.concatenate([first + np.arange(count) for first, count in zip(firsts, counts, strict=True)])
-        num_used = min(len(of_document), head.drafts_per_document or len(of_document))
-        draft_positions.append(of_document[np.arange(num_used) * len(of_document) // num_used])
-        spans += [(document, int(first), int(count)) for first, count in zip(firsts, counts, strict=True)]
-        used.append(int(firsts[-1] + counts[-1]) + 1)
-    packing = (
-        Packing.of_spans(used, spans, head.shared_window)
-        if head.drafts_per_document is None
-        else Packing.of_points(used, draft_positions, head.shared_window)
-    )
-    num_tokens, num_captured = sum(used), len(head.capture_layers)
-    aux = torch.empty(num_tokens, num_captured, hidden_size, dtype=torch.bfloat16) if num_captured else None
-    return Batch(
+    """Returns the batch that `make_batch` packs from documents with these masks. Its tensors are fake, without data."""
+    with unset_fake_temporarily():
+        documents = [
+            StoredDocument(
+                i, torch.zeros(len(mask), dtype=torch.int32), torch.from_numpy(mask), torch.empty(len(mask), 0), None
+            )
+            for i, mask in enumerate(loss_masks)
+        ]
+        anchors = None if head.drafts_per_document is None else Anchors(head.drafts_per_document, (0,))
+        packed = make_batch(documents, depths, anchors=anchors, window=head.shared_window)
+    num_tokens, num_captured = packed.num_tokens, len(head.capture_layers)
+    return replace(
+        map_tensors(packed, lambda x: torch.empty(x.shape, dtype=x.dtype)),
         hidden_states=torch.empty(num_tokens, hidden_size, dtype=torch.bfloat16),
-        aux_hidden_states=aux,
-        input_ids=torch.empty(num_tokens, dtype=torch.long),
-        next_ids=torch.empty(num_tokens, dtype=torch.long),
-        is_draft=torch.empty(depths, len(packing.draft_positions), dtype=torch.bool),
-        num_drafts=torch.empty(depths),
-        packing=packing,
-        document_ids=tuple(range(len(used))),
-        document_tokens=sum(map(len, loss_masks)),
+        aux_hidden_states=(
+            torch.empty(num_tokens, num_captured, hidden_size, dtype=torch.bfloat16) if num_captured else None
+        ),
     )
 
 

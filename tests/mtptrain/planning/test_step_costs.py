@@ -9,14 +9,13 @@ import torch
 
 from mtptrain.config import PipelineConfig
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.planning.costs import MicroBatch, _packing, _step, step_costs, step_flops
 from mtptrain.planning.plan import make_plan, micro_batch_costs
 from mtptrain.planning.planner import plan_rows
 from mtptrain.planning.workload import Workload
 from mtptrain.target.families import read_target_config
-from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
+from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.training.losses import LossSettings
 
 LOSS = LossSettings(chunk_rows=64)
@@ -109,32 +108,27 @@ def test_a_draft_models_memory_in_serving_is_planned(
 
 
 @pytest.mark.parametrize("lengths", [[2048], [100] * 20], ids=["one document", "twenty documents"])
-def test_the_planned_activations_are_the_memory_that_a_step_takes(lengths: list[int], tiny_target: Path) -> None:
+def test_the_planned_activations_are_the_memory_that_a_step_takes(
+    lengths: list[int], tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compares the plan with the allocations that torch's profiler records for the same step on real tensors."""
     target_config = read_target_config(tiny_target)
     config = HEADS["mtp"].Config(ttt_steps=3)
     micro_batch = MicroBatch(config, target_config, torch.float32, lengths, 1.0, LossSettings(chunk_rows=256))
     planned = step_costs(micro_batch).peak_bytes
     head, parts = build_head(config, target_config), load_frozen_parts(tiny_target)
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch, "empty", filled)
     with torch.profiler.profile(profile_memory=True) as profile:
-        _step_with_data(head, parts, micro_batch)
+        _step(head, parts, micro_batch)
     assert planned == pytest.approx(peak_of(profile), rel=0.1)
 
 
-def _step_with_data(head: Head, parts: FrozenParts, micro_batch: MicroBatch) -> None:
-    torch.manual_seed(0)
-    empty = torch.empty
-
-    def filled(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if dtype is torch.long:
-            return torch.zeros(*size, dtype=dtype)
-        return torch.ones(*size, dtype=dtype) if dtype is torch.bool else torch.randn(*size, dtype=dtype)
-
-    torch.empty = filled  # type: ignore[assignment]
-    try:
-        _step(head, parts, micro_batch)
-    finally:
-        torch.empty = empty
+def filled(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns a tensor with data, in place of the empty ones of a planned step."""
+    if dtype is torch.long:
+        return torch.zeros(*size, dtype=dtype)
+    return torch.ones(*size, dtype=dtype) if dtype is torch.bool else torch.randn(*size, dtype=dtype)
 
 
 def peak_of(profile: torch.profiler.profile) -> int:

@@ -1,5 +1,7 @@
 """Which documents a step packs: every one at most once, within the budget, and no step much smaller than the others."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -20,17 +22,9 @@ def pack(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_an_epoch_packs_every_document_once_within_the_budget_and_in_another_order_than_the_next(
-    micro_batches: int,
-) -> None:
+def test_the_next_epoch_has_another_order(micro_batches: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 200)
-    first, second = pack(lengths, micro_batches), pack(lengths, micro_batches, epoch=1)
-    for packed in (first, second):
-        seen = sorted(i for step in packed for indices in step for i in indices)
-        assert seen == sorted(set(seen)) and len(seen) > 200 - 8 * micro_batches
-        assert all(lengths[indices].sum() <= 64 for step in packed for indices in step)
-    assert first != second
-    assert first == pack(lengths, micro_batches)
+    assert pack(lengths, micro_batches) != pack(lengths, micro_batches, epoch=1)
 
 
 def test_documents_that_cost_nothing_are_left_out() -> None:
@@ -116,7 +110,7 @@ def test_long_documents_leave_no_step_unfilled(share_long: float) -> None:
 def test_where_long_documents_need_a_micro_batch_each_no_step_more_is_made_than_they_need() -> None:
     lengths = lengths_of(0.5, num_steps=60)
     steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 0, 0))
-    assert len(steps) <= np.count_nonzero(lengths > BATCH_TOKENS // 2) / MICRO_BATCHES + 2
+    assert len(steps) == math.ceil(np.count_nonzero(lengths > BATCH_TOKENS // 2) / MICRO_BATCHES)
     assert fill_of(steps, lengths).min() > 0.6
 
 
@@ -135,9 +129,9 @@ def test_the_last_step_is_not_a_small_one(num_steps: float) -> None:
 def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
     """The order stays close to the shuffled one, except in the last steps, which share their documents evenly."""
     lengths = lengths_of(0.17, num_steps=60)
-    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, shuffled(len(lengths), 3, 1))
+    order = shuffled(len(lengths), 3, 1)
+    steps = pack_documents(lengths, lengths.astype(float), BATCH_TOKENS, MICRO_BATCHES, order)
     step_of = {i: number for number, step in enumerate(steps) for indices in step for i in indices}
-    order = np.random.default_rng([3, 1]).permutation(len(lengths))
     taken = np.array([step_of.get(i, len(steps)) for i in order])
     first_of_the_later = np.minimum.accumulate(taken[::-1])[::-1]
     waited = (taken - first_of_the_later)[taken < len(steps) - EVENED_STEPS]
