@@ -16,11 +16,10 @@ from mtptrain.target.families import read_target_config
 from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
-from tests.conftest import run_program
+from tests.conftest import Run, run_program
 from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, SHARD_TOKENS, make_shard, write_shard
 from tests.sealed import flip_bit
 
-Run = tuple[Path, tuple[str, ...]]
 Change = Callable[[Path], None]
 
 

@@ -110,21 +110,26 @@ def errors(stderr: str) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", stderr) if not PROGRESS.fullmatch(line)]
 
 
+def files_of(run_dir: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_hostile_input_is_refused_in_one_line_and_nothing_is_written(
     place: Place, tiny_run: tuple[Path, tuple[str, ...]], case: str
 ) -> None:
     program, damage, message = CASES[case]
     run_dir = place.directory / "run"
-    if program not in (PROMPTS, ACCEPTANCE):  # of the undamaged target: only the damage can cause the refusal
+    if program not in (PROMPTS, ACCEPTANCE):
+        # The prompts are those of the undamaged target, so only the damage can cause the refusal.
         shutil.copytree(tiny_run[0] / "prompts", run_dir / "prompts")
-    before = sorted(run_dir.rglob("*"))
+    before = files_of(run_dir)
     overrides = damage(place)
     ran = run_program(program, *TINY_SETTINGS, f"target.path={place.target}", f"run_dir={run_dir}", *overrides)
     assert ran.returncode == 1, ran.stderr[-3000:]
     [line] = errors(ran.stderr)
     assert re.match(rf"error: {message}", line), line
-    assert [path for path in sorted(run_dir.rglob("*")) if path.is_file() and path not in before] == []
+    assert files_of(run_dir) == before
 
 
 @pytest.mark.parametrize("category", ["$x_$ \\frac", "<script>"])

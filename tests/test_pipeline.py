@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.target.hub import load_tokenizer
-from tests.conftest import make_config, make_target, run_program
-
-Run = tuple[Path, tuple[str, ...]]
+from tests.conftest import Run, make_config, make_target, run_program
 
 
 @pytest.fixture(scope="module")

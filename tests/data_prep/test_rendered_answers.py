@@ -1,7 +1,5 @@
 """Tests which answers are supervised, refused or left out because of how the chat template renders them."""
 
-import copy
-
 import pytest
 
 from data_prep.renderings import render_conversation
@@ -89,8 +87,10 @@ ALWAYS_OPEN = CHATML.replace("assistant\n'", "assistant\n<think>'").replace(
         (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
         (FILLED, "odd</think>|one", "reasoning with <think> or </think> in its text"),
     ],
-)  # fmt: skip
-def test_an_answer_that_is_rendered_otherwise_than_written_is_refused(template: str, answer: str, reason: str) -> None:
+)
+def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused(
+    template: str, answer: str, reason: str
+) -> None:
     with pytest.raises(ConversationRefused) as refused:
         render_conversation(tokenizer_of(template), chat("1?", answer))
     assert str(refused.value) == reason
@@ -165,9 +165,7 @@ def test_an_answer_that_holds_the_end_of_text_token_is_refused_unless_the_target
 def test_a_prompt_that_the_template_drops_refuses_the_conversation(role: str) -> None:
     template = "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     template += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer = copy.deepcopy(TOKENIZERS["chatml"])
-    tokenizer.chat_template = template
-    messages = chat("1?", "one")
+    tokenizer, messages = tokenizer_of(template), chat("1?", "one")
     assert len(render_conversation(tokenizer, messages)) == 1
     messages.insert(0, {"role": role, "content": "Be  brief."})
     with pytest.raises(ConversationRefused, match=f"a {role} message that the chat template does not render"):

@@ -13,10 +13,9 @@ from eval.choose_head import heads_to_measure
 from mtptrain.heads.files import kept_head, refuse_earlier_best, remove_stale_heads, save_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.utils.errors import UserError
-from tests.conftest import run_program
+from tests.conftest import Run, run_program
 from tests.sealed import describe_again
 
-Run = tuple[Path, tuple[str, ...]]
 KEEPING = ("train.validation_prompts=0", "train.validate_every=5", "deepspeed=zero0")
 LEARNING = ("train.lr=3e-2", "train.validation_prompts=12", "train.validation_new_tokens=16")
 """Settings with which heads of different steps have different acceptance."""

@@ -22,10 +22,8 @@ from mtptrain.run_dir import write_provenance
 from mtptrain.target.hub import DEMO_DIR
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.files import read_sealed, write_sealed
-from tests.conftest import make_config, run_program
+from tests.conftest import Run, make_config, run_program
 from tests.programs import ROOT, run_ranks
-
-Run = tuple[Path, tuple[str, ...]]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Lists the combinations of head, target and K that vLLM serves in the tests.
+"""Lists the combinations of head, target and K that engines serve in the tests.
 
 The tests compare counters of accepted drafts. These tell heads apart only if a fair share of drafts is accepted at
 every depth. The tiny targets therefore walk through their vocabulary in a circle, which heads learn in a few steps. The
@@ -95,6 +95,7 @@ NATIVE_TARGETS = {
     ),
 }
 """Families whose checkpoints have an MTP module, which `native_mtp` is."""
+# The default padding token of some, such as phi3 and glm4, is beyond a vocabulary of 260.
 TARGETS |= {
     name: replace(kind, settings={**kind.settings, "pad_token_id": None})
     for name, kind in (MORE_TARGETS | NATIVE_TARGETS).items()
@@ -120,6 +121,7 @@ HEAD_CONFIGS: dict[str, HeadConfig] = {
     "dflash_K5": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=5),
     "dflash_small_vocabulary": DflashHead.Config(capture_layers=[2, 4], ttt_steps=3, draft_vocab_size=200),
     "dflash_two_layers": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=2),
+    # As above, but with a key norm for each layer, which vLLM's CPU kernels do not serve: see has_own_key_norms.
     "dflash_two_norms": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, num_layers=2),
     "dflash_window": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, sliding_window=6),
     "dflash_causal": DflashHead.Config(capture_layers=[1, 2, 3], ttt_steps=3, causal="all"),

@@ -28,7 +28,7 @@ from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.distributed import free_port
-from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, Run, make_config, run_program, write_text_files
 from tests.serving.cases import (
     BF16_CASES,
     BROKEN_CASES,
@@ -201,9 +201,6 @@ def plain_job(name: str, target: OnDisk, **settings: Any) -> GenerateJob:
         kv_cache_memory_bytes=KV_CACHE_BYTES,
     )
     return replace(job, **settings)
-
-
-Run = tuple[Path, tuple[str, ...]]
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
@@ -45,13 +46,19 @@ class OnDisk:
 def drafted_here(
     case: Case, target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head]
 ) -> list[Generation]:
-    """Returns what mtptrain's own decoding generates for the same prompts."""
+    """Returns what mtptrain's own decoding generates for the same prompts with the head of a case."""
     target, head = target_of(case.target).in_dtype(case.dtype), deepcopy(head_of(case.head, case.target))
+    drafter = HeadDrafter(head.to(getattr(torch, case.dtype)), target.parts, case.num_speculative_tokens)
+    return decoded_here(target, drafter, case.num_speculative_tokens)
+
+
+def decoded_here(target: Target, drafter: Drafter, num_speculative_tokens: int) -> list[Generation]:
+    """Returns what mtptrain's own decoding generates for the same prompts with any drafter."""
     return generate_in_batches(
         target,
-        HeadDrafter(head.to(getattr(torch, case.dtype)), target.parts, case.num_speculative_tokens),
+        drafter,
         PROMPTS,
-        num_speculative_tokens=case.num_speculative_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         max_new_tokens=MAX_NEW_TOKENS,
         sampler=Sampler(),
         eos_token_ids=[EOS],

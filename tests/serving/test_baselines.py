@@ -9,16 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mtptrain.convert.draft_model import load_draft_model
-from mtptrain.decoding.acceptance import generate_in_batches, summarise
+from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
-from mtptrain.decoding.sampler import Sampler
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.target.files import TargetFiles
-from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS
 from tests.serving.conftest import plain_job
-from tests.serving.ours import OnDisk
+from tests.serving.ours import OnDisk, decoded_here
 
 K = 3
 
@@ -65,16 +63,7 @@ def test_drafting_without_a_head_has_the_counters_and_answers_of_vllm(
         cpu, files = torch.device("cpu"), TargetFiles(target_of("llama").directory)
         small = load_draft_model(str(small_model), files, torch.float32, cpu, "acceptance.draft_model")
         drafter = HeadDrafter(small, target.parts, K)
-    generations = generate_in_batches(
-        target,
-        drafter,
-        PROMPTS,
-        num_speculative_tokens=K,
-        max_new_tokens=MAX_NEW_TOKENS,
-        sampler=Sampler(),
-        eos_token_ids=[EOS],
-        batch_size=8,
-    )
+    generations = decoded_here(target, drafter, K)
     ours, theirs = summarise(generations), served[method]
     assert theirs.counts == EngineCounts(ours.rounds, ours.drafted, ours.accepted_at), theirs.error
     assert theirs.tokens == [generation.tokens for generation in generations]

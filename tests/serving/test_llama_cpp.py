@@ -18,12 +18,11 @@ from mtptrain.serving.llama_load import LlamaLoadGenerator
 from mtptrain.serving.llama_server import LlamaServer, server_arguments
 from mtptrain.serving.load_generator import Load
 from mtptrain.serving.server_process import ManagedServer
-from tests.conftest import run_program
+from tests.conftest import Run, run_program
 from tests.gguf_files import F32, write_gguf
 from tests.gguf_files import tensors_of as tensors_of_target
 from tests.sealed import describe_again
 from tests.serving.cases import HEAD_CONFIGS, LLAMA_CPP_CASES, Case
-from tests.serving.conftest import Run
 from tests.serving.llama_cpp import convert
 from tests.serving.ours import SHORT_BENCH, OnDisk, Serve, check_equal
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from mtptrain.convert.published.config_json import LAYER_IDS
-from tests.conftest import run_program
+from tests.conftest import Run, run_program
 from tests.sealed import describe_again
 from tests.serving.cases import OPENVINO_CASES, Case, one_of_each_family
-from tests.serving.conftest import Run
 from tests.serving.ours import SHORT_BENCH, Serve, check_equal
 
 ONE_OF_EACH = [Case("eagle3", "llama"), Case("dflash", "llama_shared"), Case("draft_model", "llama")]

@@ -14,9 +14,9 @@ import pytest
 
 from mtptrain.convert.engine_settings import vllm_settings
 from mtptrain.serving.vllm_server import VllmServer
-from tests.conftest import program_command, run_program
+from tests.conftest import Run, program_command, run_program
 from tests.programs import ROOT, is_running
-from tests.serving.conftest import Run, vllm_server
+from tests.serving.conftest import vllm_server
 from tests.serving.ours import OnDisk
 
 NUM_PROMPTS, NUM_REQUESTS = 4, 6

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import run_program
+from tests.conftest import Run, run_program
 from tests.sealed import describe_again
-from tests.serving.conftest import Run, vllm_server
+from tests.serving.conftest import vllm_server
 from tests.serving.ours import OnDisk
 
 

@@ -14,11 +14,9 @@ from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK
-from tests.data_prep.prompts.documents import read_output
+from tests.data_prep.prompts.documents import ConfigFor, read_output
 from tests.data_prep.responses.stage import answered
 from tests.data_prep.speaking import fake_server, make_speaking_target
-
-ConfigFor = Callable[..., PipelineConfig]
 
 USER_FIRST = (
     "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user must begin') }}{% endif %}"

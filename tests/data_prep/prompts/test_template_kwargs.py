@@ -1,19 +1,17 @@
 """Tests that every stage renders chats in the mode of the chat template that `prompts.template_kwargs` choose."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.__main__ import prepare_responses
-from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import PromptsManifest
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.data_prep.hidden_states.stage import ONE_RANK
-from tests.data_prep.prompts.documents import chat, read_output
+from tests.data_prep.prompts.documents import ConfigFor, chat, read_output
 from tests.data_prep.speaking import fake_server, make_speaking_target
 from tests.data_prep.test_renderings import BLOCK, QWEN3
 
@@ -24,8 +22,6 @@ MODES = QWEN3.replace("<|im_end|>", "<|end|>") + (
 )
 NOT_THINKING = "+prompts.template_kwargs={enable_thinking: false}"
 CHATS = [chat(f"chat{i}", f"question {i}", f"answer {i}", f"next {i}", f"end {i}") for i in range(12)]
-
-ConfigFor = Callable[..., PipelineConfig]
 
 
 @pytest.fixture

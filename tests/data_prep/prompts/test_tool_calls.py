@@ -1,7 +1,6 @@
 """Tests that conversations with tools are rendered by the target's chat template, and their calls supervised."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,13 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.__main__ import prepare_responses
-from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK
-from tests.data_prep.prompts.documents import read_output
+from tests.data_prep.prompts.documents import ConfigFor, read_output
 from tests.data_prep.speaking import fake_server, make_speaking_target
 from tests.mtptrain.data.test_tool_calls import CALL, PARSED, TEXT_CALL, TOOL, hermes_row, openai_row, sharegpt_row
-
-ConfigFor = Callable[..., PipelineConfig]
 
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 # Like Qwen's template, this writes calls between tags and results into a user turn.

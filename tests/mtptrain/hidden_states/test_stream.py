@@ -28,11 +28,10 @@ from mtptrain.hidden_states.stream import (
 )
 from mtptrain.train import count_steps
 from mtptrain.utils.distributed import EXIT_STOPPED, STOP_SIGNALS, Ranks, StopSignal
-from tests.conftest import program_command
+from tests.conftest import Run, program_command
 from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.programs import TIMEOUT_S
 
-Run = tuple[Path, tuple[str, ...]]
 ROOT = Path(__file__).parents[3]
 STREAMED = (
     "train.stream=true",

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.conftest import run_program
+from tests.conftest import Run, run_program
 
-Run = tuple[Path, tuple[str, ...]]
 FP32 = "deepspeed.bf16.enabled=false"
 FOUR_MICRO_BATCHES = "train.micro_batches_per_step=4"
 

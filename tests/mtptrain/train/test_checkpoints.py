@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 
 from mtptrain.training.checkpoint import MARKER
-from tests.conftest import run_program
-from tests.mtptrain.train.runs import Run, train
+from tests.conftest import Run, run_program
+from tests.mtptrain.train.runs import train
 from tests.sealed import seal_again
 
 

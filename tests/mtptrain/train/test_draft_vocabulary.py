@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from mtptrain.data.draft_vocab import DraftVocabManifest, offsets, write_draft_vocab, write_manifest
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.utils.files import read_sealed
-from tests.conftest import run_program
-from tests.mtptrain.train.runs import FP32, Run, figures, train
+from tests.conftest import Run, run_program
+from tests.mtptrain.train.runs import FP32, figures, train
 from tests.sealed import seal_again
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,2]", "head.draft_vocab_size=48")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from eval.checks.processes import kill_tree
-from tests.conftest import program_command, run_program
-from tests.mtptrain.train.runs import FOUR_MICRO_BATCHES, FP32, Run, figures, records, train
+from tests.conftest import Run, program_command, run_program
+from tests.mtptrain.train.runs import FOUR_MICRO_BATCHES, FP32, figures, records, train
 from tests.programs import ROOT
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import run_program
-from tests.mtptrain.train.runs import Run, records, train
+from tests.conftest import Run, run_program
+from tests.mtptrain.train.runs import records, train
 from tests.sealed import flip_bit
 
 

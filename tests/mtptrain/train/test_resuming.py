@@ -12,8 +12,8 @@ import pytest
 
 from eval.checks.processes import kill_tree
 from mtptrain.training.checkpoint import complete_checkpoints
-from tests.conftest import program_command
-from tests.mtptrain.train.runs import FP32, Run, figures, records, train
+from tests.conftest import Run, program_command
+from tests.mtptrain.train.runs import FP32, figures, records, train
 from tests.programs import ROOT
 
 

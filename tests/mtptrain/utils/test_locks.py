@@ -3,9 +3,10 @@
 import errno
 import fcntl
 import os
-import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,17 +26,16 @@ with locked(Path(sys.argv[1]), "run_dir", "mtptrain hold"):
 """
 
 
-def hold(path: Path) -> subprocess.Popen[str]:
-    """Returns a process that holds the lock until it is killed."""
+@contextmanager
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Yields a process that holds the lock until it is killed, at the end of the block."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    return process
-
-
-def refused(command: list[str]) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    return done
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,10 @@ def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
     stage_dir = run_dir / folder
     stage_dir.mkdir(exist_ok=True)
     before = {path: path.read_bytes() for path in stage_dir.iterdir() if path.is_file()}
-    process = hold(stage_dir / ".mtptrain.lock")
-    try:
-        done = refused(program_command(module, *overrides, "check.size=tiny"))
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with holder(stage_dir / ".mtptrain.lock") as process:
+        command = program_command(module, *overrides, "check.size=tiny")
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert f"{stage_dir} must be written by one program at a time, but process {process.pid} on" in line
     assert {path: path.read_bytes() for path in stage_dir.iterdir() if path.name != ".mtptrain.lock"} == before
@@ -69,14 +67,12 @@ def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
 
 def test_the_lock_of_a_killed_program_is_free_and_that_of_a_finished_one_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "run" / "train" / ".mtptrain.lock"
-    process = hold(path)
     with (
+        holder(path) as process,
         pytest.raises(UserError, match=f"but process {process.pid} on .* writes there"),
         locked(path, "run_dir", "mtptrain test"),
     ):
         pass
-    process.kill()
-    process.wait()
     assert path.is_file()
     with locked(path, "run_dir", "mtptrain test"):
         (path.parent / "metrics.jsonl").touch()
@@ -94,12 +90,11 @@ def test_folders_that_were_made_for_a_refused_program_are_removed(tmp_path: Path
 
 def test_ranks_that_a_program_starts_take_its_lock(tmp_path: Path) -> None:
     path = tmp_path / ".mtptrain.lock"
-    with locked(path, "run_dir", "mtptrain test"):
-        release_locks()
-        process = hold(path)
-    assert path.is_file()  # the file is the other process's now
-    process.kill()
-    process.wait()
+    with ExitStack() as stack:
+        with locked(path, "run_dir", "mtptrain test"):
+            release_locks()
+            stack.enter_context(holder(path))
+        assert path.is_file()  # the file is the other process's now
 
 
 def test_a_lock_that_its_holder_removes_in_between_is_taken_anew(
