@@ -1,7 +1,7 @@
 """Stage 1: tokenize files or conversations, and write token ids and loss masks to `run_dir/prompts/`.
 
-Reads the target's tokenizer and `prompts.paths`; writes train.safetensors, validation.safetensors, documents.jsonl,
-report.json and, last, manifest.json.
+Reads the target's tokenizer and `prompts.paths`, or `run_dir/responses/` with `prompts.source=responses`; writes
+train.safetensors, validation.safetensors, documents.jsonl, report.json and, last, manifest.json.
 
     mtptrain prompts recipe=quickstart
 """
@@ -95,8 +95,8 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
     num_held_out = sum(is_held_out(cluster, prompts.validation_fraction) for cluster in source.clusters)
     for split, count in ((Split.validation, num_held_out), (Split.train, len(source.clusters) - num_held_out)):
         if not count:
-            num_groups = len(set(source.clusters))
-            shared = f" (different questions: {num_groups:,})" if num_groups < len(source.names) else ""
+            num_clusters = len(set(source.clusters))
+            shared = f" (different questions: {num_clusters:,})" if num_clusters < len(source.names) else ""
             raise _empty_split(split, f": none of {len(source.names)} documents{shared} belongs to it", prompts)
 
 

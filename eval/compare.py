@@ -2,10 +2,11 @@
 
     mtptrain compare runs/a runs/b --out compare.html
 
-Takes directories of runs, and paths of `report.json`. The reports must have the same prompts, target and settings of
-decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if `acceptance.batch_size`, `acceptance.batch_tokens`, the number of
-ranks and the device are the same too. `prompts_sha256` covers only the user's turns of a conversation: the prompts of
-later turns also contain the target's own answers, which may differ from run to run at a temperature above 0 or in bf16.
+Takes directories of runs or of `acceptance.output_dir`, and paths of `report.json`. The reports must have the same
+prompts, target and settings of decoding (`MUST_BE_EQUAL`). Tokens/s are shown only if `acceptance.batch_size`,
+`acceptance.batch_tokens`, the number of ranks and the device are the same too. `prompts_sha256` covers only the user's
+turns of a conversation: the prompts of later turns also contain the target's own answers, which may differ from run to
+run at a temperature above 0 or in bf16.
 """
 
 import argparse
@@ -49,7 +50,7 @@ TRAINED = {"trained on": ("train_tokens", ","), "seed": ("train_seed", "d")}
 def main() -> None:
     parser = argparse.ArgumentParser(prog="mtptrain compare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "reports", type=Path, nargs="+", help="a run's directory, or a report.json of mtptrain acceptance"
+        "reports", type=Path, nargs="+", help="a run's directory, an acceptance.output_dir, or a report.json"
     )
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page to write")
     args = parser.parse_args()
@@ -72,7 +73,11 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
     """
     reports: dict[str, dict[str, Any]] = {}
     for given in paths:
-        path = require(given / "acceptance/report.json", "mtptrain acceptance") if given.is_dir() else given
+        path = given
+        if given.is_dir():
+            in_output_dir = given / "report.json"
+            in_run_dir = given / "acceptance/report.json"
+            path = in_output_dir if in_output_dir.is_file() else require(in_run_dir, "mtptrain acceptance")
         if not path.is_file():
             raise UserError(
                 f"{path}: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
@@ -130,7 +135,7 @@ def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:
         row = table_row(each, num_depths, has_speed)
         trained = ("" if each.get(key) is None else f"{each[key]:{form}}" for key, form in TRAINED.values())
         table.add_row(name, row["length"], row["interval"], *row["cells"], *trained)
-    wide_console(105 + 8 * num_depths + max(map(len, drafters))).print(table)
+    wide_console(105 + 8 * num_depths + max(map(len, drafters)), markup=False, emoji=False).print(table)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class DraftQuality:
         draft = seen.draft
         assert draft.logits is not None, "only drafts of a head have logits"
         depths = torch.arange(self.num_depths, device=draft.tokens.device)
-        draft_probs = self.head.target_probs(  # [B, K, V]
+        draft_probs = self.head.over_target_vocab(  # [B, K, V]
             self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size
         )
         overlap = torch.minimum(self.sampler.probs(seen.target_logits[:, :-1]), draft_probs).sum(-1)  # [B, K]

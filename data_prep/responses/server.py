@@ -101,7 +101,7 @@ class CompletionServer:
             except (OSError, httpx.HTTPError) as error:
                 failure = f"the server does not answer: {self._transport.reason(error)}"
             except ValueError as error:
-                failure = f"the server's answer is not JSON: {error}"
+                failure = str(error)
             if attempt < self.max_retries and stopping.wait(waiting_s):
                 break
         raise RequestFailed(failure)
@@ -212,10 +212,10 @@ class CompletionServer:
                 f"responses.url: must be a running server, but {self.url}{path} does not answer "
                 f"({self._transport.reason(error)}); start it or correct the address"
             ) from error
-        except (ValueError, RequestFailed) as error:
+        except RequestFailed as error:
             raise UserError(
                 f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} cannot be "
-                f"read as JSON ({error}); correct the address"
+                f"read ({error}); correct the address"
             ) from error
 
 

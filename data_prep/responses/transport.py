@@ -57,7 +57,8 @@ class Transport:
         """
         url = (self._url.removesuffix("/v1") if is_beside else self._url) + path
         try:
-            return parse_json(asyncio.run(self._fetch_body(url, request)), self._shown_url(url))
+            where = f"responses.url: the answer of {self._shown_url(url)}"
+            return parse_json(asyncio.run(self._fetch_body(url, request)), where, "correct the address")
         except ExceptionGroup as group:  # a port out of range, in `url` or in the target of a redirect
             raise httpx.ConnectError(str(group.exceptions[0])) from group
 

@@ -4,7 +4,8 @@
 both import `step_memory`. There are two kinds of request:
 
 - `{"device": ..., "hidden_size": ..., "lengths": [...], ...}` builds a model and a batch, trains a few steps, and
-  answers with the memory of a step;
+  answers with the memory of a step. `lengths` and `prompts` are the numbers of tokens of each document, in all and
+  before its answer, `depths` is T, and `autocasts` chooses bf16;
 - `{"steps": n}` answers with the seconds that n steps take.
 """
 

@@ -155,12 +155,12 @@ def biases_without_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> objec
     return "true" if head.attention_bias and not is_mimo(target) else None
 
 
-def unlike_mimo(name: str) -> FindViolation:
-    """Returns a function that finds the value of a setting of the head, if only a mimo target should have it true."""
+def not_true_for_mimo_alone(name: str) -> FindViolation:
+    """Returns a function that finds a setting's value, which must be true for a mimo target and false for any other."""
     return lambda head, target: None if getattr(head, name) == is_mimo(target) else str(getattr(head, name)).lower()
 
 
-def like_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+def settings_of_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> object:
     """Returns which settings of MiMo's MTP layer the head has, or None."""
     settings = [name for name in ("attention_bias", "zero_first_embedding", "prenorm_states") if getattr(head, name)]
     return f"one with {', '.join(settings)}" if settings else None
@@ -218,11 +218,11 @@ LIMITS = (
           "vLLM builds the layers of this head with the target's quantisation",
           "export for the target in bf16, or train head=eagle3, which keeps its own dtype"),
     Limit("vllm", "mtp", "head.prenorm_states", "true for a mimo target and false for any other",
-          unlike_mimo("prenorm_states"),
+          not_true_for_mimo_alone("prenorm_states"),
           "vLLM passes a head the states before the final norm if the target is a mimo, otherwise those after it",
           "change it and train again"),
     Limit("vllm", "mtp", "head.zero_first_embedding", "true for a mimo target and false for any other",
-          unlike_mimo("zero_first_embedding"),
+          not_true_for_mimo_alone("zero_first_embedding"),
           "of the vLLM classes that serve this head, only MiMo's zeroes the embedding at position 0",
           "change it and train again"),
     Limit("vllm", "mtp", "head.attention_bias", "false for families other than mimo", biases_without_mimo,
@@ -243,7 +243,7 @@ LIMITS = (
     Limit("sglang", "mtp", "head.prenorm_states", "false", is_set("prenorm_states"),
           "SGLang passes the states after the target's final norm to a head",
           "set export.engine=vllm if the target is a MiMo, or train without it"),
-    Limit("transformers", "mtp", "head", "without settings of MiMo's MTP layer", like_mimo,
+    Limit("transformers", "mtp", "head", "without settings of MiMo's MTP layer", settings_of_mimo,
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm if the target is a MiMo, or train without them"),
     *(Limit("vllm", name, "target.path", "of a family whose layers can be captured",
@@ -327,7 +327,7 @@ LIMITS = (
           "llama.cpp passes the candidates and the scores of all pairs where a state would be",
           "set export.engine=vllm, or train with fewer"),
     Limit("llama_cpp", "draft_model", "head.init_from", f"one of {', '.join(ARCHITECTURE_OF)} without a window, "
-          "and with unscaled RoPE or a Llama's", of_draft_model(unknown_draft_model),
+          "and with unscaled RoPE unless it is a Llama or Mistral", of_draft_model(unknown_draft_model),
           "the names and RoPE of other models in llama.cpp are not known here",
           "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"),
     Limit("tensorrt_llm", "eagle3", "head.norm_before_residual", "false", is_set("norm_before_residual"),

@@ -20,7 +20,7 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Correction:
     """A correction of the logits of drafts by the tokens before them, of low rank r: features @ weight^T."""
 
     features: torch.Tensor
-    """[..., r]: [T, M, r] in training, [R, r] in a block of logits, [B, r] in decoding."""
+    """[..., r]: [T, M, r] in training, [R, r] for R drafts of a block of the loss, [B, r] in decoding."""
     weight: torch.Tensor
     """[D, r]."""
     num_candidates: int | None = None
@@ -47,7 +47,7 @@ class Correction:
     loss has a part of its own for them, `LossPart.selector`. None corrects all logits."""
 
     def candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the ids i64[R, C] and the corrected logits f32[R, C] of the candidates, for features [R, r].
+        """Returns the ids i64[R, A] and corrected logits f32[R, A] of each draft's A candidates, for features [R, r].
 
         The sum is in fp32, as in engines: in bf16, scores would often be equal.
         """
@@ -216,14 +216,14 @@ class Head(nn.Module, ABC):
         return None
 
     def confidence(self, states: torch.Tensor, correction: Correction | None) -> torch.Tensor:
-        """Training: returns the logit of the probability that each draft is accepted once all before it were [T, M].
+        """Training: returns for each draft the logit [T, M] of the probability to be accepted if all before it are.
 
         Only heads whose own part of the loss is `confidence` have one.
         """
         raise AssertionError(f"{type(self).__name__} has no confidence")
 
     def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns the probability that each draft is accepted once all before it were f32[B].
+        """Inference: returns for each draft the probability f32[B] to be accepted if all before it are.
 
         Only heads whose own part of the loss is `confidence` have one. They draft all tokens in one forward.
 
@@ -263,14 +263,14 @@ class Head(nn.Module, ABC):
         """Convert draft token ids to target token ids."""
         return draft_tokens if self.d2t is None else draft_tokens + self.d2t[draft_tokens]
 
-    def target_probs(self, draft_probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def over_target_vocab(self, draft_probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Convert distributions over the draft vocabulary [..., D] to distributions over the target's [..., V]."""
         ids = self.draft_token_ids
         if ids is None:
             return draft_probs
         return draft_probs.new_zeros(*draft_probs.shape[:-1], vocab_size).index_copy_(-1, ids, draft_probs)
 
-    def _run(self, function: Callable[..., R], *args: Any) -> R:
+    def _run(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call the function, with activation checkpointing if it is enabled."""
         if not self.activation_checkpointing:
             return function(*args)

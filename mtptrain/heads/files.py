@@ -89,7 +89,7 @@ def remove_stale_heads(stage_dir: Path, step: int) -> None:
     """Remove the heads that a run which resumes from `step` will keep again, and what would pass for a measured head.
 
     These are the heads kept after `step`, `choice.json` if it lists one of them, and a `best` that was never measured,
-    as older versions wrote it. A measured `best` stays until a better one replaces it.
+    as older versions wrote it. A measured `best` stays until training measures a better head than all it has measured.
     """
     choice, best = stage_dir / CHOICE, stage_dir / "best"
     if choice.is_file() and any(

@@ -265,10 +265,10 @@ class BatchSchedule:
                 make_batch(
                     [self.store.document(i) for i in documents],
                     self.ttt_steps,
-                    not self.for_gpu,
-                    self._pins,
-                    anchors,
-                    self.window,
+                    decode_states=not self.for_gpu,
+                    pins=self._pins,
+                    anchors=anchors,
+                    window=self.window,
                 )
             )
             for documents in of_rank

@@ -66,15 +66,15 @@ def corrected_logits(rows: torch.Tensor, lm_head: torch.Tensor, correction: Corr
 
 
 class Selected(NamedTuple):
-    """How R drafts that are chosen among C candidates compare with their teacher, and the gradient of their loss."""
+    """How R drafts that are chosen among A candidates compare with their teacher, and the gradient of their loss."""
 
     kl: torch.Tensor
     """f32[R], the sum over the candidates of p log(p / (m q)), where p sums to m over them, and q is the softmax of
     their scores."""
     overlap: torch.Tensor  # f32[R]
     is_right: torch.Tensor  # bool[R], whether the most likely candidate is the target's most likely token
-    candidates: torch.Tensor  # i64[R, C]
-    gradient: torch.Tensor  # f32[R, C], of the weighted loss with respect to the candidates' scores
+    candidates: torch.Tensor  # i64[R, A]
+    gradient: torch.Tensor  # f32[R, A], of the weighted loss with respect to the candidates' scores
 
 
 def select(

@@ -366,3 +366,6 @@ def test_a_report_from_before_top_p_counts_as_without_it(tmp_path: Path) -> None
     seal_again(write_report(tmp_path / "a/report.json", [8, 6]), top_p=..., top_k=...)
     write_report(tmp_path / "b/report.json", [4, 4])
     assert list(compare.read_reports([tmp_path / "a/report.json", tmp_path / "b/report.json"])) == ["a", "b"]
+    assert list(compare.read_reports([tmp_path / "a", tmp_path / "b"])) == ["a", "b"], (
+        "as acceptance.output_dir leaves it"
+    )

@@ -293,7 +293,7 @@ def test_every_rank_has_gpus_of_its_own() -> None:
     assert [visible_devices(None, rank, 2) for rank in range(3)] == ["0,1", "2,3", "4,5"]
     assert [visible_devices("4,GPU-a,6,7", rank, 1) for rank in range(4)] == ["4", "GPU-a", "6", "7"]
     assert visible_devices("4,5,6,7", 1, 2) == "6,7"
-    assert visible_devices("", 3, 1) == ""
+    assert [visible_devices(hidden, 3, 1) for hidden in ("", "-1", "NoDevFiles")] == ["", "-1", "NoDevFiles"]
     with pytest.raises(
         ValueError,
         match=r"tensor_parallel_size: local rank 1 must have 4 GPUs .*, 8 in all, but CUDA_VISIBLE_DEVICES=0,1,2,3 has "

@@ -43,6 +43,7 @@ it leaves none running.
 FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
 ENVIRONMENT = {
+    # The last bits of matrix products depend on the number of threads. More cores take more ranks.
     "OMP_NUM_THREADS": "1",
     # A scheduler in another process would start before all prompts arrive, so that batches would depend on timing.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -281,16 +282,18 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
     """Returns CUDA_VISIBLE_DEVICES of a rank's engine.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES of the rank. None shows all GPUs, and an empty string hides them.
+        visible: CUDA_VISIBLE_DEVICES of the rank. None shows all GPUs; an empty string, -1 and NoDevFiles hide them.
         local_rank: the rank on its node.
         tensor_parallel_size: number of GPUs per engine.
 
     Raises:
         UserError: `visible` lists too few GPUs for the ranks up to this one.
     """
+    if visible is not None and visible.partition(",")[0] in ("", "-1", "NoDevFiles"):
+        return visible
     end = (local_rank + 1) * tensor_parallel_size
     names = [str(index) for index in range(end)] if visible is None else visible.split(",")
-    if visible and len(names) < end:
+    if len(names) < end:
         raise UserError(
             f"hidden_states.tensor_parallel_size: local rank {local_rank} must have {tensor_parallel_size} GPUs after "
             f"those of the lower ranks, {end} in all, but CUDA_VISIBLE_DEVICES={visible} has {len(names)}; start fewer "

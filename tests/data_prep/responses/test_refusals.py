@@ -63,9 +63,13 @@ from tests.data_prep.speaking import EOS, FakeServer, completion, make_speaking_
             )
             for url in ("http://127.0.0.1:99999", f"http://{'a' * 64}")
         ),
-        ({"models": b"<html>"}, [], r"must be an OpenAI-compatible server, but the answer of .*/models cannot be read"),
-        ({"models": b"[" * 100_000}, [], r"the answer of .*/models cannot be read as JSON \(.* nested too deep"),
-        ({"models": b"9" * 5_000}, [], r"the answer of .*/models cannot be read as JSON \(.*5000 digits"),
+        (
+            {"models": b"<html>"},
+            [],
+            r"^responses\.url: the answer of \S+/models: must be JSON, .*; correct the address$",
+        ),
+        ({"models": b"[" * 100_000}, [], r"the answer of \S+/models: must be JSON, .* nested too deep"),
+        ({"models": b"9" * 5_000}, [], r"the answer of \S+/models: must be JSON, .*5000 digits"),
         (
             {"key": "secret"},
             [],

@@ -75,7 +75,7 @@ def test_each_draft_is_chosen_after_the_one_before_it(
             chosen = int(draft.tokens[sequence, depth])
             if temperature:
                 assert draft.probs is not None
-                probs = head.target_probs(logits.softmax(-1), len(PARTS.embed_tokens))
+                probs = head.over_target_vocab(logits.softmax(-1), len(PARTS.embed_tokens))
                 torch.testing.assert_close(draft.probs[sequence, depth], probs, atol=1e-5, rtol=1e-4)
             else:
                 assert chosen == int(head.target_tokens(logits.argmax()))
