@@ -91,8 +91,8 @@ class OpenvinoEagle3(OpenvinoFormat, VllmEagle3):
         return tensors
 
     def state(self, tensors: Tensors) -> Tensors:
-        has_own = self.head.draft_vocab_size is not None  # otherwise `tensors` has added d2t
-        return super().state({name: tensor for name, tensor in tensors.items() if has_own or name != "d2t"})
+        state = super().state(tensors)  # without a draft vocabulary, and so without t2d, `tensors` has added d2t
+        return state if "t2d" in tensors else {name: tensor for name, tensor in state.items() if name != "d2t"}
 
     def read(self, directory: Path) -> Tensors:
         """Returns the engine's tensors that `write` wrote, without the target's lm_head."""

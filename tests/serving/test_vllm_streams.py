@@ -144,7 +144,7 @@ def test_an_engine_that_ends_at_once_leaves_nothing(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"  # says that it has vLLM
-    python.write_text('#!/bin/sh\n[ "$1" = -I ] || exit 3\n')
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || exit 3\n')
     python.chmod(0o755)
     monkeypatch.setattr(subprocess, "Popen", EndedProcess)
     streams = streams_of(target_dir, str(python), tmp_path / "rank")

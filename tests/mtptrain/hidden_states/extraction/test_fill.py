@@ -31,7 +31,7 @@ class Zeros:
 
 def engine_without_room(directory: Path) -> str:
     """Returns the path of a fake Python whose vLLM ends because the disk is full."""
-    script = '#!/bin/sh\n[ "$1" = -I ] && exit 0\nread -r settings\nread -r shard\n'
+    script = '#!/bin/sh\n[ "$1" = -c ] && exit 0\nread -r settings\nread -r shard\n'
     return str(fake_python(directory, script + "echo 'OSError: [Errno 28] No space left on device' >&2\nexit 1\n"))
 
 
