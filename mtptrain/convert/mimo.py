@@ -42,7 +42,7 @@ class MimoLayer(Format):
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)
         tensors[self._INPUT_PROJ] = swap_halves(tensors[self._INPUT_PROJ])
-        for bias in (self.names[bias] for bias in BIASES):
+        for bias in (self.names[own] for own in BIASES):
             weight = tensors[f"{bias.removesuffix('bias')}weight"]
             tensors.setdefault(bias, weight.new_zeros(len(weight)))
         return tensors

@@ -107,7 +107,7 @@ SOURCES = {
     "post_attention_layernorm.weight": (
         "pre_feedforward_layernorm.weight",
         "post_attention_layernorm.weight",
-    ),  # Gemma's name, then the other families'
+    ),  # Gemma's name, then the other families'; OLMo 2's is a norm of the attention's output, taken as a start
 }
 """Names in the target's layer, in order of preference, for head tensors that are named differently there."""
 
@@ -256,7 +256,12 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
     """Refuse a different kind of head or different settings, and name the arguments that would match."""
     directory, settings = published.directory, published.settings
     if published.name != config.name:
-        chosen = {name: value for name, (value, *_) in settings.items() if value is not None and value is not False}
+        defaults = HEADS[published.name].Config()
+        chosen = {
+            name: value
+            for name, (value, *_) in settings.items()
+            if value is not None and (value is not False or getattr(defaults, name))  # false is the usual default
+        }
         choices = "".join(f" {_override(name, value)}" for name, value in chosen.items())
         raise UserError(
             f"head.init_from: {directory} must hold the head {config.name}, as in the recipe, but holds the head "

@@ -47,7 +47,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def written_whole(path: Path, temporary: Path) -> Iterator[None]:
-    """Publish the temporary file that the `with` block writes anew: a link in its place is not followed.
+    """Remove what is at `temporary`, be it a link; let the `with` block write a new file there; publish it as `path`.
 
     If writing or publishing raises an OSError, remove the temporary file, and name `path` if the error names no file.
     """
@@ -299,8 +299,8 @@ def remove_files(directory: Path, names: Collection[str]) -> None:
     Then remove the directory, unless it holds anything else.
     """
     for name in names:
-        (directory / name).unlink(missing_ok=True)
-        (directory / f"{name}.tmp").unlink(missing_ok=True)
+        for suffix in ("", ".tmp", ".tmp.tmp"):  # a head's NAME.tmp is itself written atomically
+            (directory / f"{name}{suffix}").unlink(missing_ok=True)
     with suppress(OSError):  # it does not exist, or holds other files, which somebody else has put there
         directory.rmdir()
 

@@ -91,6 +91,7 @@ def token_id(value: Any, config: Config, target: PreTrainedConfig) -> str | None
 
 
 def layer_ids(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    # SGLang counts the embeddings as -1.
     is_list = isinstance(value, list) and all(is_whole_number(each, least=-1) for each in value)
     return None if is_list else "a list of layer ids"
 
@@ -173,7 +174,7 @@ ROPE = {
         only(False, because="because our heads rotate halves, not interleaved pairs"),
     ),
 }
-"""Keys of the rotary embedding. `warn_of_other_arithmetic` compares the values that any rule accepts."""
+"""Keys of the rotary embedding. `warn_of_other_arithmetic` compares the accepted ones with the target's."""
 LAYER = {
     **HARMLESS,
     **ROPE,

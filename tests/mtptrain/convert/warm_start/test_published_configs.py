@@ -22,6 +22,7 @@ from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import save_head
 from mtptrain.heads.medusa import MedusaHead
+from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
@@ -299,6 +300,8 @@ def test_a_dspark_head_is_read_with_keys_at_either_place_or_refused_by_the_key(p
     published.refuses({"markov_head_type": "gated"}, r"markov_head_type must be .*vanilla.*, but is .*gated")
     published.refuses({"confidence_head_with_markov": False}, r"confidence_head_with_markov must be true")
     published.refuses({"sample_from_anchor": False}, r"head\.sample_from_anchor \(False there, True here\)")
+    for_mtp = Published(published.directory, published.target, MtpHead.Config())
+    for_mtp.refuses({"sample_from_anchor": False}, r"set head=dspark .*head\.sample_from_anchor=false.*, or choose")
     published.load({"dflash_config": {"sample_from_anchor": True}}, removed=("sample_from_anchor",))
     nested = {"dflash_config": {"sample_from_anchor": False}}
     published.refuses(nested, r"dflash_config\.sample_from_anchor must be the same as sample_from_anchor, true, but is")
