@@ -120,6 +120,23 @@ def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target:
     assert provenance["argv"][0] == str(package.parent / "data_prep/prompts.py")
 
 
+def test_an_installed_program_names_no_makefile(installed: Path) -> None:
+    code = """
+from mtptrain.serving.llama_server import find_llama_server
+from mtptrain.serving.openvino_client import find_openvino_python
+from mtptrain.serving.vllm_client import find_python
+from mtptrain.utils.errors import UserError
+for find in (find_llama_server, find_openvino_python, find_python):
+    try:
+        find("/nowhere")
+    except UserError as error:
+        print(error)
+"""
+    lines = run(installed, "-c", code, cwd=Path("/")).splitlines()
+    advice = ("build llama.cpp b", "install openvino-genai==", "install vllm==")
+    assert all(text in line for text, line in zip(advice, lines, strict=True)) and "make" not in "".join(lines)
+
+
 def test_an_installed_run_ends_with_an_exported_head(installed: Path, tiny_target: Path, tmp_path: Path) -> None:
     settings = [*TINY_SETTINGS, f"target.path={tiny_target}", "train.compile=false", f"run_dir={tmp_path}/run"]
     files = write_text_files(tmp_path / "files")

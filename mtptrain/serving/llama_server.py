@@ -17,6 +17,7 @@ from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_round
 from mtptrain.serving.engine_server import Counters, EngineServer, counts_of
 from mtptrain.serving.exports import WRITTEN_FOR, warn_of_other_version
 from mtptrain.serving.server_process import ManagedServer
+from mtptrain.serving.worker import how_to_install
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 
@@ -43,9 +44,10 @@ def find_llama_server(path: str | None) -> Path:
         does, why = "does not exist", ""
         if found.exists():
             does, why = "does not print its version", f"run `{found} --version` to see why, "
+        install = how_to_install(".engines/llama_cpp", f"build llama.cpp {WRITTEN_FOR['llama_cpp']}")
         raise UserError(
-            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} {does}; {why}run `make "
-            ".engines/llama_cpp/.installed`, or set serving.llama_server=PATH"
+            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} {does}; {why}{install}, "
+            "or set serving.llama_server=PATH"
         )
     return found
 

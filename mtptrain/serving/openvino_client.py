@@ -13,7 +13,7 @@ from typing import Any
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.serving.exports import WRITTEN_FOR, warn_of_other_version
-from mtptrain.serving.worker import run_code, run_worker
+from mtptrain.serving.worker import how_to_install, run_code, run_worker
 from mtptrain.settings.evaluation import OpenvinoWeights
 from mtptrain.utils.errors import UserError
 
@@ -33,9 +33,11 @@ def find_openvino_python(python: str | None) -> Path:
     """
     path = DEFAULT_PYTHON if python is None else Path(python)
     if not path.is_file() or not openvino_version(path):
+        packages = f"openvino-genai=={WRITTEN_FOR['openvino']}.* and optimum-intel"
+        install = how_to_install(".venv-openvino", f"install {packages} into an environment of its own")
         raise UserError(
             f"serving.openvino_python: must be a Python with OpenVINO GenAI, but {path} "
-            f"{'has none' if path.is_file() else 'does not exist'}; run `make .venv-openvino/.installed`, or set "
+            f"{'has none' if path.is_file() else 'does not exist'}; {install}, or set "
             "serving.openvino_python to the Python of an environment with openvino-genai and optimum-intel"
         )
     return path

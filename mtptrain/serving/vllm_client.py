@@ -11,8 +11,8 @@ from typing import Any
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
-from mtptrain.serving.exports import warn_of_untested_vllm
-from mtptrain.serving.worker import run_code, run_worker
+from mtptrain.serving.exports import WRITTEN_FOR, warn_of_untested_vllm
+from mtptrain.serving.worker import how_to_install, run_code, run_worker
 from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -65,7 +65,8 @@ def find_python(python: str | None, *, warns: bool = True) -> Path:
         UserError: the interpreter does not exist, or vLLM is not installed for it.
     """
     path = DEFAULT_PYTHON if python is None else Path(python)
-    advice = "run `make .venv-vllm/.installed`, or set serving.python to the Python of an environment with vLLM"
+    install = how_to_install(".venv-vllm", f"install vllm=={WRITTEN_FOR['vllm']}.* into an environment of its own")
+    advice = f"{install}, or set serving.python to the Python of an environment with vLLM"
     if not path.is_file():
         raise UserError(f"serving.python: must be a Python with vLLM, but {path} does not exist; {advice}")
     version = vllm_version(path)

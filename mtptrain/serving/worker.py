@@ -14,6 +14,19 @@ from mtptrain.serving.server_process import SHOWN_LINES
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import without_own_settings
 
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
+"""That of the checkout. A wheel has none."""
+
+
+def how_to_install(folder: str, without_makefile: str) -> str:
+    """Returns what a user can do to get an engine: `make` in a checkout, and something else in a wheel.
+
+    Args:
+        folder: the folder of the checkout into which `make` installs the engine.
+        without_makefile: what to do where there is no Makefile.
+    """
+    return f"run `make {folder}/.installed`" if MAKEFILE.is_file() else without_makefile
+
 
 def run_code(python: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Runs code in an engine's Python. Like a worker, it finds no packages in the working directory."""

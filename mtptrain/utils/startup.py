@@ -1,4 +1,7 @@
-"""Prepares the process of a program before it imports torch. Importing mtptrain as a library changes nothing."""
+"""Prepares the process of a program before it imports torch. Importing mtptrain as a library changes nothing.
+
+`mtptrain.train` alone sets how torch allocates GPU memory when it is imported.
+"""
 
 import os
 import signal
