@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from mtptrain.command_line.program import program
-from mtptrain.config import Dtype, PipelineConfig, TrainConfig, load_config
+from mtptrain.config import Dtype, PipelineConfig, Resume, TrainConfig, load_config
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.convert.warm_start import check_one_start, load_init, start_from_target
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
@@ -143,6 +143,8 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     checkpoint = newest_whole_checkpoint(checkpoints, ranks)
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
+    elif config.train.resume is Resume.auto and ranks.is_first:
+        warn_of_lost_checkpoints(run.stage_dir("train"))
     # 4. Choose the validation prompts and pack the documents into steps.
     validation = Validation(config, n, run.target, ranks) if (n := config.train.validation_prompts) else None
     if checkpoint is None and validation is None and not config.train.validate_every:
@@ -178,6 +180,17 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     }
     states.release(progress.step, progress.step == num_steps, ranks.is_first)
     return Training(config, states, schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
+
+
+def warn_of_lost_checkpoints(stage_dir: Path) -> None:
+    """Say that training starts again although a head of this run exists, as after its checkpoints were removed."""
+    head_json = stage_dir / "last/head.json"
+    if head_json.is_file():
+        print(
+            f"WARNING {head_json.parent}: must have a checkpoint beside it from which training resumes, but has none; "
+            "training starts from step 0 and will replace this head",
+            flush=True,
+        )
 
 
 def initialise(run: Run, head: Head, parts: FrozenParts, prompts_sha256: str) -> None:

@@ -15,7 +15,7 @@ from mtptrain.serving.exports import SERVING, read_serving_facts
 from mtptrain.target.families import read_target_config
 from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import write_sealed
+from mtptrain.utils.files import SEAL, write_sealed
 from tests.conftest import Run, run_program
 from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, SHARD_TOKENS, make_shard, write_shard
 from tests.sealed import flip_bit
@@ -105,6 +105,16 @@ def test_a_changed_head_is_named_before_another_training_starts_from_it(
     flip_bit(weights)
     with pytest.raises(UserError, match=rf"{weights.name}: must be as mtptrain wrote it, but was changed or damaged"):
         read_published(str(tmp_path / "head"), target_config)
+
+
+def test_an_export_without_its_seal_is_named_before_training_starts_from_it(
+    finished: Run, tiny_target: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished[0] / "export/vllm", tmp_path / "head")
+    facts = json.loads((tmp_path / "head" / SERVING).read_text())
+    (tmp_path / "head" / SERVING).write_text(json.dumps({name: each for name, each in facts.items() if name != SEAL}))
+    with pytest.raises(UserError, match=rf"head/{SERVING}: must have the entry seal, but lacks it"):
+        read_published(str(tmp_path / "head"), read_target_config(tiny_target))
 
 
 def test_a_kept_head_that_was_renamed_is_named(finished: Run, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     if (directory / "head.json").is_file():
         return _own(directory, target_config)
     serving, advice = directory / SERVING, "copy or download it again"
-    if serving.is_file() and SEAL in read_json(serving, advice):
+    if serving.is_file() and not {SEAL, "head_sha256"}.isdisjoint(read_json(serving, advice)):  # mtptrain's own
         read_sealed(serving, advice, files=None)
     files = tensor_files(directory)
     if not (directory / "config.json").is_file():

@@ -1,6 +1,7 @@
 """Tests what checkpoints and the best head hold, and which checkpoints a run resumes from."""
 
 import json
+import shutil
 
 import torch
 from safetensors.torch import load_file
@@ -33,6 +34,15 @@ def test_a_measured_best_head_is_not_replaced_by_one_that_was_not(fresh_run: Run
     train(fresh_run, "train.max_steps=12", "train.validation_prompts=0")
     assert json.loads((fresh_run[0] / "train" / "last" / "head.json").read_text())["step"] == 12
     assert (fresh_run[0] / "train" / "best" / "head.json").read_text() == best
+
+
+def test_a_run_that_starts_again_because_its_checkpoints_are_gone_says_so(fresh_run: Run) -> None:
+    settings = ("train.validation_prompts=0", "train.max_steps=2")
+    train(fresh_run, *settings)
+    shutil.rmtree(fresh_run[0] / "train/checkpoints")
+    again = run_program("mtptrain.train", *fresh_run[1], *settings)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert f"WARNING {fresh_run[0]}/train/last: must have a checkpoint beside it" in again.stdout
 
 
 def test_the_best_head_by_acceptance_outlives_rotation_and_is_what_validation_measured(fresh_run: Run) -> None:
