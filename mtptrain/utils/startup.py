@@ -1,6 +1,6 @@
 """Prepares the process of a program before it imports torch. Importing mtptrain as a library changes nothing.
 
-`mtptrain.train` alone sets how torch allocates GPU memory when it is imported.
+The module of stage 3 alone sets how torch allocates GPU memory when it is imported.
 """
 
 import os
