@@ -31,8 +31,7 @@ from mtptrain.command_line.tables import wide_console
 from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
-from mtptrain.decoding.round_costs import PromptIds, Spent, decode, drafters_of, fastest_in_turns
-from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.round_costs import LoopBench, PromptIds, Spent
 from mtptrain.decoding.speculate import PHASES
 from mtptrain.heads.base import Head
 from mtptrain.run import Run
@@ -123,23 +122,15 @@ def prompts_to_measure(bench: BenchConfig, prompts: Prompts) -> PromptIds:
 def measure(config: PipelineConfig, target: Target, head: Head, prompts: PromptIds) -> list[DecodingRow]:
     """Returns a row for each batch size and K; K = 0 is plain decoding."""
     settings, bench = config.acceptance, config.bench
-    drafters = drafters_of(head, target.parts, bench.draft_depths, settings.sample_drafts)
-
-    def decode_with(num_drafts: int, batch: PromptIds, new_tokens: int = settings.max_new_tokens) -> Spent:
-        sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
-        return decode(target, drafters[num_drafts], batch, num_drafts, new_tokens, sampler)
-
-    def fastest(batch: PromptIds) -> dict[int, Spent]:
-        return fastest_in_turns(lambda num_drafts: decode_with(num_drafts, batch), list(drafters), bench.repeats)
-
+    loop = LoopBench(target, head, bench.draft_depths, settings)
     rows: list[DecodingRow] = []
     for batch_size in bench.batch_sizes:
-        for num_drafts in drafters:  # the first rounds of each shape are slower
-            decode_with(num_drafts, prompts[:batch_size], 3)
-        measured = dict.fromkeys(drafters, Spent())
+        loop.warm_up(prompts[:batch_size])
+        measured = dict.fromkeys(loop.drafters, Spent())
         for batch in tqdm(full_batches(prompts, batch_size), desc=f"batches of {batch_size}", unit="batch"):
-            measured = {num_drafts: measured[num_drafts] + spent for num_drafts, spent in fastest(batch).items()}
-        rows += [describe(batch_size, num_drafts, measured) for num_drafts in drafters]
+            fastest = loop.fastest(batch, settings.max_new_tokens, bench.repeats)
+            measured = {num_drafts: measured[num_drafts] + spent for num_drafts, spent in fastest.items()}
+        rows += [describe(batch_size, num_drafts, measured) for num_drafts in loop.drafters]
     return rows
 
 

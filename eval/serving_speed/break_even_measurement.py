@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,8 +27,7 @@ from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.convert.formats import format_for
 from mtptrain.decoding.prompts import check_head_context
-from mtptrain.decoding.round_costs import Spent, decode, drafters_of, fastest_in_turns
-from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.round_costs import LoopBench, Spent
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_trainable_head, save_head
 from mtptrain.run import Run
@@ -171,19 +169,11 @@ def loop_costs(
     settings, bench = config.acceptance, config.serving_bench
     ranks = init_ranks(config.distributed_timeout_hours)
     target = load_target(target_files.directory, getattr(torch, settings.dtype), ranks.device)
-    drafters = drafters_of(
-        head.to(target.device), target.parts, bench.num_speculative_tokens, sample_drafts=settings.sample_drafts
-    )
-
-    def decode_with(batch_size: int, new_tokens: int, num_drafts: int) -> Spent:
-        sampler = Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k)
-        return decode(target, drafters[num_drafts], prompts[:batch_size], num_drafts, new_tokens, sampler)
-
+    loop = LoopBench(target, head.to(target.device), bench.num_speculative_tokens, settings)
     costs: list[RoundCost] = []
     for batch_size in tqdm(bench.concurrency, desc="our loop", unit="batch size"):
-        for num_drafts in drafters:  # the first rounds of each shape are slower
-            decode_with(batch_size, 3, num_drafts)
-        spent = fastest_in_turns(partial(decode_with, batch_size, NEW_TOKENS), list(drafters), bench.repeats)
+        loop.warm_up(prompts[:batch_size])
+        spent = loop.fastest(prompts[:batch_size], NEW_TOKENS, bench.repeats)
         costs += [loop_cost(batch_size, num_drafts, spent) for num_drafts in bench.num_speculative_tokens]
     head.cpu()
     return costs

@@ -1,17 +1,18 @@
 """Measures what decoding costs in our own loop: the seconds of each phase, and the number of rounds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mtptrain.config import AcceptanceConfig
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads.base import Head
-from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 
+WARMUP_TOKENS = 3
 PromptIds = Sequence[Sequence[int]]
 """Token ids of prompts that are decoded together."""
 
@@ -51,32 +52,45 @@ class Spent:
         return self.tokens / self.seconds
 
 
-def drafters_of(head: Head, parts: FrozenParts, choices: Sequence[int], sample_drafts: bool) -> dict[int, Drafter]:
-    """Returns a drafter of the head for each K, and plain decoding as K = 0."""
-    drafters: dict[int, Drafter] = {0: NoDrafter()}
-    return drafters | {count: HeadDrafter(head, parts, count, sample_drafts) for count in choices}
+class LoopBench:
+    """Decodes prompts with each K of a head, and plainly as K = 0, and says what that costs."""
 
+    def __init__(self, target: Target, head: Head, choices: Sequence[int], settings: AcceptanceConfig) -> None:
+        """
+        Args:
+            target: the target.
+            head: a head on the target's device.
+            choices: the values of K above 0.
+            settings: how drafts are sampled and accepted.
+        """
+        self.target, self.settings = target, settings
+        self.drafters: dict[int, Drafter] = {0: NoDrafter()}
+        self.drafters |= {count: HeadDrafter(head, target.parts, count, settings.sample_drafts) for count in choices}
 
-def fastest_in_turns(decode_with: Callable[[int], Spent], choices: Sequence[int], repeats: int) -> dict[int, Spent]:
-    """Returns the fastest of `repeats` runs for each K. All K take turns, so that a busy machine slows all of them."""
-    turns = [{count: decode_with(count) for count in choices} for _ in range(repeats)]
-    return {count: min((turn[count] for turn in turns), key=lambda spent: spent.seconds) for count in choices}
+    def warm_up(self, prompts: PromptIds) -> None:
+        """Decode a few tokens with each K, because the first rounds of each shape are slower."""
+        for num_drafts in self.drafters:
+            self.decode(num_drafts, prompts, WARMUP_TOKENS)
 
+    def fastest(self, prompts: PromptIds, max_new_tokens: int, repeats: int) -> dict[int, Spent]:
+        """Returns the fastest of `repeats` runs for each K. All take turns, so a busy machine slows all of them."""
+        turns = [
+            {count: self.decode(count, prompts, max_new_tokens) for count in self.drafters} for _ in range(repeats)
+        ]
+        return {count: min((turn[count] for turn in turns), key=lambda spent: spent.seconds) for count in self.drafters}
 
-def decode(
-    target: Target, drafter: Drafter, prompts: PromptIds, num_drafts: int, max_new_tokens: int, sampler: Sampler
-) -> Spent:
-    """Returns what it costs to decode prompts together with K = `num_drafts`, 0 for none."""
-    clock = PhaseClock(target.device)
-    answers = speculate(
-        target,
-        drafter,
-        prompts,
-        num_speculative_tokens=num_drafts,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        clock=clock,
-    )
-    tokens = sum(len(answer.tokens) - 1 for answer in answers)
-    rounds = [answer.rounds + answer.empty_rounds for answer in answers]
-    return Spent(tokens, max(rounds), sum(rounds), clock.read())
+    def decode(self, num_drafts: int, prompts: PromptIds, max_new_tokens: int) -> Spent:
+        """Returns what it costs to decode prompts together with K = `num_drafts`."""
+        clock, settings = PhaseClock(self.target.device), self.settings
+        answers = speculate(
+            self.target,
+            self.drafters[num_drafts],
+            prompts,
+            num_speculative_tokens=num_drafts,
+            max_new_tokens=max_new_tokens,
+            sampler=Sampler(settings.temperature, settings.seed, settings.top_p, settings.top_k),
+            clock=clock,
+        )
+        tokens = sum(len(answer.tokens) - 1 for answer in answers)
+        rounds = [answer.rounds + answer.empty_rounds for answer in answers]
+        return Spent(tokens, max(rounds), sum(rounds), clock.read())
