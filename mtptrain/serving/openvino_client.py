@@ -5,6 +5,7 @@ OpenVINO's converter needs other versions of transformers than training does. It
 """
 
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.serving.exports import WRITTEN_FOR, warn_of_other_version
+from mtptrain.serving.server_process import EngineCrashed
 from mtptrain.serving.worker import how_to_install, run_code, run_worker
 from mtptrain.settings.evaluation import OpenvinoWeights
 from mtptrain.utils.errors import UserError
@@ -47,6 +49,14 @@ def openvino_version(python: Path) -> str:
     """Returns the version of OpenVINO GenAI that is installed for an interpreter, or an empty string."""
     code = "from importlib.metadata import version; print(version('openvino-genai'))"
     return run_code(python, code).stdout.strip()
+
+
+def warn_of_crash(crash: EngineCrashed) -> None:
+    """Warn that OpenVINO is started once more, because 2026.4 seldom but at random damages its own memory and ends.
+
+    Source: github.com/openvinotoolkit/openvino.genai/issues/4425.
+    """
+    warnings.warn(f"OpenVINO crashed, and is started once more: {crash}", stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,11 @@ class OpenvinoProcess:
                 stop_token_ids=list(stop_token_ids),
                 prompts=[list(prompt) for prompt in prompts],
             )
-            result = run_worker(self.models.python, WORKER, "decode", job, self.name)
+            try:
+                result = run_worker(self.models.python, WORKER, "decode", job, self.name)
+            except EngineCrashed as crash:
+                warn_of_crash(crash)
+                result = run_worker(self.models.python, WORKER, "decode", job, self.name)
         self.models.warn_of_untested(result["version"])
         accepted = accepted_of(result["steps"])
         counts = counts_of(accepted, self.num_speculative_tokens)

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mtptrain.serving.engine import EngineCounts
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
-from mtptrain.serving.openvino_client import WORKER, OpenvinoModels, accepted_of, counts_of
+from mtptrain.serving.openvino_client import WORKER, OpenvinoModels, accepted_of, counts_of, warn_of_crash
+from mtptrain.serving.server_process import EngineCrashed
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
@@ -49,8 +51,15 @@ class OpenvinoEngine(LoadGenerator):
         self.num_speculative_tokens = num_speculative_tokens
 
     def send(self, load: Load, finished: Callable[[int], None]) -> tuple[Latencies, EngineCounts | None]:
-        """Decode a load. Returns the latencies and the counters, which OpenVINO's steps give."""
-        latencies = self.run(load, finished)
+        """Decode a load, in a new process if OpenVINO crashes. Returns the latencies and the counters of its steps."""
+        try:
+            latencies = self.run(load, finished)
+        except EngineCrashed as crash:
+            warn_of_crash(crash)
+            self._worker.end()
+            self.__enter__()
+            self.run(replace(load, num_requests=load.concurrency))  # warms up
+            latencies = self.run(load, finished)
         if not self.num_speculative_tokens:
             return latencies, None
         steps = json.loads(Path(load.result_path).read_text())["tokens_of_steps"]

@@ -35,6 +35,16 @@ DEFAULT_ENVIRONMENT = {
 """Environment variables of every server and load generator. Values that the user has set take precedence."""
 
 
+class EngineCrashed(UserError):
+    """The process of an engine was ended by a fault in the engine's own code."""
+
+
+def ended_with(status: int, message: str) -> UserError:
+    """Returns the error of a process that has ended with this status, which is negative after a signal."""
+    crashed = status in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+    return (EngineCrashed if crashed else UserError)(message)
+
+
 class WorkerProcess:
     """A worker in its own process group, which ends once its stdin is closed: no later than this process."""
 
@@ -63,9 +73,11 @@ class WorkerProcess:
 
     def ended(self, name: str, requirement: str) -> UserError:
         """Returns the error of a process that has ended by itself, which shows the end of its log."""
-        return UserError(
-            f"{name}: {requirement}, but ended with status {self.process.wait()}; its log is {self.log_path}, and its "
-            f"last lines are:\n{self.last_lines()}"
+        status = self.process.wait()
+        return ended_with(
+            status,
+            f"{name}: {requirement}, but ended with status {status}; its log is {self.log_path}, and its last lines "
+            f"are:\n{self.last_lines()}",
         )
 
     def last_lines(self) -> str:

@@ -10,8 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from mtptrain.serving.server_process import SHOWN_LINES
-from mtptrain.utils.errors import UserError
+from mtptrain.serving.server_process import SHOWN_LINES, ended_with
 from mtptrain.utils.startup import without_own_settings
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
@@ -48,7 +47,7 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
         name: the engine, for errors.
 
     Raises:
-        UserError: the worker failed.
+        UserError: the worker failed; as EngineCrashed if the engine's own code did.
     """
     progress = f"{worker.stem}:"
     with tempfile.TemporaryDirectory(prefix="mtptrain-job-") as directory:
@@ -77,8 +76,9 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
         if process.returncode or not result_path.is_file():
-            raise UserError(
+            raise ended_with(
+                process.returncode,
                 f"{name}: the worker must end with a result, but ended with status {process.returncode}; its last "
-                "lines:\n" + "".join(lines)
+                "lines:\n" + "".join(lines),
             )
         return json.loads(result_path.read_text())

@@ -14,6 +14,7 @@ import pytest
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.serving.engine import EngineCounts
+from mtptrain.serving.load_generator import Load
 from mtptrain.serving.openvino_client import (
     OpenvinoModels,
     OpenvinoProcess,
@@ -21,8 +22,9 @@ from mtptrain.serving.openvino_client import (
     find_openvino_python,
     openvino_version,
 )
-from mtptrain.serving.openvino_load import check_openvino
+from mtptrain.serving.openvino_load import OpenvinoEngine, check_openvino
 from mtptrain.utils.errors import UserError
+from tests.programs import fake_python
 
 
 def test_drafts_past_the_end_of_an_answer_are_not_counted() -> None:
@@ -137,3 +139,45 @@ def test_a_python_without_openvino_is_refused(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(UserError, match=message.format("has none")):
         find_openvino_python(str(python))
+
+
+CRASHES_ONCE = f"""#!{sys.executable}
+import json, os, pathlib, sys
+directory, kind, job = pathlib.Path(__file__).parent, sys.argv[2], json.loads(pathlib.Path(sys.argv[3]).read_text())
+starts = directory / "starts"
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+if kind == "decode":
+    answer = {{"version": "2026.4.1.0", "tokens": [[5, 6]], "steps": [[1, 1]]}}
+    os.abort() if starts.read_text() == "x" else pathlib.Path(sys.argv[4]).write_text(json.dumps(answer))
+else:
+    print(json.dumps({{"version": "2026.4.1", "is_cpu": True}}), flush=True)
+    for line in sys.stdin:
+        if starts.read_text() == "x":
+            os.abort()
+        load = json.loads(line)
+        result = {{"completed": load["num_requests"], "total_output_tokens": 4, "duration": 1.0}}
+        result |= {{"ttfts": [0.2], "latencies": [0.2], "output_lens": [2], "itls": [[0.1]], "errors": []}}
+        pathlib.Path(load["result_path"]).write_text(json.dumps(result | {{"tokens_of_steps": [[1, 3]]}}))
+        print(json.dumps({{"result": load["result_path"]}}), flush=True)
+"""
+"""An OpenVINO that ends by SIGABRT when it is first asked, as the real one seldom does."""
+
+
+def test_an_openvino_that_crashes_is_started_once_more(
+    tmp_path: Path, user_warnings: list[warnings.WarningMessage]
+) -> None:
+    models = OpenvinoModels(fake_python(tmp_path, CRASHES_ONCE), Path(), Path())
+    assert OpenvinoProcess(models, 3).generate([[1]], 2, []).tokens == [[5, 6]]
+    (tmp_path / "starts").unlink()
+    names = {"name": "K3", "url": "", "model": "", "prompts_path": "p", "result_path": str(tmp_path / "result.json")}
+    numbers = {"num_requests": 6, "concurrency": 2, "max_new_tokens": 4, "seed": 0}
+    load = Load(**names, **numbers, sampling={}, ignore_eos=True)  # type: ignore[arg-type]
+    with OpenvinoEngine(models, 3, tmp_path, tmp_path / "server.log") as engine:
+        latencies, counts = engine.send(load, lambda _: None)
+    assert latencies.requests == 6 and counts == EngineCounts(1, None, [1, 1, 0])
+    assert ["ended with status -6" in str(warning.message) for warning in user_warnings] == [True, True]
+    (tmp_path / "starts").unlink()
+    (tmp_path / "starts").mkdir()  # any other failure is not tried again
+    with pytest.raises(UserError, match="ended with status 1; its last lines"):
+        OpenvinoProcess(models, 3).generate([[1]], 2, [])
+    assert len(user_warnings) == 2
