@@ -8,11 +8,12 @@ so that a wrong one is found before anything is queued.
 
 import os
 import re
+from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
 from mtptrain.command_line.program import program
-from mtptrain.command_line.stages import stages_of
+from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.convert.formats import has_format
 from mtptrain.training.trainer import check_batch_ranks
@@ -35,6 +36,14 @@ def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -
         check_batch_ranks(config.train.micro_batches_per_step, number * ranks_per_node)
 
 
+def check_skipped(skipped: Sequence[str]) -> None:
+    """Raises UserError for a word of SKIP that names no stage. One that the settings leave out may be named."""
+    known = [name.replace("-", "_") for name, stage in STAGES.items() if stage.is_needed is not None]
+    for word in skipped:
+        if word not in known:
+            raise UserError(f"SKIP: must name only stages among {' '.join(known)}, but holds {word!r}; correct it")
+
+
 @program
 def main(cfg: DictConfig) -> None:
     settings = load_config(cfg)
@@ -44,7 +53,10 @@ def main(cfg: DictConfig) -> None:
                 f"{name}: must be false for jobs, but is true; run mtptrain hidden-states with the same settings"
             )
     variables = os.environ
-    if settings.train.stream and variables.get("MTPTRAIN_WHOLE_CHAIN"):  # set by pipeline.sh
+    skip = variables.get("MTPTRAIN_SKIP")  # SKIP of pipeline.sh; None in a job
+    skipped = (skip or "").split()
+    check_skipped(skipped)
+    if settings.train.stream and skip is not None and not {"hidden_states", "train"} & set(skipped):
         raise UserError(
             "train.stream: must be false for a chain of jobs, in which training waits for hidden-states to end, but is "
             "true; submit slurm/hidden_states.sbatch and slurm/train.sbatch, so that both run at the same time"

@@ -143,7 +143,7 @@ def test_one_process_chooses_the_head_whatever_the_ranks_of_the_others(stand: St
 def test_words_that_leave_no_chain_are_refused_before_anything_is_queued(
     stand: Stand, skip: str, expected: str
 ) -> None:
-    result = stand.run("pipeline.sh", "recipe=quickstart", SKIP=skip)
+    result = stand.run("pipeline.sh", "recipe=quickstart", MTPTRAIN_PYTHON=sys.executable, SKIP=skip)
     assert result.returncode == 1
     assert re.search(expected, result.stderr)
     assert stand.asked("sbatch") == []
