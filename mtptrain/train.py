@@ -23,10 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-# Tensor sizes differ from step to step, which fragments GPU memory. Torch reads this variable at the first allocation
-# on a GPU. Only training sets it: vLLM's workers would inherit it, and they cannot share memory in expandable segments.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
-
 import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -341,4 +337,7 @@ def keep_unmeasured(
 
 
 if __name__ == "__main__":
+    # Tensor sizes differ from step to step, which fragments GPU memory. Torch reads this when it first uses a GPU. Only
+    # training sets it: vLLM's workers would inherit it, and they cannot share memory in expandable segments.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
     main()

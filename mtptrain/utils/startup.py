@@ -1,7 +1,4 @@
-"""Prepares the process of a program before it imports torch. Importing mtptrain as a library changes nothing.
-
-The module of stage 3 alone sets how torch allocates GPU memory when it is imported.
-"""
+"""Prepares the process of a program before it imports torch. Importing mtptrain as a library changes nothing."""
 
 import os
 import signal

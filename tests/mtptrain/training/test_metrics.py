@@ -61,12 +61,13 @@ def test_a_run_that_is_too_short_for_a_trace_says_so(
 
 
 START_OF_TRAINING = """
-import os, sys
-sys.modules["hydra"] = None  # the program ends at its first import of a package
-try:
-    import mtptrain.train
-except ImportError:
-    print(os.environ.get("PYTORCH_ALLOC_CONF"))
+import os, runpy, sys
+import torch
+import mtptrain.train
+assert "PYTORCH_ALLOC_CONF" not in os.environ  # importing changes nothing
+torch.cuda.device_count = lambda: sys.exit(print(os.environ.get("PYTORCH_ALLOC_CONF")))
+del sys.modules["mtptrain.train"]
+runpy.run_module("mtptrain.train", run_name="__main__", alter_sys=True)
 """
 
 
@@ -77,11 +78,13 @@ except ImportError:
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
     ],
 )
-def test_the_allocator_is_set_before_training_does_anything_else(given: dict[str, str], expected: str) -> None:
+def test_training_sets_the_allocator_before_it_looks_for_gpus_and_not_when_it_is_imported(
+    given: dict[str, str], expected: str
+) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     result = subprocess.run(
-        [sys.executable, "-c", START_OF_TRAINING],
+        [sys.executable, "-c", START_OF_TRAINING, "recipe=quickstart", "hardware=auto"],
         cwd=Path(__file__).parents[3],
         env={**environment, **given},
         capture_output=True,
