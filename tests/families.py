@@ -65,6 +65,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {}),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
     "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {}),
     "cohere": ("cohere", {"logit_scale": 0.0625}),
     "cohere2": ("cohere2", {"logit_scale": 0.25, **WINDOWS}),
     "granite": ("granite", {**GRANITE, "logits_scaling": 8.0}),
@@ -179,6 +180,7 @@ KEEPS_STATES = (
 WITHOUT = {
     "mamba2": ("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
     "gpt_neox": ("num_key_value_heads", "head_dim"),
+    "gpt2": ("num_key_value_heads", "head_dim", "intermediate_size"),
 }
 """Sizes that a family does not have."""
 
@@ -241,6 +243,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "minimax",
         {**LOCAL_EXPERTS, "block_size": 16, "layer_types": [LINEAR, FULL, LINEAR, FULL]},
         "the forward of a text over a cache must run for a minimax",
+    ),
+    "opt with a projection": (
+        "opt",
+        {"ffn_dim": 128, "word_embed_proj_dim": 32},
+        "lm_head must read what the final norm returns, but in the family 'opt' it reads something else",
     ),
     "nemotron": ("nemotron", {}, "a model must pass its arguments on to its attention"),
 }

@@ -11,6 +11,7 @@ from tests.families import EXACT, IMAGE_MODELS, write_image_model, write_member
 FAMILIES = {
     "granite": "mtp",  # factors of embeddings, residuals, scores and logits
     "phi": "eagle3",  # LayerNorm, biases, partial rotary
+    "gpt2": "mtp",  # learned positions
     "olmo3": "mtp",  # norms after the layers, windows
     "gemma2": "eagle3",  # soft caps
     "gpt_oss": "eagle3",  # sinks, experts

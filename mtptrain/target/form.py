@@ -158,8 +158,8 @@ class _Probe:
     def form(self) -> TargetForm:
         logits = self._run()
         assert self.norm is not None
-        if self.last_hidden_state is not self.post_norm:
-            raise self._refusal("the decoder must return what its final norm does", "it returns something else")
+        if not torch.equal(self.last_hidden_state, self.post_norm):
+            raise self._refusal("lm_head must read what the final norm returns", "it reads something else")
         names = {id(module): name for name, module in self.model.named_modules()}
         form = TargetForm(
             decoder=names[id(self.decoder)],
@@ -181,7 +181,10 @@ class _Probe:
         return torch.randn(*shape, generator=self.generator, device="cpu")
 
     def _refusal(self, must: str, found: str) -> UserError:
-        return UserError(f"target.path: {must}, but in the family {self.family!r} {found}; choose another target")
+        return UserError(
+            f"target.path: {must}, but in the family {self.family!r} {found}, so mtptrain cannot run it; choose another "
+            "target"
+        )
 
     def _find_layers(self) -> tuple[nn.Module, nn.ModuleList]:
         """Returns the decoder and the list of its layers."""
