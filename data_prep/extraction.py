@@ -14,7 +14,6 @@ from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.decoding.prompts import check_document_lengths
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
-from mtptrain.hidden_states.extraction.vllm_streams import check_vllm_can_extract
 from mtptrain.hidden_states.shard_format import check_store_dtype
 from mtptrain.hidden_states.stream import shard_windows
 from mtptrain.hidden_states.writer import shard_ranges
@@ -47,6 +46,11 @@ class Extraction:
         return self.config.stage_dir("hidden_states")
 
     @property
+    def backend(self) -> Backend:
+        """The engine that runs the target: vllm or transformers."""
+        return Backend(self.identity.backend)
+
+    @property
     def layout(self) -> tuple[int, int, StoreDtype]:
         """Hidden size, number of captured layers and stored dtype."""
         return self.target.config.hidden_size, len(self.capture_layers), self.config.hidden_states.store_dtype
@@ -75,8 +79,7 @@ def prepare_extraction(run: Run) -> Extraction:
     with torch.device("meta"):
         check_document_lengths(int(documents.lengths.max()), build_head(config.head, target_config))
     check_start(config.head, run.target)
-    if settings.backend is Backend.vllm:
-        check_vllm_can_extract(target_config)
+    if run.backend is Backend.vllm:
         find_python(config.serving.python)
     identity = run.identity(capture_layers)
     shards = shard_ranges(documents.lengths, settings.shard_tokens)

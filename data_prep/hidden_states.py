@@ -34,7 +34,7 @@ from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, STREAM, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import worthwhile_cpu_ranks
-from mtptrain.planning.plan import scratch_bytes_per_token
+from mtptrain.planning.plan import streams_bytes_per_token
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
@@ -77,7 +77,7 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
         torch.set_num_threads(CPU_THREADS)
     # 1. Check everything before the expensive work.
     extraction = prepare_extraction(run)
-    if config.hidden_states.backend is Backend.transformers:
+    if run.backend is Backend.transformers:
         check_placement(run.target.directory, getattr(torch, config.hidden_states.dtype.value), ranks.device)
     if config.target.verify and ranks.is_first:
         verify_weights(run.target.directory)
@@ -122,7 +122,7 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
 def worthwhile_ranks(extraction: Extraction) -> int:
     """Returns how many ranks to start on a CPU: one per missing shard, as far as cores and memory allow."""
     settings = extraction.config.hidden_states
-    if settings.backend is Backend.vllm or extraction.windows:
+    if extraction.backend is Backend.vllm or extraction.windows:
         return 1
     missing = len(extraction.own) - len(finished_shards(extraction.store_dir, extraction.own))
     dtype, num_ranks = getattr(torch, settings.dtype.value), extraction.config.cpu_ranks
@@ -190,7 +190,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
     config, target = extraction.config, extraction.target
     settings = config.hidden_states
     layers = (*extraction.capture_layers, int(target.config.num_hidden_layers))
-    if settings.backend is Backend.vllm:
+    if extraction.backend is Backend.vllm:
         return VllmStreams(
             target.directory,
             layers,
@@ -224,10 +224,10 @@ def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
 
     It is 0 with transformers, or if `hidden_states.scratch_dir` is set.
     """
-    if extraction.config.hidden_states.scratch_dir is not None:
+    if extraction.backend is Backend.transformers or extraction.config.hidden_states.scratch_dir is not None:
         return 0
     largest = max(num_tokens(extraction.documents, [shard]) for shard in extraction.shards)
-    token_bytes = scratch_bytes_per_token(extraction.config, extraction.target.config, extraction.capture_layers)
+    token_bytes = streams_bytes_per_token(extraction.config, extraction.target.config, extraction.capture_layers)
     return 2 * largest * token_bytes * ranks.world_size
 
 

@@ -147,7 +147,7 @@ def num_ranks(name: str, runner: Runner, config: PipelineConfig) -> int:
     num_gpus, settings = torch.cuda.device_count(), config.hidden_states
     if runner != "ranks" or name == "choose-head" or num_gpus < 2:
         return 1
-    if name == "hidden-states" and settings.backend is Backend.vllm:
+    if name == "hidden-states" and Run(config).backend is Backend.vllm:
         return max(1, num_gpus // settings.tensor_parallel_size)
     dtypes = {
         "responses": config.responses.dtype,

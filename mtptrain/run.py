@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from mtptrain.config import PipelineConfig
+from mtptrain.config import Backend, PipelineConfig
 from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
@@ -13,6 +13,7 @@ from mtptrain.data.rows import RowFormat
 from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.heads.files import RESTORE
+from mtptrain.hidden_states.extraction.vllm_streams import choose_backend
 from mtptrain.hidden_states.store import HiddenStates, HiddenStore
 from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.target.files import TargetFiles
@@ -42,6 +43,15 @@ class Run:
         target, template_kwargs = self.config.target, self.config.prompts.template_kwargs
         directory = resolve_target(target.path, target.revision)
         return TargetFiles(directory, target.path, target.revision, target.gguf, template_kwargs)
+
+    @cached_property
+    def backend(self) -> Backend:
+        """The engine that runs the target for its hidden states: see `choose_backend`.
+
+        Raises:
+            UserError: there is no such target, or `hidden_states.backend` cannot run it.
+        """
+        return choose_backend(self.config.hidden_states.backend, self.target.config)
 
     def prompts_file(self, split: Split) -> Path:
         """Returns the file of a split, after comparing its bytes with the manifest.
@@ -78,7 +88,7 @@ class Run:
             str(settings.dtype),
             file_sha256(prompts_file),
             dtype=str(settings.store_dtype),
-            backend=str(settings.backend),
+            backend=str(self.backend),
         )
 
     def hidden_states(self, identity: StoreIdentity, ranks: Ranks, stop: StopSignal) -> HiddenStates:

@@ -169,7 +169,7 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     """Returns the commands of the whole run, in order."""
     num_gpus, settings = config.planner.num_gpus, config.hidden_states
     engines = num_gpus // settings.tensor_parallel_size
-    extracting = engines if settings.backend is Backend.vllm else 1 if plan.is_spread else num_gpus
+    extracting = engines if plan.backend is Backend.vllm else 1 if plan.is_spread else num_gpus
     assert config.acceptance.dtype is Dtype.bfloat16
     fits_one = 2 * plan.target.num_parameters < FITTING_SHARE * config.planner.gpu_memory_gb * 1e9
     measuring = num_gpus if fits_one else 1

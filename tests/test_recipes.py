@@ -99,8 +99,8 @@ def test_hardware_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_setting_of_the_hardware_yields_to_the_recipe_and_to_the_command_line() -> None:
-    assert compose_recipe("mtp", "hardware=h100_8").hidden_states.backend == "vllm"
-    assert compose_recipe("deepseek_v2_lite_mtp").hidden_states.backend == "transformers"
+    assert compose_recipe("mtp", "hardware=h100_8").hidden_states.backend == "auto"
+    assert compose_recipe("llama3_3_70b_eagle3").hidden_states.backend == "transformers"
     assert compose_recipe("mtp", "hardware=gpu_1", "train.batch_tokens=8192").train.batch_tokens == 8192
 
 

@@ -18,7 +18,7 @@ from mtptrain.config import Backend, PipelineConfig, PlannerConfig, StoreDtype
 from mtptrain.convert.export_proof import proof_bytes
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.heads import HEADS
-from mtptrain.hidden_states.extraction.vllm_streams import check_vllm_can_extract
+from mtptrain.hidden_states.extraction.vllm_streams import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.planning.costs import MicroBatch, StepCosts, TargetCosts, head_parameters, step_costs, target_costs
 from mtptrain.planning.decoding_memory import draft_model_bytes, validation_bytes
@@ -85,6 +85,8 @@ class Plan:
     store_bytes: dict[StoreDtype, int]
     free_bytes: int
     target: TargetCosts
+    backend: Backend
+    """The engine that runs the target in extraction: vllm or transformers."""
     target_bytes: int
     """Size of the target's weights as extraction loads them."""
     target_bytes_per_gpu: int
@@ -122,8 +124,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     settings, planner = config.hidden_states, config.planner
     target_dir = config_dir(config.target.path, config.target.revision)
     target_config = read_target_config(target_dir)
-    if settings.backend is Backend.vllm:
-        check_vllm_can_extract(target_config)
+    backend = choose_backend(settings.backend, target_config)
     HEADS[config.head.name].check_trainable(config.head, target_config)
     gguf = gguf_of(config.target.path, config.target.gguf)
     warn_of_limits(config.export.engine, config.head, target_config, gguf)
@@ -135,8 +136,8 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
     dtypes = [dtype for dtype in StoreDtype if captured or dtype is not StoreDtype.fp8_aux]
     stored_bytes = {dtype: bytes_per_token(target_config.hidden_size, len(captured), dtype) for dtype in dtypes}
     weights = target_weights_bytes(config, target_dir, target_config, target)
-    per_gpu, is_spread = extraction_bytes(config, weights)
-    scratch = scratch_bytes_per_token(config, target_config, captured)
+    per_gpu, is_spread = extraction_bytes(config, weights, backend)
+    scratch = streams_bytes_per_token(config, target_config, captured) if backend is Backend.vllm else 0
     # 3. Training: memory and time.
     num_parameters = head_parameters(config.head, target_config)
     costs_by_length = {
@@ -154,6 +155,7 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         },
         free_bytes=free_disk(Path(config.run_dir)) if free_bytes is None else free_bytes,
         target=target,
+        backend=backend,
         target_bytes=weights,
         target_bytes_per_gpu=per_gpu,
         states_in_flight_bytes=states_in_flight_bytes(config, target_config, captured, workload.longest_tokens),
@@ -236,14 +238,11 @@ def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -
     return peak, f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
 
 
-def scratch_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
-    """Returns the bytes that vLLM's worker writes to `hidden_states.scratch_dir` per token: each stream once."""
-    is_vllm = config.hidden_states.backend is Backend.vllm
-    return _streams_bytes(config, target_config, captured) if is_vllm else 0
+def streams_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
+    """Returns the bytes of a token's streams, the captured ones and the last, in the dtype of extraction.
 
-
-def _streams_bytes(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
-    """Returns the bytes of a token's streams, the captured ones and the last, in the dtype of extraction."""
+    vLLM's worker writes each of them once to `hidden_states.scratch_dir`.
+    """
     hidden_size: int = target_config.hidden_size
     num_streams = len({*captured, target_config.num_hidden_layers})
     return num_streams * hidden_size * _itemsize(config.hidden_states.dtype.value)
@@ -264,9 +263,9 @@ def target_weights_bytes(
     return target.num_parameters * _itemsize(config.hidden_states.dtype.value)
 
 
-def extraction_bytes(config: PipelineConfig, weights: int) -> tuple[int, bool]:
+def extraction_bytes(config: PipelineConfig, weights: int, backend: Backend) -> tuple[int, bool]:
     """Returns the bytes of the target's weights on each GPU, and whether accelerate spreads them over all GPUs."""
-    if config.hidden_states.backend is Backend.vllm:
+    if backend is Backend.vllm:
         return weights // config.hidden_states.tensor_parallel_size, False
     is_spread = weights > FITTING_SHARE * config.planner.gpu_memory_gb * 1e9 and config.planner.num_gpus > 1
     return weights // config.planner.num_gpus if is_spread else weights, is_spread
@@ -281,7 +280,7 @@ def states_in_flight_bytes(
     allocates a page in every layer for each block of states, but fills only one of them. Tensor parallelism does not
     divide states: every GPU holds all of them (`get_kv_cache_groups` in vLLM 0.32).
     """
-    token_bytes: int = target_config.num_hidden_layers * _streams_bytes(config, target_config, captured)
+    token_bytes: int = target_config.num_hidden_layers * streams_bytes_per_token(config, target_config, captured)
     return token_bytes * (2 * config.hidden_states.batch_tokens + longest_tokens)
 
 

@@ -66,7 +66,7 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
     `print_plan` adds those about this machine and the export.
     """
     chosen, memory = config.hidden_states.store_dtype, plan.memory
-    is_vllm = config.hidden_states.backend is Backend.vllm
+    is_vllm = plan.backend is Backend.vllm
     sizes = {
         dtype: f"{dtype} {_gb(plan.store_bytes[dtype])} ({plan.bytes_per_token[dtype]:,} bytes/token)"
         for dtype in plan.store_bytes
@@ -92,7 +92,7 @@ def plan_rows(plan: Plan, config: PipelineConfig) -> list[tuple[str, str]]:
             if is_vllm
             else []
         ),
-        ("target", f"{target}, {config.hidden_states.backend}"),
+        ("target", f"{target}, {plan.backend}"),
         *([extraction] if is_vllm else []),
         ("head", f"{config.head.name}, {plan.head_parameters / 1e6:,.1f} M parameters"),
         ("training, each GPU", f"{_gb(memory.state + memory.activations)}: {_describe_memory(memory)}"),
@@ -196,7 +196,7 @@ def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"{_gb(plan.target_bytes_per_gpu)}; use {with_vllm * (engine_gpus is not None)}at least "
             f"{math.ceil(plan.target_bytes / available)} GPUs in one machine with hidden_states.backend=transformers"
         )
-    elif settings.backend is Backend.vllm:
+    elif plan.backend is Backend.vllm:
         warnings += _states_warnings(plan, config)
     elif plan.is_spread and engine_gpus is not None and engine_gpus <= config.planner.num_gpus:
         warnings.append(
@@ -204,7 +204,7 @@ def _target_warnings(plan: Plan, config: PipelineConfig) -> list[str]:
             f"{_gb(plan.target_bytes)}; start mtptrain hidden-states as one process, in which accelerate spreads "
             f"them over all GPUs, or set hidden_states.backend=vllm hidden_states.tensor_parallel_size={engine_gpus}"
         )
-    if settings.backend is Backend.vllm and config.planner.num_gpus % settings.tensor_parallel_size:
+    if plan.backend is Backend.vllm and config.planner.num_gpus % settings.tensor_parallel_size:
         warnings.append(
             f"hidden_states.tensor_parallel_size: must divide the {config.planner.num_gpus} GPUs of planner.num_gpus, "
             f"but is {settings.tensor_parallel_size}; change one of them"

@@ -26,6 +26,8 @@ class StoreDtype(StrEnum):
 
 
 class Backend(StrEnum):
+    auto = "auto"
+    """vllm, or transformers for a target from which vLLM cannot extract hidden states."""
     transformers = "transformers"
     vllm = "vllm"
 

@@ -3,17 +3,15 @@
 `recipes/hardware/auto.yaml` reads the fields of `this_machine()` as `${this_machine:FIELD}`.
 """
 
-import os
-import sys
 from dataclasses import dataclass
 
 import psutil
 import torch
 
+from mtptrain.utils.once import print_once
+
 LARGE_GB = 70
 """Memory from which several GPUs get the batches of `h100_8`."""
-_ANNOUNCED = "MTPTRAIN_HARDWARE"
-"""The environment variable that holds the line which this process, or the one that started it, has printed."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,10 @@ def this_machine() -> Machine:
 def announce_hardware(choice: str | None) -> None:
     """Print what `hardware=auto` stands for, and why, once for all ranks and for all stages of a run.
 
-    The line goes to stderr, because slurm/pipeline.sh reads the output of slurm/stages.py.
-
     Args:
         choice: the chosen file of config group `hardware`.
     """
-    if choice != "auto" or os.environ.get("RANK", "0") != "0":
-        return
-    machine = this_machine()
-    line = f"hardware: {machine.hardware}, because {machine.reason}; hardware=NAME chooses another"
-    if os.environ.get(_ANNOUNCED) != line:
-        print(line, file=sys.stderr, flush=True)
-        os.environ[_ANNOUNCED] = line
+    if choice == "auto":
+        machine = this_machine()
+        line = f"hardware: {machine.hardware}, because {machine.reason}; hardware=NAME chooses another"
+        print_once(line, "MTPTRAIN_HARDWARE")

@@ -181,10 +181,8 @@ class _Probe:
         return torch.randn(*shape, generator=self.generator, device="cpu")
 
     def _refusal(self, must: str, found: str) -> UserError:
-        return UserError(
-            f"target.path: {must}, but in the family {self.family!r} {found}, so mtptrain cannot run it; choose another "
-            "target"
-        )
+        found = f"in the family {self.family!r} {found}, so mtptrain cannot run it"
+        return UserError(f"target.path: {must}, but {found}; choose another target")
 
     def _find_layers(self) -> tuple[nn.Module, nn.ModuleList]:
         """Returns the decoder and the list of its layers."""

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
-from mtptrain.config import HiddenStatesConfig
+from mtptrain.config import Backend, HiddenStatesConfig
 from mtptrain.serving.exports import WITHOUT_STREAMS
 from mtptrain.serving.server_process import SHOWN_LINES
 from mtptrain.serving.vllm_client import WORKER, find_python
 from mtptrain.target.families import head_dim, key_heads, read_target_config, sliding_window
 from mtptrain.target.form import find_form
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.once import print_once
 from mtptrain.utils.startup import without_own_settings
 
 CPU_BATCH_TOKENS = 4096
@@ -56,6 +57,23 @@ ENVIRONMENT = {
 """Environment variables of every engine, which override the user's."""
 
 
+def choose_backend(setting: Backend, target_config: PreTrainedConfig) -> Backend:
+    """Returns the engine that runs the target: vllm or transformers. If `auto` is not vllm, a line on stderr says why.
+
+    Raises:
+        UserError: vllm is set, and `check_vllm_can_extract` refuses the target.
+    """
+    if setting is Backend.vllm:
+        check_vllm_can_extract(target_config)
+    if setting is not Backend.auto:
+        return setting
+    if reason := _why_not_vllm(target_config):
+        line = f"hidden_states.backend: transformers, because family {target_config.model_type!r} {reason}"
+        print_once(line, "MTPTRAIN_BACKEND")
+        return Backend.transformers
+    return Backend.vllm
+
+
 def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
     """Refuse targets from which vLLM is known not to extract hidden states.
 
@@ -65,23 +83,28 @@ def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
         UserError: vLLM does not capture the family's layers or does not support its sliding window or head size, or
             the target has multi-head latent attention.
     """
-    family, reason = target_config.model_type, ""
-    head_size = target_config.hidden_size // target_config.num_attention_heads
-    if family in WITHOUT_STREAMS["vllm"]:
-        reason = "has layers that vLLM cannot capture"
-    elif find_form(target_config).keeps_states:
-        reason = "has layers that keep states, whose cache has no room for hidden states"
-    elif getattr(target_config, "kv_lora_rank", None) is not None:
-        reason = "has multi-head latent attention, whose cache has no room for hidden states"
-    elif family in ("qwen2", "qwen3") and sliding_window(target_config) is not None:
-        reason = "has a sliding window in some of its layers, which vLLM does not support for this family"
-    elif family == "qwen2" and head_dim(target_config) != head_size:
-        reason = f"has head_dim={head_dim(target_config)}, but vLLM uses hidden_size / num_attention_heads={head_size}"
-    if reason:
+    if reason := _why_not_vllm(target_config):
         raise UserError(
             "hidden_states.backend: the target must be one that vLLM extracts hidden states from, but family "
-            f"{family!r} {reason}; set hidden_states.backend=transformers"
+            f"{target_config.model_type!r} {reason}; set hidden_states.backend=transformers"
         )
+
+
+def _why_not_vllm(target_config: PreTrainedConfig) -> str:
+    """Returns what a family has from which vLLM is known not to extract hidden states, or an empty string."""
+    family = target_config.model_type
+    head_size = target_config.hidden_size // target_config.num_attention_heads
+    if family in WITHOUT_STREAMS["vllm"]:
+        return "has layers that vLLM cannot capture"
+    if find_form(target_config).keeps_states:
+        return "has layers that keep states, whose cache has no room for hidden states"
+    if getattr(target_config, "kv_lora_rank", None) is not None:
+        return "has multi-head latent attention, whose cache has no room for hidden states"
+    if family in ("qwen2", "qwen3") and sliding_window(target_config) is not None:
+        return "has a sliding window in some of its layers, which vLLM does not support for this family"
+    if family == "qwen2" and head_dim(target_config) != head_size:
+        return f"has head_dim={head_dim(target_config)}, but vLLM uses hidden_size / num_attention_heads={head_size}"
+    return ""
 
 
 class VllmStreams:

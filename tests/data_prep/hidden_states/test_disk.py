@@ -103,7 +103,8 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
 def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
     config = prepared("hidden_states.backend=vllm", "hidden_states.dtype=float32")
     by_transformers = prepare_extraction(Run(prepared()))
-    extraction = replace(by_transformers, config=config, shards=[range(0, 3), range(3, 10)], capture_layers=(0, 1))
+    by_vllm = replace(by_transformers, config=config, identity=replace(by_transformers.identity, backend="vllm"))
+    extraction = replace(by_vllm, shards=[range(0, 3), range(3, 10)], capture_layers=(0, 1))
     two_ranks = Ranks(rank=0, world_size=2, local_rank=0)
     assert extraction.target.config.hidden_size == 64
     assert scratch_bytes(extraction, two_ranks) == 2 * 2 * (267 - 62) * 64 * 3 * 4

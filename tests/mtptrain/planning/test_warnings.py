@@ -210,6 +210,7 @@ def test_states_that_vllm_does_not_extract_are_not_planned_with_it(tmp_path: Pat
     PUBLISHED_TARGETS["deepseek_v2_lite"].config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"set hidden_states\.backend=transformers"):
         make_plan(make_config(f"target.path={tmp_path}", "hidden_states.backend=vllm"))
+    assert make_plan(make_config(f"target.path={tmp_path}", "hidden_states.backend=auto")).backend == "transformers"
 
 
 def test_a_head_that_could_not_be_exported_is_warned_of(config_for: Callable[..., PipelineConfig]) -> None:
