@@ -27,7 +27,6 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.command_line.program import program
@@ -42,6 +41,7 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
 )
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.store import HiddenStore
+from mtptrain.planning.costs import target_costs
 from mtptrain.run import Run
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
@@ -76,7 +76,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def bench_writing(config: PipelineConfig, device: torch.device, directory: Path) -> ExtractionFigures:
-    """Returns tokens/s of every candidate but vLLM, and the MFU of the bare forward."""
+    """Returns tokens/s of all candidates but vLLM, and the MFU of the bare forward with the FLOPs of `TargetCosts`."""
     target = load_bench_target(config, device)
     documents = random_documents(config, target.config.vocab_size)
     layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
@@ -92,14 +92,11 @@ def bench_writing(config: PipelineConfig, device: torch.device, directory: Path)
         "ours_fp8": lambda: fill_store(streams, config, target.config, documents, directory, StoreDtype.fp8),
         "plain_loop": lambda: plain_loop(target, documents, layers, directory),
     }
-    counter = FlopCounterMode(display=False)
-    with counter:
-        bare_forward(target, documents, config.hidden_states.batch_tokens)
     seconds = seconds_of(candidates, config.bench.repeats, device)
     figures = {f"{name}_tokens_per_s": len(documents.input_ids) / value for name, value in seconds.items()}
-    figures["mfu"] = (
-        counter.get_total_flops() / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
-    )
+    costs = target_costs(target.config)
+    flops = sum(length * costs.flops_per_token(length) for length in documents.lengths.tolist())
+    figures["mfu"] = flops / seconds["bare_forward"] / matmul_peak(device, target.parts.embed_tokens.dtype)
     return figures
 
 
@@ -162,7 +159,8 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
             mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
             output = target.model(input_ids=input_ids, attention_mask=mask.to(target.device), output_hidden_states=True)
             for row, prompt in enumerate(prompts):
-                states = [output.hidden_states[k][row, : len(prompt)].cpu() for k in (*layers, -1)]
+                # A copy also on a CPU, because torch.save writes the whole storage of a view: here, the padded batch.
+                states = [output.hidden_states[k][row, : len(prompt)].to("cpu", copy=True) for k in (*layers, -1)]
                 torch.save({"input_ids": prompt, "hidden_states": states}, Path(folder) / f"{start + row}.pt")
 
 
@@ -210,7 +208,7 @@ def bench_reading(bench: BenchConfig, directory: Path) -> ExtractionFigures:
         candidates[f"batches_{dtype.value}"] = lambda schedule=schedule: read_batches(schedule)  # type: ignore[misc]
     undecoded = BatchSchedule(stores[StoreDtype.fp8], 3, 8192, 1, seed=0)
     candidates["batches_fp8_undecoded"] = lambda: read_batches(undecoded)
-    seconds = seconds_of(candidates, 5, torch.device("cpu"))
+    seconds = seconds_of(candidates, bench.repeats, torch.device("cpu"))
     num_bytes = bench.read_tokens // 2048 * 2048 * READ_HIDDEN_SIZE * 2
     return {f"{name}_gb_per_s": num_bytes / value / 1e9 for name, value in seconds.items()}
 

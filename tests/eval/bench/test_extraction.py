@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from eval.bench.extraction import bench_vllm
+from eval.bench import extraction
+from eval.bench.extraction import bench_reading, bench_vllm, bench_writing, load_bench_target, plain_loop
+from eval.bench.random_data import random_documents
+from mtptrain.planning.costs import target_costs
 from tests.conftest import make_config, make_target, run_program
 
 TINY = (
@@ -46,6 +50,35 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
         "vLLM is left out: serving.python: must be a Python with vLLM",
     ):
         assert word in result.stdout.replace("\n", " ")
+
+
+def test_mfu_counts_attention(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(f"target.path={tiny_target}", *TINY)
+    monkeypatch.setattr(extraction, "matmul_peak", lambda device, dtype: 1.0)
+    monkeypatch.setattr(extraction, "seconds_of", lambda candidates, *args: dict.fromkeys(candidates, 1.0))
+    target = load_bench_target(config, torch.device("cpu")).config
+    costs, lengths = target_costs(target), random_documents(config, target.vocab_size).lengths
+    expected = 2 * costs.active_parameters * lengths.sum() + costs.attention_flops * (lengths**2).sum() / 2
+    assert bench_writing(config, torch.device("cpu"), tmp_path)["mfu"] == pytest.approx(expected)
+
+
+def test_the_plain_loop_saves_documents_without_padding(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(f"target.path={tiny_target}", *TINY)
+    target, saved = load_bench_target(config, torch.device("cpu")), []
+    documents = random_documents(config, target.config.vocab_size)
+    monkeypatch.setattr(torch, "save", lambda content, path: saved.append(content["hidden_states"]))
+    plain_loop(target, documents, (1,), tmp_path)
+    assert [len(states[0]) for states in saved] == documents.lengths.tolist()
+    assert all(each.untyped_storage().nbytes() == each.nbytes for states in saved for each in states)
+
+
+def test_reading_is_repeated_as_often_as_extraction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[object] = []
+    monkeypatch.setattr(extraction, "copy_mapped", copied.append)
+    bench_reading(make_config(*TINY).bench, tmp_path)
+    assert len(copied) == 2, "a warm-up and one run"
 
 
 def test_vllm_is_left_out_for_a_target_from_which_it_cannot_extract(
