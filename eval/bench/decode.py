@@ -6,7 +6,8 @@
 
 Reads the head and the prompts of `mtptrain acceptance`. Plain decoding and the head with every K take turns on each
 batch, and the fastest of `bench.repeats` runs of a batch counts. Tokens/s exclude the prompt and the first new token;
-answers have exactly `acceptance.max_new_tokens` tokens.
+answers have exactly `acceptance.max_new_tokens` tokens. Batches are full: the last prompts that do not fill one are not
+measured, so `num_prompts` may differ between batch sizes.
 
 A batch takes as long as its slowest answer; `refilled` estimates the speed-up if new prompts replaced finished ones, as
 with an engine's continuous batching. If `serving_bench.break_even` was measured, `break-even` is the speed-up that its
@@ -122,19 +123,21 @@ def prompts_to_measure(bench: BenchConfig, prompts: Prompts) -> PromptIds:
 def measure(config: PipelineConfig, target: Target, head: Head, prompts: PromptIds) -> list[DecodingRow]:
     """Returns a row for each batch size and K; K = 0 is plain decoding."""
     settings, bench = config.acceptance, config.bench
-    loop = LoopBench(target, head, bench.draft_depths, settings)
+    loop = LoopBench(target, head, sorted(bench.draft_depths), settings)
     rows: list[DecodingRow] = []
     for batch_size in bench.batch_sizes:
         loop.warm_up(prompts[:batch_size])
-        measured = dict.fromkeys(loop.drafters, Spent())
-        for batch in tqdm(full_batches(prompts, batch_size), desc=f"batches of {batch_size}", unit="batch"):
+        measured, batches = dict.fromkeys(loop.drafters, Spent()), full_batches(prompts, batch_size)
+        for batch in tqdm(batches, desc=f"batches of {batch_size}", unit="batch"):
             fastest = loop.fastest(batch, settings.max_new_tokens, bench.repeats)
             measured = {num_drafts: measured[num_drafts] + spent for num_drafts, spent in fastest.items()}
-        rows += [describe(batch_size, num_drafts, measured) for num_drafts in loop.drafters]
+        num_prompts = {"num_prompts": len(batches) * batch_size}
+        rows += [describe(batch_size, num_drafts, measured) | num_prompts for num_drafts in loop.drafters]
     return rows
 
 
 def full_batches(prompts: PromptIds, batch_size: int) -> list[PromptIds]:
+    """Returns batches of the first prompts, without the last ones if these do not fill a batch."""
     return [prompts[first : first + batch_size] for first in range(0, len(prompts) - batch_size + 1, batch_size)]
 
 
@@ -174,6 +177,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
     table, has_costs = Table(title="Decoding"), any(row["break_even_speed_up"] for row in rows)
     for column in (
         "batch",
+        "prompts",
         "K",
         "tokens/s",
         "speed-up",
@@ -191,6 +195,7 @@ def print_table(rows: Sequence[DecodingRow]) -> None:
         is_best = num_drafts == recommended(rows, row["batch_size"])
         table.add_row(
             str(row["batch_size"]),
+            str(row["num_prompts"]),
             f"{num_drafts or 'none'}{' *' if is_best else ''}",
             f"{row['tokens_per_s']:,.0f}",
             f"{row['speed_up']:.2f}",

@@ -19,12 +19,12 @@ def test_every_batch_size_and_depth_is_measured_and_written(
         "mtptrain.train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0"
     )
     assert trained.returncode == 0, trained.stderr[-3000:]
-    sizes = ("bench.batch_sizes=[1,3]", "bench.draft_depths=[1,4]", "bench.decode_prompts=3", "bench.repeats=1")
+    sizes = ("bench.batch_sizes=[1,3]", "bench.draft_depths=[4,1]", "bench.decode_prompts=4", "bench.repeats=1")
     result = run_program("eval.bench.decode", *overrides, *sizes, f"bench.out={tmp_path}/decode.json")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
-    assert [(row["batch_size"], row["num_speculative_tokens"]) for row in rows] == [
-        (b, k) for b in (1, 3) for k in (0, 1, 4)
+    assert [(row["batch_size"], row["num_prompts"], row["num_speculative_tokens"]) for row in rows] == [
+        (size, prompts, k) for size, prompts in ((1, 4), (3, 3)) for k in (0, 1, 4)
     ]
     assert all(row["tokens_per_s"] > 0 and row["verify_ms"] > 0 for row in rows)
     assert all(row["speed_up"] == 1.0 for row in rows if row["num_speculative_tokens"] == 0)
