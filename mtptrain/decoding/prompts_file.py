@@ -13,6 +13,7 @@ from mtptrain.data.chat_template import prompt_text, tokenize_rendered
 from mtptrain.data.questions import first_user_turn, text_hash
 from mtptrain.data.rows import (
     ANY_SCHEMA,
+    TRAIN_FLAGS,
     ConversationRefused,
     Message,
     RowFormat,
@@ -25,8 +26,9 @@ from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surroga
 
 KINDS = ("input_ids", "text", "messages", "turns")
 """Columns of which each line has one: the prompt itself."""
-IGNORED_COLUMNS = ("id", "question_id", "category", "reference", "references", "reference_answer")
-"""Columns that name the prompt, or that hold other answers to it."""
+ID_COLUMNS = ("id", "question_id")
+REFERENCE_COLUMNS = ("reference", "references", "reference_answer")
+"""Columns that hold answers to the prompt, which are not read."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def read_prompts_file(
     Each line has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
     With `turns`, the first turn is the prompt. Further columns and keys of messages are read as in training data
     (mtptrain/data/rows.py), as `form` says: honoured, passed over because they only describe the line, or refused by
-    name. A column that is null counts as left out.
+    name. Columns that say whether a row is to be trained are passed over. A column that is null counts as left out.
 
     Raises:
         UserError: the path is not that of a file, or the file is too large, a line does not have this form, an id
@@ -74,7 +76,7 @@ def read_prompts_file(
         if not line.strip():
             continue
         row, messages, input_ids = _prompt_of(line, f"{path}:{number}", tokenizer, form)
-        prompt_id = str(row["id"] if "id" in row else row["question_id"])
+        prompt_id = _id_of(row, f"{path}:{number}")
         if prompt_id in prompts.input_ids:
             raise UserError(f"{path}:{number}: ids must be unique, but {prompt_id!r} occurs twice; rename one")
         outside = [token for token in input_ids if not 0 <= token < vocab_size]
@@ -95,6 +97,13 @@ def read_prompts_file(
     return prompts
 
 
+def _id_of(row: dict[str, Any], where: str) -> str:
+    column = next(name for name in ID_COLUMNS if name in row)
+    if type(row[column]) not in (str, int):
+        raise UserError(f"{where}: {column} must be a string or an integer, but is {str(row[column])[:40]}; correct it")
+    return str(row[column])
+
+
 def _prompt_of(
     line: bytes, where: str, tokenizer: PreTrainedTokenizerBase, form: RowFormat
 ) -> tuple[dict[str, Any], list[Message], list[int]]:
@@ -103,13 +112,13 @@ def _prompt_of(
     refuse_lone_surrogates(content, where)
     row = {name: value for name, value in content.items() if value is not None} if isinstance(content, dict) else {}
     kinds = [kind for kind in KINDS if kind in row]
-    if len(kinds) != 1 or not {"id", "question_id"} & row.keys():
+    if len(kinds) != 1 or not row.keys() & set(ID_COLUMNS):
         keys = sorted(row) if isinstance(content, dict) else type(content).__name__
         raise UserError(
             f"{where}: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has "
             f"{keys}; correct it"
         )
-    passed_over = {*kinds, *IGNORED_COLUMNS, *form.metadata}
+    passed_over = {*kinds, *ID_COLUMNS, "category", *REFERENCE_COLUMNS, *TRAIN_FLAGS, *form.metadata}
     others = {name: value for name, value in row.items() if name not in passed_over}
     try:
         if kinds[0] == "messages":
@@ -125,7 +134,7 @@ def _prompt_of(
             messages = parse_row({"messages": [{"role": "user", "content": turn} for turn in turns]})
             return row, messages, _render_whole(tokenizer, messages[:1], where)
     except ConversationRefused as refused:
-        raise UserError(f"{where}: must be read as a whole, but has {refused}; correct it") from refused
+        raise UserError(f"{where}: must be read as a whole, but cannot be: {refused}; correct it") from refused
     if kinds[0] == "input_ids":
         if not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
             raise UserError(

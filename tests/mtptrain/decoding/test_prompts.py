@@ -238,6 +238,8 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
             '{"id": 1, "turns": ["a", 2]}',
             r":1: turns must be a list of at least one string, but is \['a', 2\]; correct it",
         ),
+        ('{"id": [1], "text": "a"}', r":1: id must be a string or an integer, but is \[1\]; correct it"),
+        ('{"question_id": true, "text": "a"}', ":1: question_id must be a string or an integer, but is True"),
         ('{"id": 1, "input_ids": "abc"}', r":1: input_ids must be a list of integers, but is abc"),
         ('{"id": 1, "input_ids": [1, 999]}', r":1: tokens must be in the target's vocabulary of 260, but one is 999"),
         ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),
@@ -278,7 +280,7 @@ def test_a_prompt_that_cannot_be_honoured_is_refused_by_name(
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"id": 1, **row}))
-    with pytest.raises(ValueError, match=rf"^{path}:1: must be read as a whole, but has {reason}.*; correct it$"):
+    with pytest.raises(ValueError, match=rf"^{path}:1: must be read as a whole, but cannot be: {reason}.*; correct"):
         read_prompts_file(path, make_tokenizer(), 260)
 
 
@@ -292,6 +294,13 @@ def test_a_system_prompt_in_a_column_is_honoured_and_other_columns_may_describe_
     path.write_text("\n".join(map(json.dumps, rows)))
     read = read_prompts_file(path, tokenizer, 260).input_ids
     assert read["1"] == read["2"] and "Be brief." in tokenizer.decode(read["1"])
+
+
+def test_a_row_that_is_not_to_be_trained_is_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": "a", "text": "hi", "weight": 0}, {"id": "b", "turns": ["hi"], "train": False}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert list(read_prompts_file(path, make_tokenizer(), 260).input_ids) == ["a", "b"]
 
 
 def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_data(
