@@ -9,22 +9,28 @@ from mtptrain.convert.mimo import MimoLayer
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, LAYER_IDS
 from mtptrain.convert.vllm import EAGLE_NAMES, VllmDflash, VllmDflash2, VllmDspark, VllmEagle3
 
-
-def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int) -> str:
-    """Returns the command that starts SGLang with a chain of drafts, not a tree."""
-    target, head = shlex.quote(target), shlex.quote(str(directory))
-    return (
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {form.method} "
-        f"--speculative-draft-model-path {head} --speculative-num-steps {num_speculative_tokens} "
-        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {num_speculative_tokens + 1}"
-    )
+BLOCK_METHODS = ("DFLASH", "DSPARK")
+"""Methods that draft a whole block in one step. SGLang warns of any other number of steps, and sets it to 1."""
 
 
-class SglangMtp(MimoLayer):
+class SglangFormat(Format):
+    """The launch command that SGLang's formats share."""
+
+    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
+        """Returns the command that starts SGLang with a chain of drafts, not a tree."""
+        target, head = shlex.quote(target), shlex.quote(str(directory))
+        steps = "" if self.method in BLOCK_METHODS else f"--speculative-num-steps {num_speculative_tokens} "
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {self.method} "
+            f"--speculative-draft-model-path {head} {steps}"
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {num_speculative_tokens + 1}"
+        )
+
+
+class SglangMtp(SglangFormat, MimoLayer):
     """Exports `mtp` as MiMo's multi-token-prediction layer, which SGLang combines with targets of any family."""
 
     method = "EAGLE"
-    launch = launch
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return self.llama_config(dtype) | self.model_entries
@@ -38,12 +44,11 @@ class SglangMtp(MimoLayer):
         ]
 
 
-class SglangEagle(Format):
+class SglangEagle(SglangFormat):
     """Exports `eagle` with a zero bias for fc, because SGLang would initialize a missing bias at random."""
 
     architecture = "LlamaForCausalLMEagle"
     method = "EAGLE"
-    launch = launch
     names = EAGLE_NAMES
 
     def tensors(self, state: Tensors) -> Tensors:
@@ -57,10 +62,8 @@ class SglangEagle(Format):
         return self.llama_config(dtype)
 
 
-class InFormatOfVllm(Format):
-    """The launch command of heads in vLLM's format, whose notes about vLLM are left out."""
-
-    launch = launch
+class InFormatOfVllm(SglangFormat):
+    """Leaves out the notes about vLLM of heads in vLLM's format."""
 
     def notes(self) -> list[str]:
         return []

@@ -107,3 +107,11 @@ def test_the_launch_command_asks_for_a_chain_of_k_drafts(target: LlamaConfig) ->
             "--speculative-draft-model-path /DIR --speculative-num-steps 3 --speculative-eagle-topk 1 "
             "--speculative-num-draft-tokens 4"
         )
+
+
+def test_the_launch_command_of_a_block_drafter_leaves_its_one_step_to_sglang(target: LlamaConfig) -> None:
+    for name, algorithm in (("dflash", "DFLASH"), ("dflash2", "DFLASH"), ("dspark", "DSPARK")):
+        assert format_for("sglang", head_config(name), target).launch("TARGET", Path("/DIR"), 3) == (
+            f"python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} "
+            "--speculative-draft-model-path /DIR --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+        )
