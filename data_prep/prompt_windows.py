@@ -1,4 +1,7 @@
-"""Cuts tokenized documents into windows, assigns each to training or validation, and counts what is left out."""
+"""Cuts tokenized items into windows, assigns each to training or validation, and counts what is left out.
+
+An item is a file, a conversation or a row of tokens. A conversation may need several encodings.
+"""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -14,7 +17,7 @@ from .assistant_masks import Encoding
 from .prompt_sources import Source
 
 _BATCH = 64
-"""Number of documents per call of the tokenizer. Each call uses all cores."""
+"""Number of items per call of the tokenizer. Each call uses all cores."""
 
 
 @dataclass(frozen=True)
@@ -22,21 +25,25 @@ class Window:
     """One document of the output. Its id is its index among all windows."""
 
     name: str
+    """Name of the item."""
     group: str
     split: Split
     number: int
+    """Index of this window in its encoding, from 0."""
     turn: int
+    """See `Encoding.turn`."""
     encoding: Encoding
+    """The tokens of this window."""
 
 
 class Collector:
-    """Cuts, splits and counts documents in the order they are added."""
+    """Cuts, splits and counts items in the order they are added."""
 
     def __init__(self, prompts: PromptsConfig, vocab_size: int) -> None:
         self.windows: list[Window] = []
         self.refused: dict[str, str] = {}
         # `PromptsReport` describes these counts; `answers_rewritten` is its `rewritten.answers`.
-        self.documents_cut = 0
+        self.items_cut = 0
         self.windows_cut = 0
         self.windows_unsupervised = 0
         self.answers_rewritten = 0
@@ -45,7 +52,7 @@ class Collector:
         self.answers_inserted = 0
         self.beyond_max_train_tokens = 0
         self.copies = 0
-        """Number of files or conversations with the same tokens and loss mask as an earlier one."""
+        """Number of items with the same tokens and loss mask as an earlier one."""
         self.tokens_read = 0
         self.is_full = False
         """Whether a window would have exceeded prompts.max_train_tokens. If so, the training split is closed."""
@@ -55,12 +62,12 @@ class Collector:
         self._seen: set[bytes] = set()
 
     def add(self, name: str, group: str, cluster: str, location: str, encodings: Sequence[Encoding]) -> None:
-        """Add the windows of a file or conversation that fit within prompts.max_train_tokens.
+        """Add the windows of an item that fit within prompts.max_train_tokens.
 
         The limit does not apply to validation windows.
 
-        A file or conversation with the same tokens and loss mask as an earlier one is left out. Held-out ones must be
-        added first, so that no copy of them is trained on.
+        An item with the same tokens and loss mask as an earlier one is left out. Held-out items must be added first,
+        so that no copy of them is trained on.
 
         Raises:
             UserError: a token id is beyond the model's vocabulary.
@@ -74,12 +81,13 @@ class Collector:
             self.beyond_max_train_tokens += 1
             return
         windows = [window for encoding in encodings for window in self._windows(name, group, split, encoding)]
-        self.documents_cut += any(len(encoding.input_ids) > self._prompts.max_document_tokens for encoding in encodings)
+        self.items_cut += any(len(encoding.input_ids) > self._prompts.max_document_tokens for encoding in encodings)
         kept = [window for window in windows if split is Split.validation or self._fits(window)]
         self.beyond_max_train_tokens += len(kept) < len(windows)
         self.windows += kept
 
     def _is_copy(self, encodings: Sequence[Encoding]) -> bool:
+        """Remembers an item, and counts it and returns True if an earlier one has the same tokens and loss mask."""
         digest = hashlib.blake2b(digest_size=16)
         for encoding in encodings:
             digest.update(
@@ -91,7 +99,7 @@ class Collector:
         return is_copy
 
     def _windows(self, name: str, group: str, split: Split, encoding: Encoding) -> list[Window]:
-        """Cut a document, count its windows, and return those with a supervised token."""
+        """Cut an encoding, count its windows, and return those with a supervised token."""
         parts = cut(encoding, self._prompts.max_document_tokens)
         windows = [
             Window(name, group, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()
@@ -106,8 +114,9 @@ class Collector:
         return windows
 
     def _fits(self, window: Window) -> bool:
+        """Counts the tokens of a training window and returns True, or closes the split if they exceed the limit."""
         tokens, limit = len(window.encoding.input_ids), self._prompts.max_train_tokens
-        # A full split stays full even if a shorter window would fit, so that raising the limit only appends documents.
+        # A full split stays full even if a shorter window would fit, so that raising the limit only appends windows.
         self.is_full = self.is_full or 0 < limit < self._train_tokens + tokens
         self._train_tokens += 0 if self.is_full else tokens
         return not self.is_full
@@ -133,7 +142,7 @@ class Collector:
 
 
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
-    """Tokenize, cut and split documents until the training split is full, in the order of their clusters' hashes.
+    """Tokenize, cut and split items until the training split is full, in the order of their clusters' hashes.
 
     A cluster is a file, or all conversations with nearly the same question. Held-out clusters have the smallest hashes.
     The validation split is therefore complete before the training split can be full, and a file that has copies in both
@@ -143,7 +152,7 @@ def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> 
     order = sorted(range(len(names)), key=lambda i: (name_hash(clusters[i]), clusters[i], groups[i], names[i], i))
     collector = Collector(prompts, vocab_size)
     collector.refused.update(source.refused)
-    with tqdm(total=len(order), desc="prompts", unit="doc") as bar:
+    with tqdm(total=len(order), desc="prompts", unit="item") as bar:
         for start in range(0, len(order), _BATCH):
             if collector.is_full:
                 collector.beyond_max_train_tokens += len(order) - start

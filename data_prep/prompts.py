@@ -160,7 +160,7 @@ def make_report(
     return PromptsReport(
         source=prompts.source,
         splits={split: SplitReport.of(documents) for split, documents in splits.items()},
-        documents_cut=collector.documents_cut,
+        items_cut=collector.items_cut,
         windows_cut=collector.windows_cut,
         windows_unsupervised=collector.windows_unsupervised,
         rewritten=RewrittenReport(
@@ -175,7 +175,7 @@ def make_report(
         answers_inserted=collector.answers_inserted,
         beyond_max_train_tokens=collector.beyond_max_train_tokens,
         refused=group_refusals(collector.refused),
-        read=len(source.names) + len(source.refused),
+        items=len(source.names) + len(source.refused),
         is_dated=is_dated,
     )
 

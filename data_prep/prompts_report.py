@@ -115,7 +115,7 @@ class Refusals:
 class PromptsReport:
     source: str
     splits: dict[Split, SplitReport]
-    documents_cut: int
+    items_cut: int
     """Number of items, of those that were read, longer than prompts.max_document_tokens."""
     windows_cut: int
     """Number of windows that these items were cut into."""
@@ -132,8 +132,8 @@ class PromptsReport:
     beyond_max_train_tokens: int
     """Number of items left out, in whole or in part, because of prompts.max_train_tokens."""
     refused: list[Refusals]
-    read: int
-    """Number of items of the source, including refused ones."""
+    items: int
+    """Number of items of the source, including refused ones and those beyond prompts.max_train_tokens."""
     is_dated: bool
     """Whether the chat template can write today's date into the prompts."""
 
@@ -252,11 +252,12 @@ def _left_out(report: PromptsReport) -> list[str]:
         ),
         f"left out: {{:,}} {items} beyond prompts.max_train_tokens": report.beyond_max_train_tokens,
     }
-    lines = [f"cut: {report.documents_cut:,} {items} into {report.windows_cut:,} windows"]
+    lines = [f"cut: {report.items_cut:,} {items} into {report.windows_cut:,} windows"]
     lines += [text.format(count) for text, count in counted.items() if count]
     for refusals in report.refused:
         more = ", ..." if refusals.count > len(refusals.first) else ""
         lines.append(f"refused: {refusals.count:,} ({refusals.reason}): {', '.join(refusals.first)}{more}")
     if report.refused:
-        lines.append(f"refused: {sum(refusals.count for refusals in report.refused):,} of {report.read:,} {items}")
+        refused = sum(refusals.count for refusals in report.refused)
+        lines.append(f"refused: {refused:,} of the {report.items:,} {items} of the source")
     return lines

@@ -47,7 +47,7 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
         PromptsReport(
             source="conversations",
             splits={Split.train: SplitReport(1200, 34_567, 8_901, 6, {32: 1000, 64: 200})},
-            documents_cut=3,
+            items_cut=3,
             windows_cut=7,
             windows_unsupervised=2,
             rewritten=RewrittenReport(answers=9, documents=8, tokens=6913, history_tokens=3457),
@@ -59,7 +59,7 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
             answers_inserted=15,
             beyond_max_train_tokens=11,
             refused=[Refusals("unknown role '[x]'", 4, ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"])],
-            read=1_250,
+            items=1_250,
             is_dated=True,
         )
     )
@@ -85,6 +85,6 @@ def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.Ca
     assert "chat template: 15 answers begin or end with text that the template inserts, which the" in printed
     assert "chat template: it can write the date of this run into the prompts (strftime_now)" in printed
     assert "not drafted: 6 documents whose answers are too short to draft a token" in printed
-    assert printed.splitlines()[-1] == "refused: 4 of 1,250 conversations"
+    assert printed.splitlines()[-1] == "refused: 4 of the 1,250 conversations of the source"
     bars = [line.count("█") for line in printed.splitlines() if "█" in line]
     assert bars == [30, 6]

@@ -74,7 +74,7 @@ def test_windows_without_an_answer_are_left_out_and_counted(chat_config: Callabl
     windows = read_output(config)["long"]
     assert report.windows_unsupervised == 302 // 64 == windows[0][0].window
     assert sum(sum(mask) for _, _, mask in windows) == 101
-    assert (report.documents_cut, report.windows_cut) == (1, -(-404 // 64))
+    assert (report.items_cut, report.windows_cut) == (1, -(-404 // 64))
 
 
 def test_questions_that_nearly_repeat_each_other_are_on_one_side_and_counted(

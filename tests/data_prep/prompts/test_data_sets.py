@@ -80,7 +80,7 @@ def test_no_row_of_a_data_set_is_refused(
     monkeypatch.setattr(row_files, "load_dataset", load_dataset)
     config = config_for(f"prompts={name}", "prompts.source=conversations", "prompts.validation_fraction=0.3")
     report = prepare_prompts(Run(config))
-    assert (report.refused, report.read) == ([], 20)
+    assert (report.refused, report.items) == ([], 20)
     assert asked == [(config.prompts.paths[0], config.prompts.split)] and "/" in asked[0][0]
 
 

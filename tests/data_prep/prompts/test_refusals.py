@@ -133,7 +133,7 @@ def test_answers_that_are_not_to_be_trained_are_counted(chat_config: Callable[..
     tokenizer = make_tokenizer()
     assert "SKIP" in tokenizer.decode(ids)
     assert tokenizer.decode(np.array(ids)[np.array(mask) == 1]) == "keep<|end|>"
-    assert (report.answers_untrained, report.read, report.is_dated) == (1, 21, False)
+    assert (report.answers_untrained, report.items, report.is_dated) == (1, 21, False)
 
 
 def test_text_that_the_template_inserts_and_its_date_are_reported(

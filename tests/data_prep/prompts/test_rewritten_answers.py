@@ -88,7 +88,7 @@ def test_rewritten_answers_are_cut_and_limited_as_their_conversation_is(
     settings = (f"target.path={rewriting_target}", "prompts.max_document_tokens=100")
     config = chat_config(reasoned_chats(3), *settings)
     report = prepare_prompts(Run(config))
-    assert report.documents_cut == 20
+    assert report.items_cut == 20
     lengths = [(12 + 10) * i + 13 + 79 for i in range(3)]
     assert report.windows_cut == 20 * sum(-(-length // 100) for length in lengths if length > 100)
     windows = read_output(config)["chat0"]

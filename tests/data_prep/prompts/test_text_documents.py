@@ -30,7 +30,7 @@ def test_long_files_become_windows_that_are_counted(text_config: ConfigFor) -> N
     config = text_config()
     report = prepare_prompts(Run(config))
     lengths = {name: len(text) for name, text in FILES.items() if len(text) > 128}
-    assert report.documents_cut == len(lengths) > 10
+    assert report.items_cut == len(lengths) > 10
     assert report.windows_cut == sum(-(-length // 128) for length in lengths.values())
     windows = read_output(config)["sub/long.py"]
     assert [entry.window for entry, _, _ in windows] == [0, 1, 2, 3, 4]

@@ -60,7 +60,7 @@ def test_rows_that_cannot_be_used_are_counted_by_reason(
         ("input_ids and masks of different lengths", 2)
     ]
     print_report(report)
-    assert "refused: 2 of 26 rows" in capsys.readouterr().out
+    assert "refused: 2 of the 26 rows of the source" in capsys.readouterr().out
 
 
 def test_tokens_of_another_tokenizer_are_refused_with_their_line(config_for: ConfigFor, tmp_path: Path) -> None:
