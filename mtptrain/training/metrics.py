@@ -105,12 +105,12 @@ def curves(metrics: dict[str, object]) -> dict[str, object]:
 def track_report(directory: Path, config: PipelineConfig, figures: dict[str, object], files: Sequence[Path]) -> None:
     """Log the acceptance report's metrics and files to wandb, in the same group as the training run.
 
+    If wandb fails, this prints a warning: the report itself is complete.
+
     Args:
         directory: where wandb keeps its own files.
         figures: metrics by name, as in `Tracking.write`.
         files: files to log as one artifact of type "report".
-
-    If wandb fails, this prints a warning: the report itself is complete.
     """
     try:
         run = start_wandb(directory, config, "acceptance")
@@ -149,10 +149,9 @@ class StepMeter:
         """Sums the measurements since the last restart over all ranks, then restarts.
 
         Returns:
-            `tokens` of whole documents and `tokens_per_s`; `supervised_tokens_per_s`, the number of draft positions per
-            second; the shares of time spent waiting for data and in each phase; `mfu`, the required FLOPs divided by
-            those possible at the matmul peak, or at the fastest rate so far if that is higher; `peak_bytes` of the rank
-            with the highest memory use.
+            `tokens` of whole documents and `tokens_per_s`; `draft_positions_per_s`; the shares of time spent waiting
+            for data and in each phase; `mfu`, the required FLOPs divided by those possible at the matmul peak, or at
+            the fastest rate so far if that is higher; `peak_bytes` of the rank with the highest memory use.
         """
         phases = self.clock.read()
         seconds = time.perf_counter() - self._started
@@ -168,7 +167,7 @@ class StepMeter:
         return {
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,
-            "supervised_tokens_per_s": drafts / seconds,
+            "draft_positions_per_s": drafts / seconds,
             "data_wait_share": data_wait_s / rank_seconds,
             **{f"{name}_share": spent / rank_seconds for name, spent in zip(PHASES, phase_s, strict=True)},
             "mfu": flops / (rank_seconds * self.peak_flops),
@@ -201,9 +200,11 @@ class Tracer:
             self._profiler.step()
 
     def close(self) -> None:
-        if self._profiler is not None:
+        if self._profiler is not None and self._path is not None:
             self._profiler.stop()
-            if (num_steps := self._profiler.step_num) < 6:
+            if (num_steps := self._profiler.step_num) == 5:  # `stop` wrote a trace of the sixth step, which never began
+                self._path.unlink(missing_ok=True)
+            if num_steps < 6:
                 tqdm.write(
                     f"train.profile: this process must make at least six steps for {self._path}, a trace of its sixth "
                     f"to eighth step, but made {num_steps}; train for more steps"

@@ -11,7 +11,7 @@ from mtptrain.heads.files import best_or_last, kept_heads
 from mtptrain.training.checkpoint import Progress
 from mtptrain.training.metrics import METRICS, PHASES, read_metrics
 
-MEASURED = ("tokens_per_s", "supervised_tokens_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
+MEASURED = ("tokens_per_s", "draft_positions_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
 LIMITS = {
     "data_wait": "reading the store (with train.stream, also extraction): a faster disk or "
     "hidden_states.store_dtype=fp8 speeds up reading",
@@ -26,7 +26,7 @@ def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
     return {
         "loss": f"{record['loss']:.3f}",
         "tok/s": f"{record['tokens_per_s']:,.0f}",
-        "supervised/s": f"{record['supervised_tokens_per_s']:,.0f}",
+        "draft positions/s": f"{record['draft_positions_per_s']:,.0f}",
         "data": f"{record['data_wait_share']:.0%}",
         "mfu": f"{record['mfu']:.0%}",
         "GB": f"{record['peak_bytes'] / 1e9:.1f}",
@@ -56,13 +56,15 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
     records = [record for _, record in read_metrics(metrics) if "tokens_per_s" in record]
     if not records:  # the file was removed or emptied
         return []
+    for record in records:  # a resumed run may have records with the older name
+        record.setdefault("draft_positions_per_s", record.get("supervised_tokens_per_s"))
     median = {name: statistics.median(record[name] for record in records) for name in MEASURED}
     shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
     longest = max(shares, key=lambda name: shares[name])
     shown = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares.items())
     return [
         ("tokens", f"{sum(record['tokens'] for record in records):,.0f}"),
-        ("tokens/s", f"{median['tokens_per_s']:,.0f}, {median['supervised_tokens_per_s']:,.0f} supervised"),
+        ("per second", f"{median['tokens_per_s']:,.0f} tokens, {median['draft_positions_per_s']:,.0f} draft positions"),
         ("MFU", f"{median['mfu']:.1%}"),
         ("time", shown),
         ("limited by", LIMITS[longest]),

@@ -120,10 +120,10 @@ def test_records_and_the_table_say_what_the_steps_did_with_their_time(fresh_run:
     shares = [last[f"{name}_share"] for name in ("data_wait", "forward", "loss", "backward", "optimizer")]
     assert all(0 <= share < 1 for share in shares) and 0.5 < sum(shares) <= 1.001  # type: ignore[operator]
     assert 0 < last["mfu"] < 1.5 and last["peak_bytes"] > 1e8  # type: ignore[operator]
-    assert last["supervised_tokens_per_s"] < last["tokens_per_s"]  # type: ignore[operator]
-    for word in ("limited by", "MFU", "peak memory", "supervised", "data wait"):
+    assert last["draft_positions_per_s"] < last["tokens_per_s"]  # type: ignore[operator]
+    for word in ("limited by", "MFU", "peak memory", "draft positions", "data wait"):
         assert word in result.stdout
-    for word in ("tok/s", "supervised/s", "data=", "mfu=", "GB="):
+    for word in ("tok/s", "draft positions/s", "data=", "mfu=", "GB="):
         assert word in result.stderr
 
 

@@ -1,5 +1,6 @@
 """Tests the time spent waiting for data, the setting of the GPU allocator, and logging to wandb."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import wandb
 
 from mtptrain.training.flops import StepFlops, _now
 from mtptrain.training.metrics import StepMeter, Tracer, Tracking, track_report
+from mtptrain.training.summary import speed_rows
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
@@ -58,6 +60,16 @@ def test_a_run_that_is_too_short_for_a_trace_says_so(
     tracer.close()
     message = f"must make at least six steps for {tmp_path}/trace.json, a trace of its sixth to eighth step, but made 5"
     assert (message in capsys.readouterr().out) == (num_steps == 5)
+    assert (tmp_path / "trace.json").exists() == (num_steps == 6)
+
+
+def test_the_summary_of_a_resumed_run_reads_records_with_an_older_name(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    new = StepMeter(cpu, PhaseClock(cpu), StepFlops(1, 1, 1, 0), 1e12).read(Ranks(0, 1, 0))
+    old = {name: value for name, value in new.items() if name != "draft_positions_per_s"}
+    records = [{"step": 1, **old, "supervised_tokens_per_s": 20.0}, {"step": 2, **new, "draft_positions_per_s": 10.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert dict(speed_rows(tmp_path / "metrics.jsonl"))["per second"] == "0 tokens, 15 draft positions"
 
 
 START_OF_TRAINING = """
