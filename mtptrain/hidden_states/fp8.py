@@ -14,14 +14,14 @@ CACHED_VALUES = 2**18
 
 
 def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns states rounded to eight bits, on the device of `states`. All devices compute the same bits.
+    """Rounds states to eight bits, on their device. All devices compute the same bits.
 
     Args:
         states: finite states [..., H].
 
     Returns:
-        e4m3 values [..., H] and f32 scales [...]. The relative error of values * scales is at most 1/16, except
-        where a value is subnormal in e4m3 (below 2^-6).
+        Values e4m3[..., H] and scales f32[...], whose product is the rounded states. Its relative error is at most
+        1/16, except where a value is subnormal in e4m3 (below 2^-6).
     """
     values = torch.empty(states.shape, dtype=FP8, device=states.device)
     scales = torch.empty(states.shape[:-1], dtype=torch.float32, device=states.device)

@@ -16,10 +16,10 @@ from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
 
 @dataclass(frozen=True)
 class Block:
-    """The drafts of T depths that have C consecutive target tokens."""
+    """The drafts at T depths whose targets are among C consecutive target tokens."""
 
     targets: slice
-    """The target tokens. Depth k of draft position t has the target token t + k."""
+    """The C target tokens. The draft at depth k of draft position t has target token t + k."""
     size: int  # C
     slots: Sequence[tuple[slice, slice]]
     """For each depth, the drafts, and the places of their target tokens in the block. If a depth has fewer drafts than
@@ -121,7 +121,7 @@ def compare(
         weights: weight of each row in the loss [T * C], for each part whose gradient is wanted.
         num_depths: T.
         lk_eta: `train.lk_eta`, for `LossPart.lk`.
-        data_tokens: the data's own tokens [C], -1 if outside the head's vocabulary; only for `LossPart.data_ce`.
+        data_tokens: the data's own tokens [C], -1 where outside the head's vocabulary; needed for `LossPart.data_ce`.
     """
     tokens = teacher.tokens.repeat(num_depths)
     data_rows = None if data_tokens is None else data_tokens.repeat(num_depths)
