@@ -8,8 +8,8 @@
 `plan=true` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one for
 each (see `num_ranks`); on a CPU, responses and hidden-states start as many as are worth it. A stage is passed over if
 its output exists, is newer than that of the stages before it, and was made with the same settings or lies in a folder
-that is a link to another run's. One that was interrupted goes on where it stopped. A stage that fails ends the run with
-its exit code.
+that is a link to another run's; an export that was changed since is refused. A stage that was interrupted goes on where
+it stopped. One that fails ends the run with its exit code.
 
 With `--multirun`, each setting with several values makes variants, which run one after the other; all of them are
 checked before the first begins. `mtptrain compare` compares their measurements.
@@ -42,6 +42,7 @@ from mtptrain.convert.formats import has_format
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
+from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with
@@ -69,6 +70,8 @@ def main(cfg: DictConfig) -> None:
             continue
         output = output_of(name, stage, config)
         if is_finished(output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
+            if name == "export":
+                refuse_changed_export(output.parent, f"move {output.parent} away and run mtptrain export again")
             durations.append((name, "done before"))
         else:
             print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)  # without `1.` or `optional:`

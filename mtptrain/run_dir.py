@@ -132,6 +132,12 @@ def claim_stage_dir(stage_dir: Path, config: PipelineConfig) -> None:
         write_provenance(stage_dir, config)
 
 
+def lists(directory: Path, name: str) -> bool:
+    """Returns whether a folder has provenance that lists a file among those that `replaced` wrote."""
+    files = _provenance(directory).get(FILES)
+    return isinstance(files, dict) and name in files
+
+
 def check_replaceable(directory: Path, known: Collection[str], setting: str) -> None:
     """Refuse to replace a folder unless every file in it is as `replaced` wrote it, and none was added.
 

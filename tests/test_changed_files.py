@@ -6,16 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedConfig
 
+from data_prep.responses.dialogue import RegeneratedConversation
+from data_prep.responses.manifest import ResponsesIdentity
+from data_prep.responses.store import ResponsesStore, line_of
 from eval.choose_head import heads_to_measure
 from mtptrain.convert.published.heads import read_published
+from mtptrain.convert.published.native_mtp import read_native_mtp
+from mtptrain.convert.warm_start import load_init
+from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.hidden_states.stream import STREAM, released_windows
 from mtptrain.hidden_states.writer import begin_store
 from mtptrain.serving.exports import SERVING, read_serving_facts
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import SEAL, write_sealed
+from mtptrain.utils.files import SEAL, write_json, write_sealed
 from tests.conftest import Run, run_program
 from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, SHARD_TOKENS, make_shard, write_shard
 from tests.sealed import flip_bit
@@ -36,6 +45,11 @@ def edit(*keys: str | int, value: object) -> Change:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
     return change
+
+
+def drop(*names: str) -> Change:
+    """Returns a change that removes entries of a JSON file."""
+    return lambda path: write_json(path, {k: v for k, v in json.loads(path.read_text()).items() if k not in names})
 
 
 def ask_another_question(path: Path) -> None:
@@ -66,7 +80,11 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
         ("train/best/head.safetensors", flip_bit, "mtptrain.export"),
         ("train/best/head.json", edit("step", value=7000), "eval.acceptance"),
         ("train/best/head.json", edit("acceptance_length", value=3.9), "mtptrain.export"),
+        ("train/checkpoints/step_00000020/state.safetensors", flip_bit, "mtptrain.train"),
+        ("train/checkpoints/step_00000020/complete.json", Path.unlink, "mtptrain.train"),
         ("acceptance/report.json", edit("acceptance_length", value=9.077), "mtptrain.export"),
+        ("export/vllm/model.safetensors", flip_bit, "mtptrain.all_stages"),
+        (f"export/vllm/{SERVING}", Path.unlink, "mtptrain.all_stages"),
     ],
 )
 def test_a_changed_file_is_named_before_it_is_used(
@@ -75,10 +93,16 @@ def test_a_changed_file_is_named_before_it_is_used(
     shutil.copytree(finished[0], tmp_path / "run")
     if module == "data_prep.hidden_states":
         shutil.rmtree(tmp_path / "run/hidden_states")
+    elif module == "mtptrain.all_stages":  # passes over all stages, because links are to folders of other runs
+        (tmp_path / "run").rename(tmp_path / "other")
+        (tmp_path / "run").mkdir()
+        for stage in (tmp_path / "other").iterdir():
+            (tmp_path / "run" / stage.name).symlink_to(stage)
     change(tmp_path / "run" / name)
     result = run_program(module, f"run_dir={tmp_path}/run", *finished[1])
     assert result.returncode == 1, result.stdout[-2000:]
-    assert f"error: {tmp_path}/run/{name}: must be as mtptrain wrote it, but was changed or damaged" in result.stderr
+    reason = "exist, but does not" if change is Path.unlink else "be as mtptrain wrote it, but was changed or damaged"
+    assert result.stderr.startswith("error: ") and f"{tmp_path}/run/{name}: must {reason}" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", SERVING])
@@ -107,14 +131,61 @@ def test_a_changed_head_is_named_before_another_training_starts_from_it(
         read_published(str(tmp_path / "head"), target_config)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (drop(SEAL), "have the entry seal, but lacks it"),
+        (drop(SEAL, "head_sha256"), "have the entry seal, but lacks it"),
+        (Path.unlink, "exist, but does not"),
+    ],
+)
 def test_an_export_without_its_seal_is_named_before_training_starts_from_it(
-    finished: Run, tiny_target: Path, tmp_path: Path
+    finished: Run, tiny_target: Path, tmp_path: Path, change: Change, reason: str
 ) -> None:
     shutil.copytree(finished[0] / "export/vllm", tmp_path / "head")
-    facts = json.loads((tmp_path / "head" / SERVING).read_text())
-    (tmp_path / "head" / SERVING).write_text(json.dumps({name: each for name, each in facts.items() if name != SEAL}))
-    with pytest.raises(UserError, match=rf"head/{SERVING}: must have the entry seal, but lacks it"):
+    change(tmp_path / "head" / SERVING)
+    with pytest.raises(UserError, match=rf"head/{SERVING}: must {reason}"):
         read_published(str(tmp_path / "head"), read_target_config(tiny_target))
+
+
+@pytest.mark.parametrize("head", ["draft_model", "native_mtp"])
+def test_a_changed_export_with_a_model_is_named_before_training_starts_from_it(
+    tiny_target: Path, tmp_path: Path, head: str
+) -> None:
+    exported = shutil.copytree(tiny_target, tmp_path / "export")
+    write_sealed(exported / SERVING, {"head_sha256": "a"}, ["model.safetensors"])
+    flip_bit(exported / "model.safetensors")
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: must be as mtptrain wrote it, but was changed or damaged"
+    ):
+        if head == "draft_model":
+            load_init(str(exported), DraftModelHead.Config(), TargetFiles(tiny_target))
+        else:
+            read_native_mtp(str(exported), PreTrainedConfig(model_type=next(iter(NATIVE_MTP))))
+
+
+@pytest.mark.parametrize("name", ["answers_00000.jsonl", "conversations.jsonl"])
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"chat1"', '"chat7"', "be as mtptrain wrote it, but was changed or damaged since"),
+        (f'"{SEAL}"', '"other"', "have the entry seal, but lacks it"),
+        ('{"row": 1', '{"row": 1}', "be JSON, but is not"),
+    ],
+)
+def test_a_changed_answer_of_a_killed_run_is_named(tmp_path: Path, name: str, old: str, new: str, reason: str) -> None:
+    identity = ResponsesIdentity(IDENTITY.target, {}, "server", "tiny", {})
+    store = ResponsesStore(tmp_path)
+    store.begin(identity, None)
+    store.mark_unfinished()
+    lines = "".join(line_of(RegeneratedConversation(row, f"chat{row}")) for row in range(3))
+    (tmp_path / name).write_text(lines + '{"row": 3, "i')
+    store.begin(identity, None)
+    assert store.rows == {0, 1, 2} and (tmp_path / name).read_text() == lines
+    (tmp_path / name).write_text(lines.replace(old, new))
+    number = lines[: lines.index(old)].count("\n") + 1
+    with pytest.raises(UserError, match=rf"{name}:{number}: must {reason}.*; delete the line, or {tmp_path} if an old"):
+        ResponsesStore(tmp_path).begin(identity, None)
 
 
 def test_a_kept_head_that_was_renamed_is_named(finished: Run, tmp_path: Path) -> None:

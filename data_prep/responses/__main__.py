@@ -10,14 +10,13 @@ run retries the failed ones.
     mtptrain responses recipe=R prompts.source=responses "prompts.paths=[chats.jsonl]" responses.url=URL
 """
 
-import json
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TextIO
 
@@ -47,7 +46,7 @@ from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check
 from .manifest import MANIFEST, ResponsesIdentity, ResponsesManifest
 from .report import ResponsesProgress, print_report
 from .server import CompletionServer, regenerate_with_server
-from .store import FAILURES, ResponsesStore
+from .store import FAILURES, ResponsesStore, line_of
 from .survey import Survey, survey_conversations
 from .target import regenerate_with_target
 
@@ -334,7 +333,7 @@ def fill_from_server(
 def save_conversation(
     conversation: RegeneratedConversation, journal: TextIO, progress: ResponsesProgress, bar: tqdm
 ) -> None:
-    journal.write(json.dumps(asdict(conversation)) + "\n")
+    journal.write(line_of(conversation))
     progress.rows += 1
     progress.tokens += sum(conversation.answer_tokens)
     bar.update()

@@ -90,7 +90,7 @@ class Limits:
 
 @dataclass
 class RegeneratedConversation:
-    """A line of conversations.jsonl."""
+    """A line of conversations.jsonl, which also has its seal."""
 
     row: int
     """Index among the usable conversations of `prompts.paths`."""

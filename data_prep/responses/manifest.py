@@ -10,7 +10,7 @@ from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.data.rows import RowFormat
 from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import manifest_of, read_sealed
+from mtptrain.utils.files import SEAL, manifest_of, read_sealed
 
 from ..conversations import Conversations, read_conversations
 from ..row_files import SourceMissing, refuse_duplicate_paths
@@ -144,7 +144,8 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
             flush=True,
         )
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
-    return read_conversations([str(directory / CONVERSATIONS)], RowFormat(ConversationSchema.messages, written))
+    form = RowFormat(ConversationSchema.messages, [*written, SEAL])
+    return read_conversations([str(directory / CONVERSATIONS)], form)
 
 
 def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:

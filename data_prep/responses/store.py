@@ -1,7 +1,8 @@
 """Stores regenerated conversations in `run_dir/responses/`: appends each as it ends, then sorts all into input order.
 
 During a run, `plan.json` holds the identity of the responses, and each rank appends finished conversations to
-`answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all regenerated conversations in input order.
+`answers_<rank>.jsonl`. At the end, `conversations.jsonl` holds all regenerated conversations in input order. Each line
+of both has a hash of itself, since nothing else tells whether the responses of an unfinished run were changed.
 `failures.jsonl` lists, with the reason, those that could not be used, failed, or ended for a reason in `ENDINGS`.
 `manifest.json` is written last.
 """
@@ -16,7 +17,7 @@ from typing import TextIO
 
 from mtptrain.data.identity import refuse_other
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import publish, write_sealed, write_text
+from mtptrain.utils.files import parse_json, publish, sealed, unsealed, write_sealed, write_text
 
 from .dialogue import Ending, RegeneratedConversation
 from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, ResponsesPlan
@@ -48,8 +49,8 @@ class ResponsesStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._lines: dict[int, tuple[Path, int]] = {}
-        """File and byte offset of each row."""
+        self._lines: dict[int, tuple[Path, int, int]] = {}
+        """File, line number and byte offset of each row."""
 
     @property
     def rows(self) -> set[int]:
@@ -130,11 +131,11 @@ class ResponsesStore:
         """Index the rows of a file, and truncate a partial last line left by a killed run."""
         end = 0
         with path.open("rb+") as file:
-            for line in file:
+            for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     file.truncate(end)
                     break
-                self._lines.setdefault(_parse(line, path).row, (path, end))
+                self._lines.setdefault(_parse(line, path, number).row, (path, number, end))
                 end += len(line)
 
     def _write_in_order(self) -> tuple[Counts, list[RegeneratedConversation]]:
@@ -142,14 +143,14 @@ class ResponsesStore:
         counts, cut_short = Counts(), list[RegeneratedConversation]()
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:
-            files = {path: stack.enter_context(path.open("rb")) for path in {path for path, _ in self._lines.values()}}
+            files = {path: stack.enter_context(path.open("rb")) for path in {path for path, *_ in self._lines.values()}}
             output = stack.enter_context(temporary.open("wb"))
             for row in sorted(self._lines):
-                path, start = self._lines[row]
+                path, number, start = self._lines[row]
                 files[path].seek(start)
                 line = files[path].readline()
                 output.write(line)
-                conversation = _parse(line, path)
+                conversation = _parse(line, path, number)
                 counts.add(conversation)
                 if conversation.ended_by in ENDINGS:
                     cut_short.append(replace(conversation, messages=[]))
@@ -157,12 +158,14 @@ class ResponsesStore:
         return counts, cut_short
 
 
-def _parse(line: bytes, path: Path) -> RegeneratedConversation:
-    try:
-        content = json.loads(line)
-        return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(
-            f"{path}: every line must be a conversation with responses, but one is not ({error}); delete {path} and "
-            "run mtptrain responses again"
-        ) from error
+def line_of(conversation: RegeneratedConversation) -> str:
+    """Returns the line that stores a conversation."""
+    return json.dumps(sealed(asdict(conversation))) + "\n"
+
+
+def _parse(line: bytes, path: Path, number: int) -> RegeneratedConversation:
+    """Returns the conversation that `line_of` wrote as this line of a file, if it has not changed since."""
+    where = f"{path}:{number}"
+    advice = f"delete the line, or {path.parent} if an older version wrote it, and run mtptrain responses again"
+    content = unsealed(parse_json(line, where, advice), where, advice)
+    return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})

@@ -12,6 +12,7 @@ from mtptrain.convert.base import Tensors
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
 from mtptrain.heads.files import build_head, check_values, checked_weights, fill_head
+from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.target.checkpoint_check import check_weights, stored_tensors
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts, refuse_missing, refuse_quantised
@@ -107,6 +108,7 @@ def check_start(config: HeadConfig, target: TargetFiles) -> None:
 def _checked_directory(path: str, target: TargetFiles, setting: str) -> Path:
     """Returns the directory of a published model, which has the target's tokenizer and all its files of weights."""
     directory = resolve_target(path, setting=setting)
+    refuse_changed_export(directory)
     check_tokenizer(directory, target, setting)
     check_weights(directory)
     return directory

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mtptrain.run_dir import require
+from mtptrain.run_dir import lists, require
 from mtptrain.target.families import head_dim, key_heads
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_json, read_sealed
+from mtptrain.utils.files import SEAL, read_json, read_sealed, refuse_absent
 
 SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
@@ -57,6 +57,18 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
             f"{facts['head_sha256']}, the hash of another head; run mtptrain export again, or correct serving.head_dir"
         )
     return facts
+
+
+def refuse_changed_export(directory: Path, advice: str = "copy or download it again") -> None:
+    """Raises UserError if a folder is an export of ours whose `serving.json`, weights or config.json have changed.
+
+    An export is recognised by either its `serving.json` or its provenance, which lists that file.
+    """
+    path = directory / SERVING
+    is_ours = path.is_file() and not {SEAL, "head_sha256"}.isdisjoint(read_json(path, advice))
+    if is_ours or lists(directory, SERVING):
+        refuse_absent(path, advice)
+        read_sealed(path, advice, files=None)
 
 
 def warn_of_untested_vllm(version: str, place: str) -> None:

@@ -1,10 +1,11 @@
 """Checkpoints of a training run: head, optimizer, RNG and step. The step determines the learning rate and next batch.
 
 `checkpoints/step_00000100/state.safetensors` holds each weight and its two Adam moments as unpartitioned fp32 tensors,
-for any number of ranks and any ZeRO stage. Rank 0 writes `complete.json` last, with the size and sha256 of the
-state. A checkpoint without that file is passed over, with a warning. If the state does not match `complete.json`, the
-checkpoint is torn, and the run resumes from the newest whole one. The best head is kept in `best/`, whichever
-checkpoints are removed.
+for any number of ranks and any ZeRO stage. `complete.json` has the size and sha256 of the state. Rank 0 writes both
+under temporary names, and renames the state and then `complete.json`. So what a killed save leaves can be told from a
+checkpoint that has lost a file: it is passed over, with a warning. If one of the files is missing, or the state does
+not match `complete.json`, the checkpoint is torn, and the run resumes from the newest whole one. The best head is kept
+in `best/`, whichever checkpoints are removed.
 """
 
 import json
@@ -21,7 +22,15 @@ from mtptrain.heads.files import STEP_NAME, with_defaults
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_sealed, remove_files, save_tensors, sync, write_sealed
+from mtptrain.utils.files import (
+    publish,
+    read_sealed,
+    refuse_absent,
+    remove_files,
+    save_tensors,
+    sync,
+    write_sealed,
+)
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -43,8 +52,14 @@ class Progress:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Returns the finished checkpoints, oldest first."""
-    return [folder for folder in _folders(directory) if (folder / MARKER).is_file()]
+    """Returns the checkpoints whose save has finished, oldest first, also those that were damaged since."""
+    return [folder for folder in _folders(directory) if not _is_unfinished(folder)]
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Returns whether a folder is what a killed save leaves: no state yet, or a marker that has not been renamed."""
+    has_marker, has_state, is_temporary = ((folder / name).is_file() for name in (MARKER, STATE, f"{MARKER}.tmp"))
+    return not has_marker and (not has_state or is_temporary)
 
 
 def _folders(directory: Path, prefix: str = "") -> list[Path]:
@@ -90,8 +105,7 @@ def save_checkpoint(
     folder = directory / f"step_{progress.step:08d}"
     state = gather_state(engine, keep_here=ranks.is_first)
     if ranks.is_first:
-        (folder / MARKER).unlink(missing_ok=True)
-        unfinished = [each for each in _folders(directory) if not (each / MARKER).is_file()]  # left by a killed run
+        unfinished = filter(_is_unfinished, _folders(directory))
         for unusable in [*unfinished, *_folders(directory, TORN)]:
             _remove(unusable)
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,8 +114,10 @@ def save_checkpoint(
             torch.tensor(progress.step),
             torch.tensor(progress.best_acceptance_length, dtype=torch.float64),
         )
-        save_tensors(folder / STATE, state | dict(zip(RUN, run, strict=True)))
-        write_sealed(folder / MARKER, facts | {"step": progress.step}, [STATE])
+        save_tensors(folder / f"{STATE}.tmp", state | dict(zip(RUN, run, strict=True)))
+        write_sealed(folder / f"{MARKER}.tmp", facts | {"step": progress.step}, [STATE], suffix=".tmp")
+        publish(folder / f"{STATE}.tmp", folder / STATE)
+        publish(folder / f"{MARKER}.tmp", folder / MARKER)
         sync(directory)  # the new folder must be on the disk before an old one is removed
         for old in complete_checkpoints(directory)[:-keep]:
             _remove(old)
@@ -126,7 +142,7 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
         )
     if ranks.is_first:
         for folder in _folders(directory):
-            if not (folder / MARKER).is_file() and (chosen is None or folder > chosen):
+            if _is_unfinished(folder) and (chosen is None or folder > chosen):
                 print(
                     f"WARNING {folder}: must have {MARKER}, but has none, as after a kill while it was written; "
                     f"training resumes from {chosen or 'step 0'}",
@@ -153,6 +169,7 @@ def _newest_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
 def find_fault(folder: Path) -> str | None:
     """Returns what is wrong with the files of a checkpoint, or None if nothing is. Reads every byte."""
     try:
+        refuse_absent(folder / MARKER, "the checkpoint is torn")
         marker = read_sealed(folder / MARKER, "the checkpoint is torn", ["step"], [STATE])
     except UserError as error:
         return str(error)

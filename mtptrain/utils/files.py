@@ -100,7 +100,7 @@ def write_sealed(
         suffix: added to the names of `files` while they wait to be renamed.
     """
     described = {FILES: {name: describe_file(path.with_name(name + suffix)) for name in files}} if files else {}
-    write_json(path, {**content, **described, SEAL: _seal_of({**content, **described})}, temporary)
+    write_json(path, sealed({**content, **described}), temporary)
 
 
 def read_sealed(
@@ -116,23 +116,48 @@ def read_sealed(
     Raises:
         UserError: the object or one of the files was changed or damaged, or the object has no seal.
     """
-    content = read_json(path, advice, required)
-    if SEAL not in content:
-        raise UserError(
-            f"{path}: must have the entry {SEAL}, but lacks it: it was changed, or an older version wrote it; {advice}"
-        )
-    if content.pop(SEAL) != _seal_of(content):
-        raise UserError(f"{path}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
+    content = unsealed(read_json(path, advice, required), str(path), advice)
     described = content.pop(FILES, {})
     for name in described if files is None else files:
         refuse_changed(path.with_name(name), described.get(name), advice)
     return content
 
 
-def refuse_changed(path: Path, described: object, advice: str) -> None:
-    """Raises UserError if a file is missing or has not the size and hash that `describe_file` found."""
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a JSON object with its seal."""
+    return {**content, SEAL: _seal_of(content)}
+
+
+def unsealed(content: Any, where: str, advice: str) -> dict[str, Any]:
+    """Returns the object that `sealed` was given, if it has not changed since.
+
+    Args:
+        content: the value parsed from a file or from one line.
+        where: the file, or file and line, for error messages.
+        advice: what to do about a damaged one.
+
+    Raises:
+        UserError: the object was changed or damaged, or has no seal.
+    """
+    if not isinstance(content, dict) or SEAL not in content:
+        raise UserError(
+            f"{where}: must have the entry {SEAL}, but lacks it: it was changed, or an older version wrote it; {advice}"
+        )
+    held = {name: value for name, value in content.items() if name != SEAL}
+    if content[SEAL] != _seal_of(held):
+        raise UserError(f"{where}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
+    return held
+
+
+def refuse_absent(path: Path, advice: str) -> None:
+    """Raises UserError if a file does not exist."""
     if not path.is_file():
         raise UserError(f"{path}: must exist, but does not; {advice}")
+
+
+def refuse_changed(path: Path, described: object, advice: str) -> None:
+    """Raises UserError if a file is missing or has not the size and hash that `describe_file` found."""
+    refuse_absent(path, advice)
     if describe_file(path) != described:
         raise UserError(f"{path}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
 

@@ -57,10 +57,10 @@ from mtptrain.heads.dflash import DflashHead, layer_types
 from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MlpConfig
-from mtptrain.serving.exports import SERVING
+from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.target.hub import HUB_ERRORS, indexed_files
 from mtptrain.utils.errors import UserError, reason_of
-from mtptrain.utils.files import SEAL, read_json, read_sealed, tensor_shapes
+from mtptrain.utils.files import read_json, tensor_shapes
 
 DEEPSEEK_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
 MIMO_MTP = re.compile(r"^(model\.mtp_layers\.\d+\.)")
@@ -126,20 +126,18 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
 
     Raises:
         UserError: the directory or repository does not exist, or the files hold no head of a known format, or one with
-            parts that our heads do not have.
+            parts that our heads do not have, or a head or export of ours that was changed.
     """
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
         return _own(directory, target_config)
-    serving, advice = directory / SERVING, "copy or download it again"
-    if serving.is_file() and not {SEAL, "head_sha256"}.isdisjoint(read_json(serving, advice)):  # mtptrain's own
-        read_sealed(serving, advice, files=None)
+    refuse_changed_export(directory)
     files = tensor_files(directory)
     if not (directory / "config.json").is_file():
         raise UserError(
             f"head.init_from: must hold head.json or config.json, but {directory} has neither; choose another directory"
         )
-    config: dict[str, Any] = read_json(directory / "config.json", advice)
+    config: dict[str, Any] = read_json(directory / "config.json", "copy or download it again")
     names = tensor_names(files)
     if any(DEEPSEEK_MTP.match(name) for name in names):
         return _deepseek_mtp(directory, files, names, target_config)

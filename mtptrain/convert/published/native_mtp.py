@@ -9,6 +9,7 @@ from mtptrain.convert.native_mtp import VllmNativeMtp
 from mtptrain.convert.published.heads import PublishedHead, read_tensors, resolve_init, tensor_files, tensor_names
 from mtptrain.heads.files import build_head
 from mtptrain.heads.native_mtp import NATIVE_MTP, NativeMtpHead
+from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.target.families import read_target_config
 from mtptrain.utils.errors import UserError
 
@@ -29,6 +30,7 @@ def read_native_mtp(path: str, target_config: PreTrainedConfig) -> PublishedHead
             f"head.init_from: the target must be of a family whose MTP modules are known ({', '.join(NATIVE_MTP)}), "
             f"but is a {family}; set head=mtp, or unset head.init_from"
         )
+    refuse_changed_export(directory)
     config, files = NativeMtpHead.Config(), tensor_files(directory)
     form, declared = VllmNativeMtp(config, target_config), declared_modules(directory, target_config)
     found = {name for name in tensor_names(files) if name.startswith(tuple(form.prefixes.values()))}

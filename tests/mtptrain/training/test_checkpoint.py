@@ -64,6 +64,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda state: seal_again(state.parent / MARKER, files=...),
         r"state\.safetensors: must be as mtptrain wrote it",
     ),
+    "marker deleted": (lambda state: (state.parent / MARKER).unlink(), r"complete\.json: must exist, but does not"),
+    "marker renamed": (
+        lambda state: (state.parent / MARKER).rename(state.parent / "complete.json.old"),
+        r"complete\.json: must exist, but does not",
+    ),
     "seal": (
         lambda state: write_json(state.parent / MARKER, {"step": 8}),
         r"complete\.json: must have the entry seal, but lacks it",
@@ -114,17 +119,28 @@ def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touche
     assert all((folder / MARKER).is_file() for folder in folders)
 
 
-@pytest.mark.parametrize("change", ["deleted", "renamed"])
-def test_a_checkpoint_without_its_marker_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+@pytest.mark.parametrize("num_calls", range(4))
+def test_what_a_killed_save_leaves_is_passed_over_and_removed_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_calls: int
 ) -> None:
-    older, newest = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 8)
-    if change == "deleted":
-        (newest / MARKER).unlink()
-    else:
-        (newest / MARKER).rename(newest / "complete.json.old")
-    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
-    assert f"WARNING {newest}: must have complete.json, but has none" in capsys.readouterr().out
+    """The first save is killed after so many of its four files have got a name."""
+    calls = iter(range(num_calls))
+    replace, killed = Path.replace, tmp_path / "step_00000002"
+
+    def replace_or_die(path: Path, target: Path) -> Path:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    monkeypatch.setattr(checkpoint, "gather_state", lambda engine, keep_here: {"weight": torch.ones(4)})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", replace_or_die)
+        save_checkpoint(cast(Any, None), tmp_path, Progress(2), {}, 1, ONE_RANK)
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) is None
+    printed = capsys.readouterr().out
+    assert f"WARNING {killed}: must have complete.json, but has none, as after a kill while it was written" in printed
+    save_checkpoint(cast(Any, None), tmp_path, Progress(3), {}, 1, ONE_RANK)
+    assert not killed.exists() and newest_whole_checkpoint(tmp_path, ONE_RANK) == tmp_path / "step_00000003"
 
 
 def test_a_renamed_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +164,8 @@ def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(
     save_checkpoint(cast(Any, None), tmp_path, Progress(2), {}, 1, ONE_RANK)
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) == new and not old.exists()
     assert flushed[-1] == (tmp_path, True), "the parent folder must be flushed before the old checkpoint is removed"
-    assert [path for path, _ in flushed] == [new / f"{STATE}.tmp", new, new / f"{MARKER}.tmp", new, tmp_path]
+    written = (f"{STATE}.tmp.tmp", f"{MARKER}.tmp.tmp", f"{STATE}.tmp", f"{MARKER}.tmp")
+    assert [path for path, _ in flushed] == [*(path for name in written for path in (new / name, new)), tmp_path]
 
 
 def test_what_somebody_else_has_put_beside_checkpoints_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
