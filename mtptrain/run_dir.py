@@ -23,7 +23,7 @@ from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import FILES, describe_file, read_json, sync, write_json, write_text
 from mtptrain.utils.locks import locked
-from mtptrain.utils.masking import hide_passwords
+from mtptrain.utils.masking import hide_home, hide_passwords
 
 CONFIG, PROVENANCE = "config.yaml", "provenance.json"
 _LOCK = ".mtptrain.lock"
@@ -121,9 +121,9 @@ def _as_yaml(config: PipelineConfig) -> str:
 
 
 def was_made_with(directory: Path, config: PipelineConfig) -> bool:
-    """Returns whether a stage's folder was written with exactly these settings."""
-    path = directory / CONFIG
-    return path.is_file() and path.read_text(errors="replace") == _as_yaml(config)
+    """Returns whether a stage's folder was written with exactly these settings. In an export, `~` hides the home."""
+    path, text = directory / CONFIG, _as_yaml(config)
+    return path.is_file() and path.read_text(encoding="utf-8", errors="replace") in (text, hide_home(text))
 
 
 def claim_stage_dir(stage_dir: Path, config: PipelineConfig) -> None:

@@ -21,7 +21,7 @@ from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.export import export
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import was_made_with, write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
@@ -242,6 +242,7 @@ def test_an_export_shows_no_path_of_the_home(
     assert {"README.md", "config.json", "config.yaml", "provenance.json", "serving.json"} <= texts.keys()
     assert [name for name, text in texts.items() if str(tmp_path) in text] == []
     assert "~/heads/served" in texts["README.md"] and "`~` is the home directory" in texts["README.md"]
+    assert was_made_with(tmp_path / "heads/served", config), "mtptrain run need not export again"
     export(Run(config))
 
 
