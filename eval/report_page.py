@@ -93,7 +93,7 @@ def write_run_page(config: PipelineConfig) -> None:
 
     The page also shows what other programs have measured in the same run: an engine's counters and decoding speed.
     """
-    directory = Path(config.acceptance.output_dir or config.stage_dir("acceptance"))
+    directory = config.acceptance_dir
     path = directory / "report.json"
     try:
         report = read_sealed(path, "run mtptrain acceptance again") if path.exists() else {}

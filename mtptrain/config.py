@@ -130,6 +130,11 @@ class PipelineConfig:
     def stage_dir(self, stage: str) -> Path:
         return Path(self.run_dir) / stage
 
+    @property
+    def acceptance_dir(self) -> Path:
+        """The folder that `mtptrain acceptance` writes to."""
+        return Path(self.acceptance.output_dir or self.stage_dir("acceptance"))
+
 
 def register() -> None:
     """Register the schema, every head's `Config` and what `hardware=auto` follows with Hydra."""

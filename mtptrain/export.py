@@ -1,9 +1,9 @@
 """Stage 5: writes the head to a directory that a serving engine can load.
 
 Reads `run_dir/train/best/` (`last/` if no head was measured, or the head of `head.init_from` if nothing was trained),
-the target's embeddings, final norm and lm_head, and `run_dir/hidden_states/` and `run_dir/acceptance/report.json` if
-they exist. Writes `run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and the measured
-acceptance, and `serving.json` for programs.
+the target's embeddings, final norm and lm_head, and `run_dir/hidden_states/` and the `report.json` of
+`mtptrain acceptance` if they exist. Writes `run_dir/export/<engine>/`: weights, `config.json`, a README with the launch
+command and the measured acceptance, and `serving.json` for programs.
 
     mtptrain export recipe=quickstart export.engine=vllm
 """
@@ -68,7 +68,7 @@ def export(run: Run) -> None:
         assert isinstance(form, GgufFormat)
         form.is_quantised = True
         trained.head.load_state_dict(form.rounded(trained.head.state_dict()))
-    measured = measured_acceptance(config.stage_dir("acceptance") / "report.json", trained.sha256)
+    measured = measured_acceptance(config.acceptance_dir / "report.json", trained.sha256)
 
     # Write beside the final directory, so that an unfinished or unverified export never gets the final name.
     with replaced(output_dir, config, WRITTEN, "export.output_dir") as directory:

@@ -172,6 +172,18 @@ def test_a_report_without_a_seal_is_refused_before_anything_is_written(
     assert not (tmp_path / "run/export").exists()
 
 
+def test_the_readme_shows_the_acceptance_of_this_head_from_wherever_its_report_was_written(
+    tmp_path: Path, target_of_four_layers: Path
+) -> None:
+    config = trained(tmp_path / "run", target_of_four_layers)
+    shutil.move(tmp_path / "run/acceptance", tmp_path / "measured")
+    export(Run(config))
+    assert "Not measured: run `mtptrain acceptance`" in (tmp_path / "run/export/vllm/README.md").read_text()
+    config.acceptance.output_dir = str(tmp_path / "measured")
+    export(Run(config))
+    assert "Acceptance length 2.500" in (tmp_path / "run/export/vllm/README.md").read_text()
+
+
 def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, target_of_four_layers: Path) -> None:
     config = trained(tmp_path / "run", target_of_four_layers)
     with largest_file(5000), pytest.raises(OSError, match=r"vllm\.mtptrain_new/\w+\.safetensors"):
