@@ -207,11 +207,10 @@ def hide_homes(directory: Path) -> None:
 
 def print_summary(weights: Path, proof: int) -> None:
     table = Table(title="mtptrain export", show_header=False)
-    table.add_row("directory", str(weights.parent))
     table.add_row("weights", f"{weights.stat().st_size:,} bytes")
     table.add_row("equal proposals after reloading", f"{proof:,} tokens")
-    table.add_row("serve", "see README.md there")
-    Console(markup=False, emoji=False).print(table)
+    Console().print(table)
+    print(f"written to {weights.parent}; its README.md says how to serve it")  # a table would cut off the path
 
 
 if __name__ == "__main__":

@@ -79,11 +79,14 @@ def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
 
 
 @pytest.mark.parametrize("case", EXPORTS)
-def test_an_export_holds_all_that_serving_needs(tmp_path: Path, target_of_four_layers: Path, case: str) -> None:
+def test_an_export_holds_all_that_serving_needs(
+    tmp_path: Path, target_of_four_layers: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine, overrides, architecture, method = EXPORTS[case]
     config = trained(tmp_path / "run", target_of_four_layers, f"export.engine={engine}", *overrides)
     export(Run(config))
     directory = tmp_path / "run/export" / engine
+    assert f"written to {directory};" in capsys.readouterr().out, "the path is whole in a pipe too"
     form = format_for(engine, config.head, read_target_config(target_of_four_layers))
     assert {"config.json", "README.md", "serving.json", "provenance.json", "config.yaml", form.weights_name} <= {
         path.name for path in directory.iterdir()
