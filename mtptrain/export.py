@@ -8,6 +8,7 @@ command and the measured acceptance, and `serving.json` for programs.
     mtptrain export recipe=quickstart export.engine=vllm
 """
 
+import shlex
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.llama_cpp import GgufFormat
 from mtptrain.heads.base import Head
-from mtptrain.heads.files import build_head, describe_shape
+from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.run import Run
 from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, replaced
 from mtptrain.serving.exports import SERVING, WRITTEN_FOR
@@ -40,9 +41,10 @@ IMAGE_NOTE = (
 )
 HOME_NOTE = "\nIn these paths, `~` is the home directory of whoever wrote the export: write it out in full.\n"
 METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""Method that vLLM infers, if none is given, from the first of these names that the head's path contains.
+"""Method that vLLM infers from the first of these names that the head's path contains, unless one of these is given.
 
-Source: vllm/config/speculative.py in vLLM 0.32.
+Another method that is given, such as medusa or draft_model, is overridden. Source: vllm/config/speculative.py in vLLM
+0.32.
 """
 
 
@@ -52,6 +54,13 @@ def main(cfg: DictConfig) -> None:
 
 
 def export(run: Run) -> None:
+    """Export the head of a run, and put the export in place once it proposes the same tokens as the head.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        UserError: the head does not exist or cannot be exported for this engine, the folder holds files of somebody
+            else, or the exported head is not the trained one.
+    """
     config = run.config
     output_dir = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
     if output_dir.is_symlink():  # a directory cannot be renamed to a link
@@ -94,7 +103,7 @@ def export(run: Run) -> None:
 
 
 def check_directory_name(output_dir: Path, method: str) -> None:
-    """Refuse a path from which vLLM would infer another method, in case users omit the method on the command line."""
+    """Refuse a path from which vLLM would infer another method: see `METHODS_BY_NAME`."""
     name = next((each for each in METHODS_BY_NAME if each in str(output_dir.resolve()).lower()), None)
     if name is not None and METHODS_BY_NAME[name] != method:
         raise UserError(
@@ -117,15 +126,12 @@ def check_tensors(directory: Path, form: Format) -> None:
     """
     with torch.device("meta"):
         state = build_head(form.head, form.target).state_dict()
-    expected = {name: tuple(tensor.shape) for name, tensor in form.tensors(state).items()}
-    actual = {name: tuple(tensor.shape) for name, tensor in form.read(directory).items()}
-    for name in sorted(expected.keys() | actual.keys()):
-        if expected.get(name) != actual.get(name):
-            raise UserError(
-                f"export: {form.weights_name}: {name} must be {describe_shape(expected.get(name))}, but is "
-                f"{describe_shape(actual.get(name))}; the engine would serve random weights; the export was not put in "
-                "place; report this with the run's config.yaml"
-            )
+    if misfit := first_misfit(form.tensors(state), form.read(directory)):
+        name, expected, found = misfit
+        raise UserError(
+            f"export: {form.weights_name}: {name} must be {expected}, but is {found}; the engine would serve random "
+            "weights; the export was not put in place; report this with the run's config.yaml"
+        )
 
 
 def reload_head(directory: Path, form: Format) -> Head:
@@ -183,7 +189,7 @@ def mode_note(mode: str, engine: ExportEngine) -> str:
     if engine in (ExportEngine.openvino, ExportEngine.transformers):  # they have no server
         advice = "Pass them to `apply_chat_template`"
     else:
-        at_start = f", or start vLLM with `--default-chat-template-kwargs '{mode}'`"
+        at_start = f", or start vLLM with `--default-chat-template-kwargs {shlex.quote(mode)}`"
         advice = f'Send them with each request, as `"chat_template_kwargs": {mode}`'
         advice += at_start if engine is ExportEngine.vllm else ""
     return (
@@ -197,8 +203,8 @@ def hide_homes(directory: Path) -> None:
 
     The README says so if its command has such a path. Copies of the target's vocabulary stay as they are.
     """
-    some = ("config.json", "tokenizer_config.json", "generation_config.json")
-    for name in (CONFIG, PROVENANCE, README, *(each for each in some if (directory / each).is_file())):
+    optional = ("config.json", "tokenizer_config.json", "generation_config.json")
+    for name in (CONFIG, PROVENANCE, README, *(each for each in optional if (directory / each).is_file())):
         text = (directory / name).read_text(encoding="utf-8")
         hidden = hide_home(text)
         if hidden != text:

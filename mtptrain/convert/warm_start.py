@@ -30,8 +30,8 @@ from mtptrain.heads.files import (
     build_head,
     check_head_target,
     check_values,
-    describe_shape,
     fill_head,
+    first_misfit,
     load_head,
     stored_calibration,
 )
@@ -358,12 +358,9 @@ def without_zero_biases(tensors: Tensors, expected: Tensors, directory: Path) ->
 
 def check_tensors(state: Tensors, expected: Tensors, directory: Path, config: HeadConfig) -> None:
     """Refuse unknown tensors, tensors of the wrong shape, and missing tensors, which would stay random."""
-    for name in sorted(expected.keys() | state.keys()):
-        expected_shape, shape = (
-            tuple(tensors[name].shape) if name in tensors else None for tensors in (expected, state)
+    if misfit := first_misfit(expected, state):
+        name, wanted, found = misfit
+        raise UserError(
+            f"head.init_from: {name} of {directory} must be {wanted} for head {config.name} and this target, but is "
+            f"{found}; choose another head"
         )
-        if shape != expected_shape:
-            raise UserError(
-                f"head.init_from: {name} of {directory} must be {describe_shape(expected_shape)} for head "
-                f"{config.name} and this target, but is {describe_shape(shape)}; choose another head"
-            )

@@ -186,14 +186,11 @@ def load_head(
         )
     head = build_head(config, target_config)
     state = load_file(checked_weights(directory))
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if found != expected:
-        name = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+    if misfit := first_misfit(head.state_dict(), state):
+        name, expected, found = misfit
         raise UserError(
-            f"{directory / WEIGHTS}: {name} must be {describe_shape(expected.get(name))} for this target, "
-            f"but is {describe_shape(found.get(name))}: the head belongs to another target; set target.path to that "
-            "target, or train again"
+            f"{directory / WEIGHTS}: {name} must be {expected} for this target, but is {found}: the head belongs to "
+            "another target; set target.path to that target, or train again"
         )
     check_values(directory / WEIGHTS, head.state_dict(), state, RESTORE)
     return fill_head(head, state, dtype, device)
@@ -226,9 +223,13 @@ def check_values(path: Path, expected: dict[str, torch.Tensor], state: dict[str,
             raise UserError(f"{path}: {name} must hold finite numbers, but has NaN or infinity; {advice}")
 
 
-def describe_shape(shape: tuple[int, ...] | None) -> str:
-    """Returns `absent` or the shape in words, for error messages; the shape is None if there is no such tensor."""
-    return "absent" if shape is None else f"of shape {shape}"
+def first_misfit(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> tuple[str, str, str] | None:
+    """Returns the first name whose tensor is missing, unknown or of another shape, with both shapes in words."""
+    for name in sorted(expected.keys() | found.keys()):
+        shapes = [f"of shape {tuple(each[name].shape)}" if name in each else "absent" for each in (expected, found)]
+        if shapes[0] != shapes[1]:
+            return name, shapes[0], shapes[1]
+    return None
 
 
 def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device) -> Head:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mtptrain.convert.export_proof import (
 )
 from mtptrain.convert.formats import format_for
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
-from mtptrain.export import export
+from mtptrain.export import export, mode_note
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with, write_provenance
@@ -142,6 +143,12 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
     export(Run(config))
     readme = (tmp_path / "run/export/vllm/README.md").read_text()
     assert "in the mode that the target's chat template has by default" in readme
+
+
+def test_a_mode_with_an_apostrophe_is_quoted_for_the_shell() -> None:
+    mode = json.dumps({"user": "O'Brien"})
+    command = mode_note(mode, ExportEngine.vllm).split("`")[5]
+    assert shlex.split(command) == ["--default-chat-template-kwargs", mode]
 
 
 def test_what_is_refused_is_refused_before_anything_is_read_or_written(
