@@ -38,7 +38,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         value: a tool or a list of them. The list, a tool and its parameters may each be JSON text.
 
     Raises:
-        ConversationRefused: a tool has no name, or is not an object.
+        ConversationRefused: a tool has no name, is not an object, or is not a function.
     """
     listed = _parsed(value, "tools")
     tools = []
@@ -47,12 +47,15 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not _is_name(function.get("name")):
             raise ConversationRefused("a tool without a name")
+        if tool.get("type", "function") != "function":
+            raise ConversationRefused(f"a tool of type {tool['type']}, which is not read")
         nested = tool if "function" in tool else {}
-        function = {key: part for key, part in function.items() if nested or (key, part) != ("type", "function")}
+        function = {key: part for key, part in function.items() if nested or key != "type"}
         if "parameters" in function:
             function["parameters"] = _parsed(function["parameters"], "the parameters of a tool")
         tools.append({"type": "function", **nested, "function": function})
-    return _as_json(tools)
+    _refuse_non_json(tools)
+    return tools
 
 
 def read_calls(value: Any) -> list[dict[str, Any]]:
@@ -62,11 +65,13 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         value: a call or a list of them, as an object or as its JSON text.
 
     Raises:
-        ConversationRefused: a call has no name, its arguments are not an object or stand in it twice, or it has a key
-            that is not read.
+        ConversationRefused: there is no call, or one has no name, its arguments are not an object or stand in it twice,
+            or it has a key that is not read.
     """
     calls = []
     listed = _parsed(value, "a tool call")
+    if listed == []:
+        raise ConversationRefused("an answer with an empty list of tool calls")
     for call in listed if isinstance(listed, list) else [listed]:
         if not isinstance(call, Mapping):
             raise ConversationRefused("a tool call that is not an object")
@@ -90,7 +95,8 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
                 f"a tool call with {', '.join(sorted(unread)) or outer['type']}, which is not read"
             )
         calls.append({**outer, "function": {"name": function["name"], "arguments": dict(arguments)}})
-    return _as_json(calls)
+    _refuse_non_json(calls)
+    return calls
 
 
 def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -152,13 +158,16 @@ def without_filled_nulls(value: Any, is_tool: bool = False) -> Any:
     return [without_filled_nulls(each, is_tool) for each in value] if isinstance(value, list) else value
 
 
-def _as_json(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the list. Refuses values that only parquet has, such as dates."""
+def _refuse_non_json(found: list[dict[str, Any]]) -> None:
+    """Refuse values that only parquet has, such as dates, and NaN, infinity and lone surrogates."""
     try:
-        json.dumps(found)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except TypeError as error:
         raise ConversationRefused(f"a tool or call with a value that JSON does not have ({error})") from None
-    return found
+    except UnicodeEncodeError:
+        raise ConversationRefused("a tool or call with text that is not valid Unicode") from None
+    except ValueError:
+        raise ConversationRefused("a tool or call with NaN or infinity, which JSON does not have") from None
 
 
 def _is_name(value: Any) -> bool:
@@ -176,12 +185,24 @@ def _parsed(value: Any, name: str) -> Any:
     """Returns a value, or what its JSON text holds. Hermes' data also have the text of Python's dicts."""
     if not isinstance(value, str):
         return value
-    try:
-        return json.loads(value, object_pairs_hook=unique_keys)
-    except UserError as error:
-        raise ConversationRefused(f"{name} in text whose {error}") from None
-    except (ValueError, RecursionError):
-        pass
-    with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return json.loads(json.dumps(ast.literal_eval(value.strip())))
+    for read in (_from_json, _from_python):
+        try:
+            return read(value)
+        except UserError as error:
+            raise ConversationRefused(f"{name} in text whose {error}") from None
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            pass
     raise ConversationRefused(f"{name} in text that is not JSON")
+
+
+def _from_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=unique_keys)
+
+
+def _from_python(text: str) -> Any:
+    """Returns the value of Python's text of it, in JSON's types. Raises UserError if a dict repeats a key."""
+    tree = ast.parse(text.strip(), mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            unique_keys([(ast.literal_eval(key), None) for key in node.keys if key is not None])
+    return _from_json(json.dumps(ast.literal_eval(tree)))

@@ -157,6 +157,24 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
             openai_row(content=None, tool_calls=[{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}]),
             "a tool call with both arguments and parameters",
         ),
+        (
+            openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": TWICE.replace('"', "'")}}]),
+            "the arguments of a tool call in text whose key 'city' occurs twice in an object",
+        ),
+        (sharegpt_row("<tool_call>[]</tool_call>", [TOOL], "gpt"), "an answer with an empty list of tool calls"),
+        (sharegpt_row("[]", [TOOL]), "an answer with an empty list of tool calls"),
+        *(
+            (openai_row(content=None, tool_calls=[{"name": "f", "arguments": f'{{"a": {value}}}'}]), reason)
+            for value, reason in (
+                ("NaN", "a tool or call with NaN or infinity, which JSON does not have"),
+                ("-Infinity", "a tool or call with NaN or infinity, which JSON does not have"),
+                (r'"\ud800"', "a tool or call with text that is not valid Unicode"),
+            )
+        ),
+        *(
+            (openai_row(tools=[tool], content="yes"), "a tool of type custom, which is not read")
+            for tool in ({**TOOL, "type": "custom"}, {**FUNCTION, "type": "custom"})
+        ),
         (openai_row(tools=[{"description": "x"}], content="yes"), "a tool without a name"),
         (openai_row(tools="weather", content="yes"), "tools in text that is not JSON"),
         (openai_row(tools=["weather"], content="yes"), "a tool in text that is not JSON"),
