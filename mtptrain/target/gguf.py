@@ -62,7 +62,7 @@ def dequantised_dir(path: Path, setting: str) -> Path:
     Raises:
         OSError: the file cannot be read, or the copy cannot be written.
         UserError: the file does not exist, is damaged, is not one that this program understands, or its copy does not
-            fit the disk.
+            fit the disk, which must also have locks.
     """
     if not path.is_file():
         raise UserError(
@@ -107,9 +107,18 @@ def fingerprint(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits until no other process is in this block with the same path. A process that dies leaves the block."""
+    """Waits until no other process is in this block with the same path. A process that dies leaves the block.
+
+    Ranks of a run come here at the same time, so unlike a program's own folder, the cache must have locks.
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UserError(
+                f"{path.parent}: must be on a file system with locks, but this one has none ({error.strerror}); set "
+                "MTPTRAIN_CACHE to a directory on another"
+            ) from error
         yield
 
 

@@ -1,5 +1,7 @@
 """Tests that a GGUF file is read as the model that llama.cpp serves, once, and then like any model directory."""
 
+import errno
+import fcntl
 import json
 import shutil
 from collections.abc import Callable
@@ -214,6 +216,18 @@ def test_ranks_that_come_at_once_write_one_copy(file: Path, capsys: pytest.Captu
         directories = set(pool.map(resolve_target, [str(file)] * 4))
     assert len(directories) == 1
     assert capsys.readouterr().out.count("writing a copy") == 1
+
+
+def test_a_cache_on_a_file_system_without_locks_is_refused(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    message = rf"^{cache}/gguf: must be on a file system with locks, but .* \(No locks available\); set MTPTRAIN_CACHE"
+    with pytest.raises(UserError, match=message):
+        resolve_target(str(file))
 
 
 def test_what_a_killed_process_left_is_written_anew_in_its_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
