@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import FirstStates, Head
-from mtptrain.heads.medusa import MlpConfig, ResidualMlp, add_silu, check_num_drafts, last_states
+from mtptrain.heads.medusa import MlpConfig, ResidualMlp, add_silu, last_states
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
@@ -71,11 +71,8 @@ class HydraHead(Head):
         """Run depth 0 on the token before the newest one; see `Head.draft_first`.
 
         The head feeds back its inputs [B, 2 H], to which each later depth appends an embedding.
-
-        Raises:
-            UserError: the head has fewer than `num_drafts` depths.
         """
-        check_num_drafts(num_drafts, len(self.mlps))
+        assert num_drafts <= len(self.mlps)
         newest = verified.tokens.gather(1, verified.num_tokens[:, None] - 1)[:, 0]  # [B]
         inputs = torch.cat([last_states(verified), parts.embed(newest)], dim=-1)  # [B, 2 H]
         return FirstStates(self.mlps[0](inputs)[:, None], inputs)

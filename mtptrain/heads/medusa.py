@@ -19,7 +19,6 @@ from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
-from mtptrain.utils.errors import UserError
 from mtptrain.utils.setting_bounds import between
 
 
@@ -74,12 +73,8 @@ class MedusaHead(Head):
         return torch.stack([self._run(block, hidden_states) for block in self.blocks[:ttt_steps]])
 
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
-        """Compute all depths from the token before the newest one; see `Head.draft_first`.
-
-        Raises:
-            UserError: the head has fewer than `num_drafts` depths.
-        """
-        check_num_drafts(num_drafts, len(self.blocks))
+        """Compute all depths from the token before the newest one; see `Head.draft_first`."""
+        assert num_drafts <= len(self.blocks)
         hidden_states = last_states(verified)  # [B, H]
         states = torch.stack([block(hidden_states) for block in self.blocks[:num_drafts]], dim=1)  # [B, K, H]
         return FirstStates(states, hidden_states)  # nothing is fed back
@@ -89,16 +84,3 @@ def last_states(verified: Verified) -> torch.Tensor:
     """Returns the target's post-norm state [B, H] of the token before the newest one."""
     sequences = torch.arange(len(verified.num_tokens), device=verified.num_tokens.device)
     return verified.states.postnorm_states[sequences, verified.last_index]
-
-
-def check_num_drafts(num_drafts: int, num_depths: int) -> None:
-    """Check that a head with an MLP per depth has one for each draft.
-
-    Raises:
-        UserError: the head has fewer MLPs than drafts.
-    """
-    if num_drafts > num_depths:
-        raise UserError(
-            f"num_speculative_tokens: must be at most {num_depths}, the number of depths that the head was trained "
-            f"for, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
-        )
