@@ -141,16 +141,24 @@ def _placed(
     if not isinstance(alignment, int) or alignment < 1:
         raise UserError(f"{path}: general.alignment must be at least 1, but is {alignment!r}; {DOWNLOAD_AGAIN}")
     data_start = math.ceil(header_bytes / alignment) * alignment
-    tensors = {}
+    tensors, expected = {}, 0
     for name, (shape, kind_id, offset) in infos.items():
         kind = _dequantisable(path, name, kind_id)
         block_values, block_bytes = GGML_QUANT_SIZES[kind]
         start, num_bytes = data_start + offset, math.prod(shape) // block_values * block_bytes
-        if num_bytes == 0 or shape[-1] % block_values:
+        if math.prod(shape) == 0:
+            raise UserError(f"{path}: {name} must hold values, but has the shape {shape}; {DOWNLOAD_AGAIN}")
+        if shape[-1] % block_values:
             raise UserError(
                 f"{path}: {name} must have rows of whole {kind.name} blocks of {block_values} values, but has the "
                 f"shape {shape}; {DOWNLOAD_AGAIN}"
             )
+        if offset != expected:
+            raise UserError(
+                f"{path}: tensors must follow one another, but {name} begins at byte {offset:,} of the data, not at "
+                f"{expected:,}; {DOWNLOAD_AGAIN}"
+            )
+        expected += num_bytes + -num_bytes % alignment
         if (end := start + num_bytes) > file_bytes:
             raise UserError(
                 f"{path}: must be a complete GGUF file, but has {file_bytes:,} bytes, and its tensor {name} ends at "

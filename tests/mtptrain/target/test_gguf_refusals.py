@@ -132,6 +132,27 @@ def test_rows_that_end_within_a_block_are_refused(file: Path) -> None:
     )
 
 
+def test_an_empty_tensor_is_refused(file: Path) -> None:
+    name = b"blk.0.ffn_up.weight" + struct.pack("<I", 2)
+    change_header(file, name + struct.pack("<QQ", 64, 96), name + struct.pack("<QQ", 64, 0))
+    assert_refused(file, r"blk\.0\.ffn_up\.weight must hold values, but has the shape \(0, 64\); download it again")
+
+
+@pytest.mark.parametrize("begins", ["at its neighbour", "between two places"])
+def test_tensors_that_do_not_follow_one_another_are_refused(file: Path, begins: str) -> None:
+    header, name = read_header(file), "blk.0.ffn_up.weight"
+    places = sorted(tensor.start for tensor in header.tensors.values())
+    right = header.tensors[name].start - places[0]
+    wrong = right + 3 if begins == "between two places" else places[places.index(right + places[0]) - 1] - places[0]
+    before = name.encode() + struct.pack("<IQQI", 2, 64, 96, GGMLQuantizationType.Q8_0)
+    change_header(file, before + struct.pack("<Q", right), before + struct.pack("<Q", wrong))
+    assert_refused(
+        file,
+        rf"tensors must follow one another, but blk\.0\.ffn_up\.weight begins at byte {wrong:,} of the data, "
+        f"not at {right:,}; download it again",
+    )
+
+
 ARRAY = [2, 2]
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"general.type": "mmproj"}, "general.type must be 'model', but is 'mmproj'; give the file of the model itself"),
