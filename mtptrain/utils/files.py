@@ -156,7 +156,7 @@ def refuse_absent(path: Path, advice: str) -> None:
 
 
 def refuse_changed(path: Path, described: object, advice: str) -> None:
-    """Raises UserError if a file is missing or has not the size and hash that `describe_file` found."""
+    """Raises UserError if a file is missing or does not have the size and hash that `describe_file` found."""
     refuse_absent(path, advice)
     if describe_file(path) != described:
         raise UserError(f"{path}: must be as mtptrain wrote it, but was changed or damaged since; {advice}")
