@@ -54,9 +54,7 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
     token_ids = choose_tokens(counts[Split.train], size, special_token_ids(target))
 
     stage_dir = run.stage_dir("draft_vocab")
-    write_provenance(stage_dir, run.config)
-    # The manifest marks a finished stage, so remove it before the vocabulary changes.
-    (stage_dir / MANIFEST).unlink(missing_ok=True)
+    write_provenance(stage_dir, run.config, MANIFEST)
     manifest = DraftVocabManifest(
         draft_vocab_size=size,
         vocab_size=vocab_size,

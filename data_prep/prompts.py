@@ -68,8 +68,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     is_dated = config.prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer)
 
     stage_dir = run.stage_dir("prompts")
-    write_provenance(stage_dir, config)
-    (stage_dir / "manifest.json").unlink(missing_ok=True)  # it marks a finished stage, and the files now change
+    write_provenance(stage_dir, config, "manifest.json")
     for split, documents in splits.items():
         documents.save(stage_dir / f"{split}.safetensors")
     DocumentEntry.write_all(stage_dir, collector.entries())

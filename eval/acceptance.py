@@ -92,7 +92,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
     held_out = held_out_losses_of(config, found, target, prompts, measured["head"], ranks)
     if ranks.is_first:
-        write_provenance(output_dir, config)
+        write_provenance(output_dir, config, "report.json")
         remove_generations(output_dir)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)

@@ -97,8 +97,14 @@ def writing_output(given: str | None, setting: str, default: Path, ranks: Ranks 
         yield directory
 
 
-def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
+def write_provenance(stage_dir: Path, config: PipelineConfig, output: str | None = None) -> None:
     """Write `provenance.json` (argv, git revision, versions) and `config.yaml` (resolved) into a stage's folder.
+
+    Args:
+        stage_dir: the folder.
+        config: the settings of this run.
+        output: the file that marks a finished stage, to be written again last. It is removed before `config.yaml`
+            changes, so that after a kill old files never pass as made with the new settings.
 
     Raises:
         UserError: `check_stage_dir` refuses the folder.
@@ -112,6 +118,8 @@ def write_provenance(stage_dir: Path, config: PipelineConfig) -> None:
         "packages": _versions(),
     }
     write_json(stage_dir / PROVENANCE, provenance, _temporary(stage_dir / PROVENANCE))
+    if output is not None:
+        (stage_dir / output).unlink(missing_ok=True)
     write_text(stage_dir / CONFIG, _as_yaml(config), _temporary(stage_dir / CONFIG))
 
 

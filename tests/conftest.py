@@ -30,11 +30,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import data_prep  # noqa: F401
 import eval  # noqa: F401
+from mtptrain import run_dir
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target
+from mtptrain.utils.files import write_text
 from tests.programs import run_ranks
 from tests.slow import is_slow
 
@@ -206,6 +208,17 @@ def user_warnings() -> Iterator[list[warnings.WarningMessage]]:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
         yield found
+
+
+@pytest.fixture
+def interrupt_after_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Returns a function after whose call programs of this process stop as soon as they have written `config.yaml`."""
+
+    def interrupted(*arguments: Any) -> None:
+        write_text(*arguments)
+        raise KeyboardInterrupt
+
+    return lambda: monkeypatch.setattr(run_dir, "write_text", interrupted)
 
 
 @pytest.fixture(scope="session")

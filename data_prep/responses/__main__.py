@@ -33,7 +33,7 @@ from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import RowFormat
 from mtptrain.planning.costs import worthwhile_cpu_ranks
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance, writing
+from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
@@ -116,8 +116,9 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     if missing and ranks.is_first:
         if job.server is None:
             announce_precision("responses.dtype", config.responses.dtype)
-        write_provenance(store.directory, config)
+        claim_stage_dir(store.directory, config)
         store.mark_unfinished()
+        write_provenance(store.directory, config)
     ranks.barrier()
 
     progress = ResponsesProgress.merge(ranks.gather(fill(job, missing, config.responses, store, ranks)))

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,18 @@ def test_a_run_killed_while_it_writes_leaves_no_manifest(
     monkeypatch.setattr("data_prep.draft_vocab.write_draft_vocab", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare_draft_vocab(Run(config))
+    assert not (config.stage_dir("draft_vocab") / "manifest.json").exists()
+
+
+def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
+    config: PipelineConfig, interrupt_after_config: Callable[[], None]
+) -> None:
+    """Otherwise `mtptrain run` would take what the old settings made for what the new ones make."""
+    prepare_draft_vocab(Run(config))
+    interrupt_after_config()
+    with pytest.raises(KeyboardInterrupt):
+        prepare_draft_vocab(Run(replace(config, seed=5)))
+    assert "seed: 5" in (config.stage_dir("draft_vocab") / "config.yaml").read_text()
     assert not (config.stage_dir("draft_vocab") / "manifest.json").exists()
 
 

@@ -1,6 +1,7 @@
 """Tests that text files become complete, distinct and ordered documents within the configured limits."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,19 @@ def test_a_run_killed_while_it_writes_leaves_no_manifest(
     monkeypatch.setattr(DocumentEntry, "write_all", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare_prompts(Run(config))
+    assert not (config.stage_dir("prompts") / "manifest.json").exists()
+
+
+def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
+    text_config: ConfigFor, interrupt_after_config: Callable[[], None]
+) -> None:
+    """Otherwise `mtptrain run` would take what the old settings made for what the new ones make."""
+    config = text_config()
+    prepare_prompts(Run(config))
+    interrupt_after_config()
+    with pytest.raises(KeyboardInterrupt):
+        prepare_prompts(Run(text_config("seed=5")))
+    assert "seed: 5" in (config.stage_dir("prompts") / "config.yaml").read_text()
     assert not (config.stage_dir("prompts") / "manifest.json").exists()
 
 

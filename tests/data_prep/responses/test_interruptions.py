@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import program_command, run_program
-from tests.data_prep.responses.stage import CHATS, ConfigFor, chat, output, overrides_for, read_lines, respond
+from tests.data_prep.responses.stage import (
+    CHATS,
+    ConfigFor,
+    answer_by_question,
+    answered,
+    chat,
+    output,
+    overrides_for,
+    read_lines,
+    respond,
+)
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, make_speaking_target
 from tests.programs import ROOT
 from tests.sealed import flip_bit, seal_again
@@ -112,6 +123,23 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     asked = [load_tokenizer(speaking_target).decode(request["prompt"]) for request in server.requests]
     assert len(asked) == sum(len(row["messages"]) // 2 for row in rows if row["id"] not in done)
     assert output(by_server(rows=rows)) == output(undisturbed)
+
+
+def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest_but_all_responses(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, interrupt_after_config: Callable[[], None]
+) -> None:
+    server.behave = answer_by_question({"of chat3": lambda prompt: (400, {"error": "no"})}, speaking_target)
+    config = by_server()
+    assert respond(config).failed == 1
+    before = answered(config)
+    interrupt_after_config()
+    with pytest.raises(KeyboardInterrupt):
+        respond(by_server("train.lr=0.5"))
+    assert "lr: 0.5" in (config.stage_dir("responses") / "config.yaml").read_text()
+    assert not (config.stage_dir("responses") / "manifest.json").exists()
+    assert answered(config) == before
+    with pytest.raises(KeyboardInterrupt):  # and does not refuse the responses
+        respond(config)
 
 
 def test_what_somebody_else_has_put_into_the_folder_stays(by_server: ConfigFor) -> None:
