@@ -51,15 +51,17 @@ def prepare_prompts(run: Run) -> PromptsReport:
     """Read, tokenize, split and write the prompts.
 
     Raises:
-        UserError: the target, a directory, a file or a hub data set does not exist, or no file matches, a file has an
-            unknown format, the chat template is missing or fails, no token is supervised, a split would be empty, no
-            answer is long enough for a draft, the tokenizer belongs to another model, or `run_dir/prompts` holds files
-            of somebody else.
+        UserError: one of these is true.
+            - The target, a directory, a file or a hub data set does not exist, or no file matches.
+            - A file has an unknown format.
+            - The tokenizer belongs to another model, or its chat template is missing or fails.
+            - No token is supervised, no answer is long enough for a draft, or a split would be empty.
+            - `run_dir/prompts` holds files of somebody else.
         EndlessTemplate: the chat template takes too long.
     """
     config, vocab_size, tokenizer = run.config, int(run.target.config.vocab_size), run.target.tokenizer
     source = read_source(config.prompts, run.target, run.stage_dir("responses"))
-    check_names(source, config.prompts)
+    check_source(source, config.prompts)
 
     collector = collect_windows(source, config.prompts, vocab_size)
     check_any_supervised(collector, tokenizer)
@@ -79,7 +81,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     return report
 
 
-def check_names(source: Source, prompts: PromptsConfig) -> None:
+def check_source(source: Source, prompts: PromptsConfig) -> None:
     """Raise before the expensive work if there is no document, or if a split would be empty."""
     if not source.names:
         wanted, advice = "usable row", "correct the paths or the data"
@@ -95,8 +97,9 @@ def check_names(source: Source, prompts: PromptsConfig) -> None:
     for split, count in ((Split.validation, num_held_out), (Split.train, len(source.clusters) - num_held_out)):
         if not count:
             num_clusters = len(set(source.clusters))
-            shared = f" (different questions: {num_clusters:,})" if num_clusters < len(source.names) else ""
-            raise _empty_split(split, f": none of {len(source.names)} documents{shared} belongs to it", prompts)
+            is_fewer = num_clusters < len(source.names)
+            shared = f" (different questions, near-duplicates left out: {num_clusters:,})" if is_fewer else ""
+            raise _empty_split(split, f": none of {len(source.names):,} documents{shared} belongs to it", prompts)
 
 
 def check_any_supervised(collector: Collector, tokenizer: PreTrainedTokenizerBase) -> None:

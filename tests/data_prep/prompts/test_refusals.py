@@ -66,7 +66,7 @@ def test_settings_that_leave_a_split_without_text_are_refused(
         ([], r"at least one usable row, but .*chats\.jsonl holds none; correct the paths"),
         (
             [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)],
-            r"split must hold .*: none of 20 documents \(different questions: 1\) belongs to it; add",
+            r": none of 20 documents \(different questions, near-duplicates left out: 1\) belongs to it; add",
         ),
         (
             [chat(f"chat{i}", f"hello {i}?") for i in range(20)],
