@@ -72,7 +72,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     stage_dir = run.stage_dir("prompts")
     write_provenance(stage_dir, config, "manifest.json")
     for split, documents in splits.items():
-        documents.save(stage_dir / f"{split}.safetensors")
+        documents.save(stage_dir / split.filename)
     DocumentEntry.write_all(stage_dir, collector.entries())
     report = make_report(source, config.prompts, splits, collector, is_dated)
     write_json(stage_dir / "report.json", asdict(report))

@@ -61,7 +61,7 @@ class Run:
             UserError: the file was changed or damaged since.
         """
         if split not in self._prompts_files:
-            self._prompts_files[split] = require_prompts(self.stage_dir("prompts"), f"{split}.safetensors")
+            self._prompts_files[split] = require_prompts(self.stage_dir("prompts"), split.filename)
         return self._prompts_files[split]
 
     def documents(self, split: Split) -> Documents:

@@ -286,7 +286,7 @@ def main() -> None:
     args, sizes, phases = arguments()
     torch.manual_seed(args.seed)
     texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE).texts
-    held_out = {name: text for name, text in texts.items() if is_held_out(name)}
+    held_out = {name: text for name, text in texts.items() if is_held_out(name, 0.05)}
     training = {name: text for name, text in texts.items() if name not in held_out}
     if args.draft_for is None:
         tokenizer = train_tokenizer(list(training.values()))

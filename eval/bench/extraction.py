@@ -128,7 +128,7 @@ def seconds_of(candidates: Mapping[str, Callable[[], object]], repeats: int, dev
 
 def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:
     for batch in token_budget_batches(documents.lengths.tolist(), batch_tokens, target.form.keeps_states):
-        forward_documents(target, [torch.from_numpy(documents.tokens(i)) for i in batch])
+        forward_documents(target, [torch.from_numpy(documents.token_ids(i)) for i in batch])
 
 
 def fill_store(
@@ -152,7 +152,7 @@ def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], di
     with target.attention("sdpa"), tempfile.TemporaryDirectory(dir=directory) as folder:
         for start in range(0, len(documents), PLAIN_BATCH):
             prompts = [
-                torch.from_numpy(documents.tokens(i)).long()
+                torch.from_numpy(documents.token_ids(i)).long()
                 for i in range(start, min(start + PLAIN_BATCH, len(documents)))
             ]
             input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(target.device)

@@ -33,11 +33,17 @@ from mtptrain.utils.files import (
 
 SCHEMA_VERSION = 2
 DOCUMENTS_FILE = "documents.jsonl"
+AGAIN = "run mtptrain prompts again"
 
 
 class Split(StrEnum):
     train = "train"
     validation = "validation"
+
+    @property
+    def filename(self) -> str:
+        """The name of its file in `run_dir/prompts`."""
+        return f"{self}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Documents:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.document_offsets)
 
-    def tokens(self, index: int) -> NDArray[np.int32]:
+    def token_ids(self, index: int) -> NDArray[np.int32]:
         return self.input_ids[self.document_offsets[index] : self.document_offsets[index + 1]]
 
     def mask(self, index: int) -> NDArray[np.uint8]:
@@ -90,9 +96,7 @@ class Documents:
         try:
             return Documents(**load_file(path))
         except (SafetensorError, TypeError) as error:
-            raise UserError(
-                f"{path}: must be a split of prompts, but is not: {error}; rerun mtptrain prompts"
-            ) from error
+            raise UserError(f"{path}: must be a split of prompts, but is not: {error}; {AGAIN}") from error
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class DocumentEntry:
     """Name of the file or conversation; all its windows and turns share it."""
     split: Split
     tokens: int
+    """Number of tokens in this window."""
     window: int
     """Index of this window of the file or conversation, from 0."""
     turn: int = 0
@@ -128,13 +133,11 @@ class DocumentEntry:
 
     @staticmethod
     def parse(line: bytes, where: str) -> "DocumentEntry":
-        content = parse_json(line, where, "rerun mtptrain prompts")
+        content = parse_json(line, where, AGAIN)
         try:
             return DocumentEntry(**{**content, "split": Split(content["split"])})
         except (LookupError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{where}: must be the entry of a document, but is not ({error!r}); rerun mtptrain prompts"
-            ) from error
+            raise UserError(f"{where}: must be the entry of a document, but is not ({error!r}); {AGAIN}") from error
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class PromptsManifest:
     validation_tokens: int
 
     def write(self, directory: Path) -> None:
-        files = (*(f"{split}.safetensors" for split in Split), DOCUMENTS_FILE)
+        files = (*(split.filename for split in Split), DOCUMENTS_FILE)
         write_sealed(directory / "manifest.json", asdict(self), files)
 
     @staticmethod
@@ -165,13 +168,12 @@ class PromptsManifest:
             UserError: another version of mtptrain wrote it, or it or one of the files was changed or damaged.
         """
         path = directory / "manifest.json"
-        content = read_sealed(path, "run mtptrain prompts again", files=files)
+        content = read_sealed(path, AGAIN, files=files)
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
-                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; rerun "
-                "mtptrain prompts"
+                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; {AGAIN}"
             )
-        return manifest_of(PromptsManifest, content, path, "mtptrain prompts", "run mtptrain prompts again")
+        return manifest_of(PromptsManifest, content, path, "mtptrain prompts", AGAIN)
 
 
 def require_prompts(directory: Path, name: str) -> Path:
@@ -191,6 +193,9 @@ def name_hash(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
-def is_held_out(group: str, fraction: float = 0.05) -> bool:
-    """Returns whether the files or conversations of `group` are held out, as about `fraction` of all groups are."""
-    return name_hash(group) < fraction
+def is_held_out(name: str, fraction: float) -> bool:
+    """Returns whether the files or conversations of this group or cluster are held out.
+
+    About `fraction` of all names are.
+    """
+    return name_hash(name) < fraction

@@ -155,7 +155,7 @@ def held_out_documents(prompts_dir: Path, part: HeldOut) -> Documents:
     if not documents.loss_mask.all():
         indices = first_answers(documents, entries, indices)
     return Documents.from_list(
-        [(int(documents.document_ids[i]), documents.tokens(i), documents.mask(i)) for i in indices]
+        [(int(documents.document_ids[i]), documents.token_ids(i), documents.mask(i)) for i in indices]
     )
 
 
@@ -231,7 +231,7 @@ def held_out_prompts(
         mask = documents.mask(index)
         end = prompt_tokens if mask.all() else int(mask.argmax())
         if 0 < end <= min(len(mask), context_tokens - spare_tokens - max_new_tokens):
-            prompts[str(documents.document_ids[index])] = documents.tokens(index)[:end].tolist()
+            prompts[str(documents.document_ids[index])] = documents.token_ids(index)[:end].tolist()
         if len(prompts) == num_prompts:
             break
     if not prompts:

@@ -41,7 +41,7 @@ def drafts_of_training(documents: Documents) -> Counter[int]:
     """Counts the tokens that depth 0 drafts in the batches that training makes."""
     counts: Counter[int] = Counter()
     for index in range(len(documents)):
-        ids = torch.from_numpy(documents.tokens(index).copy())
+        ids = torch.from_numpy(documents.token_ids(index).copy())
         mask = torch.from_numpy(documents.mask(index).copy())
         if len(draft_spans(mask.numpy())[1]):
             batch = make_batch([StoredDocument(index, ids, mask, torch.zeros(len(ids), 4), None)], ttt_steps=1)

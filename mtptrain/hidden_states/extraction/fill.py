@@ -67,7 +67,7 @@ def fill_shards(
         OSError: the disk of the store or of the backend's temporary files is full.
     """
     total = num_tokens(documents, list(shards.values()))
-    prompts = ([documents.tokens(i) for i in shard] for shard in shards.values())
+    prompts = ([documents.token_ids(i) for i in shard] for shard in shards.values())
     try:
         with (
             OverlappedWriter(writer_threads) as writer,

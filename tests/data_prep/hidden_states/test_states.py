@@ -36,7 +36,7 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
     for index in range(len(documents)):
         stored = store.document(index)
         assert stored.document_id == 100 + index
-        assert stored.input_ids.tolist() == documents.tokens(index).tolist()
+        assert stored.input_ids.tolist() == documents.token_ids(index).tolist()
         assert stored.loss_mask.tolist() == documents.mask(index).tolist()
         streams = residual_streams(target, [stored.input_ids], (*capture_layers, 2)).float()
         # Batching several documents changes the states only by rounding, by at most one unit of bf16.

@@ -43,6 +43,6 @@ def read_output(config: PipelineConfig) -> dict[str, list[tuple[DocumentEntry, l
         documents = Documents.load(stage_dir / f"{split}.safetensors")
         for i, document_id in enumerate(documents.document_ids.tolist()):
             assert entries[document_id].split is split
-            window = (entries[document_id], documents.tokens(i).tolist(), documents.mask(i).tolist())
+            window = (entries[document_id], documents.token_ids(i).tolist(), documents.mask(i).tolist())
             found.setdefault(entries[document_id].name, []).append(window)
     return found

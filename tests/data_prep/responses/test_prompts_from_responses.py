@@ -39,7 +39,7 @@ def test_the_prompts_supervise_exactly_what_the_target_generated(configure: Conf
         documents = Documents.load(config.stage_dir("prompts") / f"{split}.safetensors")
         for i, document_id in enumerate(documents.document_ids.tolist()):
             name, mask = entries[document_id].name, documents.mask(i).astype(bool)
-            supervised.setdefault(name, []).extend(documents.tokens(i)[mask].tolist())
+            supervised.setdefault(name, []).extend(documents.token_ids(i)[mask].tolist())
             assert is_held_out(entries[document_id].group, 0.3) == (split is Split.validation)
     tokenizer, ends = load_tokenizer(speaking_target), Counter[str]()
     rows = [row for row in answered(config) if answers_of(row)]
@@ -67,7 +67,9 @@ def test_answers_to_one_question_are_on_one_side_whatever_was_answered_before(by
     respond(config)
     prepare_prompts(Run(config))
     sides = {split: Documents.load(config.stage_dir("prompts") / f"{split}.safetensors") for split in Split}
-    train, held_out = ({documents.tokens(i).tobytes() for i in range(len(documents))} for documents in sides.values())
+    train, held_out = (
+        {documents.token_ids(i).tobytes() for i in range(len(documents))} for documents in sides.values()
+    )
     assert train and held_out and not train & held_out
     assert len(train | held_out) == 20 == sum(map(len, sides.values()))
 
@@ -123,7 +125,7 @@ def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
     for split in Split:
         documents = Documents.load(config.stage_dir("prompts") / f"{split}.safetensors")
         for i, document_id in enumerate(documents.document_ids.tolist()):
-            text = tokenizer.decode(documents.tokens(i)[documents.mask(i).astype(bool)])
+            text = tokenizer.decode(documents.token_ids(i)[documents.mask(i).astype(bool)])
             found[entries[document_id].name] = found.get(entries[document_id].name, "") + text
     return found
 

@@ -24,7 +24,7 @@ def test_documents_come_back_as_they_were_saved(tmp_path: Path) -> None:
     assert len(loaded) == 3
     assert loaded.lengths.tolist() == [3, 0, 1]
     assert loaded.document_ids.tolist() == [4, 7, 9]
-    assert [loaded.tokens(i).tolist() for i in range(3)] == [[1, 2, 3], [], [5]]
+    assert [loaded.token_ids(i).tolist() for i in range(3)] == [[1, 2, 3], [], [5]]
     assert [loaded.mask(i).tolist() for i in range(3)] == [[0, 1, 1], [], [1]]
 
 
@@ -55,7 +55,7 @@ def test_a_truncated_split_is_named(tmp_path: Path) -> None:
     Documents.from_list([(0, [1, 2, 3], [1, 1, 1])]).save(path)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(
-        ValueError, match=r"train\.safetensors: must be a split of prompts, but is not: .*rerun mtptrain prompts"
+        ValueError, match=r"train\.safetensors: must be a split of prompts, but is not: .*run mtptrain prompts again"
     ):
         Documents.load(path)
 
@@ -84,7 +84,7 @@ def test_a_damaged_document_entry_is_named(tmp_path: Path, line: str) -> None:
     DocumentEntry.write_all(tmp_path, [DocumentEntry(0, "a.py", Split.train, 5, 0)])
     path = tmp_path / "documents.jsonl"
     path.write_text(path.read_text() + line + "\n")
-    message = r"documents\.jsonl:2: must be the entry of a document, but is not \(.*\); rerun mtptrain prompts"
+    message = r"documents\.jsonl:2: must be the entry of a document, but is not \(.*\); run mtptrain prompts again"
     with pytest.raises(ValueError, match=message):
         DocumentEntry.read_all(tmp_path)
 
@@ -97,7 +97,7 @@ def test_the_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     seal_again(seal_prompts(tmp_path), schema_version=99)
     with pytest.raises(
-        ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; rerun mtptrain prompts"
+        ValueError, match=r"manifest\.json: schema_version must be 2, but is 99; run mtptrain prompts again"
     ):
         PromptsManifest.read(tmp_path)
 

@@ -61,7 +61,7 @@ def test_the_documents_of_stage_1_are_counted(tiny_run: tuple[Path, tuple[str, .
     run_dir, overrides = tiny_run
     work = make_plan(make_config(*overrides, f"run_dir={run_dir}")).workload
     documents = Documents.load(run_dir / "prompts/train.safetensors")
-    lengths = [len(documents.tokens(i)) for i in range(len(documents))]
+    lengths = [len(documents.token_ids(i)) for i in range(len(documents))]
     assert work.is_counted
     assert (work.documents, work.tokens, work.longest_tokens) == (len(lengths), sum(lengths), max(lengths))
     assert work.supervised_tokens == sum(int(documents.mask(i).sum()) for i in range(len(documents)))
