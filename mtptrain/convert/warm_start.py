@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.draft_model import initial_weights, start_from_target_model
-from mtptrain.convert.published.config_json import arithmetic
+from mtptrain.convert.published.config_json import rope_and_eps
 from mtptrain.convert.published.heads import PublishedHead, effective_settings, read_published
 from mtptrain.convert.published.native_mtp import read_native_mtp
 from mtptrain.data.draft_vocab import check_draft_token_ids
@@ -300,7 +300,7 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
         return
     theta = 1e6 if issubclass(HEADS[published.name], DflashHead) else 1e4
     path = published.directory / "config.json"
-    for name, (theirs, ours) in arithmetic(path, published.config, target_config, theta).items():
+    for name, (theirs, ours) in rope_and_eps(path, published.config, target_config, theta).items():
         if theirs != ours:
             warnings.warn(
                 f"{path}: {name} should be {ours}, the target's value, which is used, "

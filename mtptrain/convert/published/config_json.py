@@ -43,7 +43,7 @@ SHOWN_CHARACTERS = 80
 
 def shown(value: object) -> str:
     """Returns a value of config.json as it is written there, but not more than its beginning."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = json.dumps(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
@@ -51,10 +51,11 @@ def anything(value: Any, config: Config, target: PreTrainedConfig) -> None:
     """Accepts all values: the key changes nothing, or its value is read or compared elsewhere."""
 
 
-def only(*allowed: object, because: str = "as in our heads") -> Rule:
-    words = " or ".join(shown(value) for value in allowed)
+def only(*allowed: object, reason: str = "as in our heads") -> Rule:
+    """Accepts these values. The error for another gives the reason, if there is one."""
+    wanted = " or ".join(shown(value) for value in allowed) + (f", {reason}" if reason else "")
     kinds = [(isinstance(value, bool), value) for value in allowed]  # true is not 1.0
-    return lambda value, config, target: None if (isinstance(value, bool), value) in kinds else f"{words}, {because}"
+    return lambda value, config, target: None if (isinstance(value, bool), value) in kinds else wanted
 
 
 def of_target(name: str) -> Rule:
@@ -71,7 +72,7 @@ def is_whole_number(value: object, least: int = 0) -> bool:
 
 
 def between(least: int, most: int) -> Rule:
-    """Accepts whole numbers that the setting of our heads may have."""
+    """Accepts whole numbers from `least` to `most`, the bounds of the setting of our heads."""
 
     def rule(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
         return None if is_whole_number(value, least) and value <= most else f"a whole number from {least} to {most:,}"
@@ -80,7 +81,7 @@ def between(least: int, most: int) -> Rule:
 
 
 def number(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
-    is_number = isinstance(value, int | float) and 0 < value < math.inf
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     return None if is_number else "a number above 0"
 
 
@@ -96,14 +97,14 @@ def layer_ids(value: Any, config: Config, target: PreTrainedConfig) -> str | Non
     return None if is_list else "a list of layer ids"
 
 
-def full_attention(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
-    is_full = isinstance(value, list) and set(map(str, value)) <= {FULL}
-    return None if is_full else "full_attention in all layers, as in our heads"
+def in_each_layer(*types: str) -> Rule:
+    """Accepts lists whose entries are all of these types of attention."""
 
+    def rule(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+        is_known = isinstance(value, list) and set(map(str, value)) <= set(types)
+        return None if is_known else f"{' or '.join(types)} in each layer, as in our heads"
 
-def full_or_sliding(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
-    is_known = isinstance(value, list) and set(map(str, value)) <= {FULL, SLIDING}
-    return None if is_known else f"{FULL} or {SLIDING} in each layer"
+    return rule
 
 
 def only_with_types(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
@@ -117,8 +118,8 @@ def unused_window(value: Any, config: Config, target: PreTrainedConfig) -> str |
     return None if is_unused else "null or switched off by use_sliding_window=false, because our heads have no window"
 
 
-def alone(other: str) -> Rule:
-    """Accepts any value of a key unless another key that means the same has a different value."""
+def same_as(other: str) -> Rule:
+    """Accepts the value of another key that means the same, or any value if the config has no such key."""
 
     def rule(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
         there = config.get(other)
@@ -156,22 +157,22 @@ ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"),
     *("original_max_position_embeddings", "mscale", "mscale_all_dim"),
 )
-BOOLEAN = only(True, False, because="a flag")
+BOOLEAN = only(True, False, reason="")
 ROPE = {
     **dict.fromkeys(("rope_parameters", "original_max_position_embeddings"), anything),
-    "rope_scaling": alone("rope_parameters"),
+    "rope_scaling": same_as("rope_parameters"),
     **dict.fromkeys((f"{section}.{name}" for section in ROPE_SECTIONS for name in ("rope_type", "type")), anything),
     **dict.fromkeys((f"{section}.truncate" for section in ROPE_SECTIONS), BOOLEAN),
     **dict.fromkeys((f"{section}.{name}" for section in ROPE_SECTIONS for name in ROPE_NUMBERS), number),
     "rope_theta": number,
     **dict.fromkeys(
         (*(f"{section}.partial_rotary_factor" for section in ROPE_SECTIONS), "partial_rotary_factor"),
-        only(1.0, because="because our heads rotate whole attention heads"),
+        only(1.0, reason="because our heads rotate whole attention heads"),
     ),
-    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), only(True, because="because our heads rotate halves")),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), only(True, reason="because our heads rotate halves")),
     **dict.fromkeys(
         ("rope_interleave", "rope_interleaved", "rope_parameters.interleaved", "rope_scaling.interleaved"),
-        only(False, because="because our heads rotate halves, not interleaved pairs"),
+        only(False, reason="because our heads rotate halves, not interleaved pairs"),
     ),
 }
 """Keys of the rotary embedding. `warn_of_other_arithmetic` compares the accepted ones with the target's."""
@@ -189,10 +190,10 @@ LAYER = {
     "rms_norm_eps": number,  # `warn_of_other_arithmetic` compares it
     "logit_scale": only(1.0),
     "is_causal": only(True),
-    "layer_types": full_attention,
-    "use_sliding_window": only(False, because="because our heads have no window"),
+    "layer_types": in_each_layer(FULL),
+    "use_sliding_window": only(False, reason="because our heads have no window"),
     "sliding_window": unused_window,
-    "use_mrope": only(False, because="because our heads rotate by one position"),
+    "use_mrope": only(False, reason="because our heads rotate by one position"),
 }
 """Keys of heads with decoder layers."""
 NATIVE = {
@@ -201,9 +202,9 @@ NATIVE = {
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), only(1)),
     "model_type": only(
         *("llama", "mistral", "qwen2", "qwen3", "mimo"),
-        because="a family whose MTP layer feeds back the state after its norm",
+        reason="a family whose MTP layer feeds back the state after its norm",
     ),
-    "mtp_hidden_states_first": only(False, because="because eh_proj of head mtp reads the embedding first"),
+    "mtp_hidden_states_first": only(False, reason="because eh_proj of head mtp reads the embedding first"),
 }
 """Keys of checkpoints that hold an MTP layer behind the layers of a whole model."""
 MODEL_OPT_EAGLE3 = {
@@ -222,7 +223,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "num_nextn_predict_layers": only(1),
         **dict.fromkeys(
             ("n_routed_experts", "qk_nope_head_dim", "qk_rope_head_dim"),
-            only(0, because="because head mtp has neither experts nor latent attention"),
+            only(0, reason="because head mtp has neither experts nor latent attention"),
         ),
         **dict.fromkeys(("first_k_dense_replace", "moe_layer_freq", "n_group"), anything),  # without experts, unused
     },
@@ -235,7 +236,7 @@ RULES: dict[str, dict[str, Rule]] = {
         **dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm"), BOOLEAN),
         LAYER_IDS: layer_ids,
         "eagle_config": anything,
-        f"eagle_config.{LAYER_IDS}": alone(LAYER_IDS),
+        f"eagle_config.{LAYER_IDS}": same_as(LAYER_IDS),
         "eagle_config.norm_before_fc": BOOLEAN,
         **{
             f"{section}{name}": only(value)
@@ -253,12 +254,12 @@ RULES: dict[str, dict[str, Rule]] = {
         "use_sliding_window": only_with_types,
         **dict.fromkeys(
             ("sample_from_anchor", "dflash_config.sample_from_anchor", "dflash_config.shift_label"),
-            only(False, because="because engines draft nothing with the first token of such a head"),
+            only(False, reason="because engines draft nothing with the first token of such a head"),
         ),
-        "layer_types": full_or_sliding,
+        "layer_types": in_each_layer(FULL, SLIDING),
         **dict.fromkeys(("sliding_window", "dflash_config.swa_window_size"), size),
         "dflash_config": anything,
-        "dflash_config.block_size": alone("block_size"),
+        "dflash_config.block_size": same_as("block_size"),
         "dflash_config.mask_token_id": token_id,
         "dflash_config.target_layer_ids": layer_ids,
         "dflash_config.attention_value_scale": only(1.0),
@@ -280,12 +281,12 @@ RULES: dict[str, dict[str, Rule]] = {
 """The rules of each kind of head. `eagle3` includes P-EAGLE; `native` are the MTP layers of whole models."""
 RULES["dspark"] = RULES["dflash"] | {
     "markov_rank": size,
-    "markov_head_type": only("vanilla", because="because engines serve no other correction"),
+    "markov_head_type": only("vanilla", reason="because engines serve no other correction"),
     **dict.fromkeys(
-        ("enable_confidence_head", "confidence_head_with_markov"), only(True, because="because head dspark has one")
+        ("enable_confidence_head", "confidence_head_with_markov"), only(True, reason="because head dspark has one")
     ),
     "sample_from_anchor": BOOLEAN,
-    "dflash_config.sample_from_anchor": alone("sample_from_anchor"),
+    "dflash_config.sample_from_anchor": same_as("sample_from_anchor"),
     "target_layer_ids": layer_ids,
     "mask_token_id": token_id,
 }
@@ -342,10 +343,12 @@ def captured_ids(config: Config) -> list[int] | None:
     return config.get(LAYER_IDS) or None
 
 
-def arithmetic(
+def rope_and_eps(
     path: Path, config: Config, target_config: PreTrainedConfig, theta: float
 ) -> dict[str, tuple[object, object]]:
-    """Returns RoPE parameters and norm eps, each of the head and of the target.
+    """Returns `rope_parameters` and `rms_norm_eps`, each as a pair of the head's value and the target's.
+
+    The pairs can be compared: defaults are filled in, and eps is rounded to fp32.
 
     Args:
         path: the head's config.json, for error messages.
@@ -369,7 +372,7 @@ def arithmetic(
         {name: value for name, value in head_rope_parameters(each).items() if name != "type"}
         for each in (own, target_config)
     )
-    # A GGUF file rounds it to fp32. The shortest text of a number in fp32 is what was rounded.
+    # A target's GGUF file holds its eps in fp32, so compare both in fp32; str gives 1e-06 instead of 9.99999997e-07.
     own_eps, eps = (float(str(np.float32(each))) for each in (own.rms_norm_eps, norm_eps(target_config)))
     return {"rope_parameters": (own_rope, rope), "rms_norm_eps": (own_eps, eps)}
 
@@ -378,7 +381,7 @@ def _refuse_quantisation(path: Path) -> None:
     """Refuse ModelOpt's file beside config.json if it says that weights or cache are quantised."""
     if path.is_file():
         algorithms = read_json(path, "copy or download it again", ["quantization"])["quantization"]
-        if algorithms is not None and algorithms != dict.fromkeys(algorithms):
+        if algorithms is not None and not (isinstance(algorithms, dict) and not any(algorithms.values())):
             raise UserError(
                 f"{path}: must name no quantisation, because our heads are not quantised, but has {shown(algorithms)}; "
                 "choose another head"

@@ -114,7 +114,7 @@ def test_other_settings_are_refused_with_those_to_set(
             {"bias": True},
             r"config\.json: bias must be false, because the files have no fc\.bias, but is true",
         ),
-        (unchanged, {"hidden_act": "gelu"}, r"config\.json: hidden_act must be silu, as in our heads, but is gelu"),
+        (unchanged, {"hidden_act": "gelu"}, r'config\.json: hidden_act must be "silu", as in our heads, but is "gelu"'),
         (unchanged, {"logit_scale": 0.5}, r"config\.json: logit_scale must be 1\.0, as in our heads, but is 0\.5"),
         (
             unchanged,
@@ -214,13 +214,14 @@ def test_a_directory_without_a_readable_head_is_refused(
         load_init(str(tmp_path), MTP, TargetFiles(tiny_target))
 
 
-def test_a_quantisation_beside_the_config_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+@pytest.mark.parametrize("refused", [{"quant_algo": "FP8"}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, 8])
+def test_a_quantisation_beside_the_config_is_refused(tmp_path: Path, tiny_target: Path, refused: object) -> None:
     write(tmp_path, "vllm", EAGLE3, tiny_target)
-    algorithms: dict[str, str | None] = {"quant_algo": None, "kv_cache_quant_algo": None}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
+    none = {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": []}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": none}))
     load_init(str(tmp_path), EAGLE3, TargetFiles(tiny_target))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {**algorithms, "quant_algo": "FP8"}}))
-    with pytest.raises(ValueError, match=r"hf_quant_config\.json: must name no quantisation, .* but has .*FP8"):
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": refused}))
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: must name no quantisation, .* but has .*8"):
         load_init(str(tmp_path), EAGLE3, TargetFiles(tiny_target))
 
 
