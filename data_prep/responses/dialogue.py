@@ -227,7 +227,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
 
 
 def is_text_of(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response: Response) -> bool:
-    """Returns whether a server's token ids are those of its text. A server that uses another tokenizer sends others.
+    """Returns whether a server's token ids are those of its text, which they are not if it uses another tokenizer.
 
     Servers differ in spaces, incomplete characters and special tokens, which do not count.
     """
@@ -252,10 +252,9 @@ def message_content(
     response: Response,
     text: str,
 ) -> tuple[str, bool, bool]:
-    """Returns the content of the assistant message, whether rendering it reproduces the text, and whether it also
-    reproduces the tokens.
+    """Returns the content of the assistant message, whether its rendering has the text, and whether it has the tokens.
 
-    Without token ids, tokens count as reproduced if the text is.
+    Without token ids, the rendering counts as having the tokens if it has the text.
 
     A generation prompt may contain the beginning of the response (`<think>`). Some templates expect that beginning in
     the message too and others do not, so both contents are tried. If neither reproduces the response, the content is
@@ -278,7 +277,7 @@ def message_content(
     end = [] if response.stop_token_id is None else [response.stop_token_id]
     expected = [*prompt_ids, *response.token_ids, *end]
     for content in kept:
-        token_ids = list(tokenizer(rendered[content], add_special_tokens=False, verbose=False)["input_ids"])
+        token_ids = tokenize_rendered(tokenizer, rendered[content])
         if token_ids[: len(expected)] == expected:
             return content, True, True
     return kept[0], True, False

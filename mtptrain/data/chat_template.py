@@ -85,7 +85,7 @@ def render_prompt(
 
 def tokenize_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Returns the token ids of a rendered text, which already holds all special tokens."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def prompt_text(

@@ -24,12 +24,14 @@ class Acceptance:
     acceptance_rate: float
     """Accepted tokens over drafted tokens."""
     acceptance_rate_at: list[float]
-    """For each position, the share of all rounds with drafts that accepted the draft there; not conditional on earlier
-    positions."""
+    """Share of all rounds with drafts that accepted the draft at each position [K].
+
+    It is not conditional on the acceptance of earlier positions.
+    """
     acceptance_length_mean_of_prompts: float
     """The acceptance length of each prompt, averaged over the prompts with drafts."""
     tokens_per_step: float
-    """Tokens per forward of the target, including rounds without drafts."""
+    """Tokens per forward of the target, over the rounds with and without drafts."""
     rounds: int
     """Number of rounds with drafts."""
     empty_rounds: int
@@ -41,7 +43,7 @@ class Acceptance:
     accepted_at: list[int]
     """Number of rounds that accepted the draft at each position [K]."""
     prompts: int
-    """Number of answers: each turn of a conversation has a prompt of its own."""
+    """Number of prompts that were answered. Each turn of a conversation has a prompt of its own."""
 
 
 def summarise(generations: Sequence[Generation]) -> Acceptance:
@@ -166,11 +168,12 @@ def generate_in_batches(
 ) -> list[Generation]:
     """Decode many prompts, those of similar length together, and return the results in the order of the prompts.
 
+    Arguments without a description, and errors, are those of `speculate`.
+
     Args:
         batch_size: see `token_batches`.
         batch_tokens: see `token_batches`.
         description: text of the progress bar; None shows no bar.
-        observe: see `speculate`.
         answers: an answer for each prompt, which the target then writes in greedy decoding; None for its own choice.
     """
     batches = token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens)

@@ -42,7 +42,7 @@ def eager() -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Return whether GPU kernels process x. This includes fake bf16 tensors, which stand for GPU tensors in plans."""
+    """Returns whether GPU kernels process x. This includes fake bf16 tensors, which stand for GPU tensors in plans."""
     return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
 
 

@@ -125,7 +125,8 @@ def _attend_to_tokens_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
     grad_query = torch.zeros_like(query)
-    # The gradient of a key that several kernels read is a sum, which is kept in fp32. `part.keys` has no key twice.
+    # The gradients of a key and its value are sums over the kernels that read them, and are kept in fp32. That of a
+    # query is such a sum too, but keeps the query's dtype, like the output that is merged. No kernel has one twice.
     sum_dtype = torch.float32 if len(packing.segments) > 1 else None
     grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
     for part, row_max in zip(packing.segments, row_maxes, strict=True):
