@@ -42,9 +42,8 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
     for name, value in speed_rows(stage_dir / METRICS):
         table.add_row(name, value)
     head_dir = best_or_last(stage_dir)
-    table.add_row(f"{head_dir.name} head", str(head_dir))
-    table.add_row("metrics", str(stage_dir / METRICS))
-    Console(markup=False, emoji=False).print(table)
+    Console().print(table)
+    print(f"{head_dir.name} head: {head_dir}; metrics: {stage_dir / METRICS}")  # a table would cut off the paths
 
 
 def speed_rows(metrics: Path) -> list[tuple[str, str]]:
