@@ -1,6 +1,7 @@
 """Draws the plots of all reports as SVG. A failure is a warning, because the measurement is already on disk."""
 
 import io
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,9 +84,13 @@ def draw(plot: Callable[[Axes, Drafters], bool], drafters: Drafters) -> str:
 
 
 def put_legend(axes: Axes) -> None:
-    """Place the legend below the plot if it has more than one entry."""
-    if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
+    """Place the legend below the plot, which keeps its height, if it has more than one entry."""
+    labels = axes.get_legend_handles_labels()[1]
+    if len(labels) > 1:
+        ncols = 2 if max(map(len, labels)) <= 40 else 1
+        axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=ncols, frameon=False)
+        if figure := axes.get_figure(root=True):
+            figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(labels) / ncols))
 
 
 def plot_positions(axes: Axes, drafters: Drafters) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from eval import compare, report_page
 from eval.acceptance import remove_generations
+from eval.plots import plots_of
 from eval.report_page import write_run_page
 from mtptrain.decoding.acceptance import intervals, summarise
 from mtptrain.decoding.speculate import Generation
@@ -210,6 +212,13 @@ def test_names_with_dollars_are_shown_as_they_are(tmp_path: Path) -> None:
     category = {"$x_{$ cost": figures([2, 2])}
     write_report(tmp_path / "acceptance/report.json", [8, 6], by_category=category)
     assert "<!-- $x_{$ cost -->" in page_of(tmp_path)
+
+
+def test_plots_of_many_long_names_keep_their_size(user_warnings: list[warnings.WarningMessage]) -> None:
+    drafters = {f"runs/losses/seed_{i}: temperature 1 sampled drafts": figures([8, 6]) for i in range(20)}
+    plots = plots_of(drafters, has_speed=False)
+    heights = [float(height) for svg in plots.values() for height in re.findall(r'<rect .* height="([\d.]+)"', svg)]
+    assert len(heights) == len(plots) and min(heights) > 150 and not user_warnings, "the area within the axes"
 
 
 def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
