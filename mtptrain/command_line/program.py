@@ -4,6 +4,7 @@ import functools
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ from mtptrain.utils.errors import (
     exit_with_error,
     exit_with_line,
     refusal,
+    show_warning,
 )
 from mtptrain.utils.masking import hide_passwords
 from mtptrain.utils.startup import imports_are_done
@@ -73,6 +75,7 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
     @functools.wraps(main)
     def entry_point() -> None:
         imports_are_done()
+        warnings.showwarning = show_warning
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
         try:
             options, unknown = get_args_parser().parse_known_args()

@@ -2,10 +2,11 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from textwrap import shorten
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
@@ -48,6 +49,20 @@ def errors_as_lines(
         raise
     except Exception as error:
         exit_with_error(error, refusal(error, run_dir))
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Show a warning of users as one line on stderr, without Python's line of code. For `warnings.showwarning`."""
+    is_for_users = category is UserWarning
+    text = f"WARNING {message}" if is_for_users else warnings.formatwarning(message, category, filename, lineno, line)
+    tqdm.write(text.rstrip(), file=sys.stderr)
 
 
 def exit_with_line(line: str, code: int) -> NoReturn:

@@ -1,13 +1,14 @@
 """Tests which errors are reported without a stack, and what their messages say."""
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from mtptrain.utils.errors import StageMissing, UserError, refusal
+from mtptrain.utils.errors import StageMissing, UserError, refusal, show_warning
 
 
 def raised(act: Callable[[], object]) -> Exception:
@@ -55,3 +56,15 @@ def test_an_error_of_the_operating_system_names_the_file_or_the_run() -> None:
     assert refusal(full, "runs/a") == "No space left on device, with run_dir=runs/a"
     assert str(refusal(full, None)) == "[Errno 28] No space left on device"
     assert refusal(raised(lambda: Path("/none").read_text()), "runs/a") == "/none: No such file or directory"
+
+
+def test_a_warning_for_users_is_one_line_and_any_other_says_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():  # restores `showwarning`
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show_warning)
+        warnings.warn("K: should be 3", stacklevel=1)
+        warnings.warn("old name", DeprecationWarning, stacklevel=1)
+    ours, other = capsys.readouterr().err.splitlines()[:2]
+    assert ours == "WARNING K: should be 3" and __file__ in other and "DeprecationWarning: old name" in other
