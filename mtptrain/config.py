@@ -53,6 +53,7 @@ from mtptrain.utils.files import refuse_overwriting
 from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path, random_seed
 
 __all__ = [
+    "BENCH",
     "RECIPES",
     "AcceptanceConfig",
     "Backend",
@@ -99,7 +100,9 @@ class PipelineConfig:
     """One config for all programs, so that stages cannot disagree."""
 
     run_dir: str = directory_path(default=MISSING)
+    """Folder of the run. Each stage writes to a folder in it."""
     seed: int = random_seed()
+    """Seed of a head's random weights, of the order of the training data, and of sampled responses."""
     plan: bool = False
     """Whether mtptrain run or mtptrain hidden-states only prints what the run will need, then exits."""
     verify: bool = False
@@ -209,10 +212,14 @@ def _check_stream(config: PipelineConfig) -> None:
             )
 
 
+BENCH = "bench"
+"""Entry of the file of `bench.out` with the name of the program that wrote it; other reports have no such entry."""
+
+
 def _check_bench_out(out: str | None) -> None:
     if out is None:
         return
-    refuse_overwriting(Path(out), "bench.out", ('"device": "', '"bare_forward_tokens_per_s": '))
+    refuse_overwriting(Path(out), "bench.out", (f'"{BENCH}": "',))
     if not Path(out).parent.is_dir():
         raise UserError(f"bench.out: must be a JSON file in a folder that exists, but is {out}; correct it")
 
@@ -241,8 +248,8 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
 def _check_confidence(config: PipelineConfig) -> None:
     if config.acceptance.confidence_thresholds and HEADS[config.head.name].own_loss_part != LossPart.confidence:
         raise UserError(
-            f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has none, "
-            f"but are {config.acceptance.confidence_thresholds}; leave them out, or set "
+            f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has no "
+            f"confidence, but are {config.acceptance.confidence_thresholds}; leave them out, or set "
             f"head={_heads_with(LossPart.confidence)}"
         )
 
@@ -289,7 +296,7 @@ def _check_loss(config: PipelineConfig) -> None:
     for part in OWN_PARTS:
         if part in mix and part != own:
             raise UserError(
-                f"train.loss: must not name the part {part} with head {config.head.name}, which has none, but is "
+                f"train.loss: must not name the part {part} with head {config.head.name}, which has no {part}, but is "
                 f"{config.train.loss}; leave it out, or set head={_heads_with(part)}"
             )
 

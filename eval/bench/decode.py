@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from mtptrain.command_line.program import command, program
 from mtptrain.command_line.tables import wide_console
-from mtptrain.config import BenchConfig, PipelineConfig, check_depths, load_config
+from mtptrain.config import BENCH, BenchConfig, PipelineConfig, check_depths, load_config
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.round_costs import LoopBench, PromptIds, Spent
@@ -83,10 +83,10 @@ def measure_decoding(config: PipelineConfig, output_dir: Path) -> None:
         "dtype": str(settings.dtype),
         "rows": rows,
     }
-    write_provenance(output_dir, config)
+    write_provenance(output_dir, config, "report.json")
     write_sealed(output_dir / "report.json", report)
     if config.bench.out:
-        write_json(Path(config.bench.out), report)
+        write_json(Path(config.bench.out), {BENCH: "decode", **report})
     print_table(rows)
     with drawing(output_dir / "report.svg", output_dir / "report.json"):
         draw(rows, output_dir / "report.svg")

@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.command_line.program import program
-from mtptrain.config import BenchConfig, PipelineConfig, StoreDtype, load_config
+from mtptrain.config import BENCH, BenchConfig, PipelineConfig, StoreDtype, load_config
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.fill import Streams
@@ -72,7 +72,7 @@ def main(cfg: DictConfig) -> None:
         figures |= bench_vllm(config, Path(directory)) | bench_reading(config.bench, Path(directory))
     print_tables(config, device, figures)
     if config.bench.out:
-        write_json(Path(config.bench.out), figures)
+        write_json(Path(config.bench.out), {BENCH: "extraction", **figures})
 
 
 def bench_writing(config: PipelineConfig, device: torch.device, directory: Path) -> ExtractionFigures:

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from mtptrain.command_line.program import program
 from mtptrain.command_line.tables import wide_console
-from mtptrain.config import PipelineConfig, load_config
+from mtptrain.config import BENCH, PipelineConfig, load_config
 from mtptrain.heads import HEADS
 from mtptrain.heads.config import HeadConfig
 from mtptrain.settings.precision import compute_dtype
@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> None:
         figures["lengths"] = bench_lengths(config, ranks, peak)
     print_tables(figures)
     if config.bench.out:
-        write_json(Path(config.bench.out), figures)
+        write_json(Path(config.bench.out), {BENCH: "train", **figures})
 
 
 def check(config: PipelineConfig) -> None:

@@ -104,8 +104,8 @@ def test_the_revision_is_not_that_of_a_checkout_in_which_mtptrain_is_installed(
     [
         ('{"thesis": 1}', False),
         ("text", False),
-        ('{"device": "CPU"}', True),
-        ('{"bare_forward_tokens_per_s": 1}', True),
+        ('{"command": "mtptrain acceptance", "acceptance_length": 2.5, "device": "CPU"}', False),
+        ('{"bench": "train", "device": "CPU"}', True),
     ],
 )
 def test_a_benchmark_replaces_only_its_own_figures(tmp_path: Path, content: str, is_taken: bool) -> None:

@@ -22,7 +22,9 @@ def test_every_batch_size_and_depth_is_measured_and_written(
     sizes = ("bench.batch_sizes=[1,3]", "bench.draft_depths=[4,1]", "bench.decode_prompts=4", "bench.repeats=1")
     result = run_program("eval.bench.decode", *overrides, *sizes, f"bench.out={tmp_path}/decode.json")
     assert result.returncode == 0, result.stderr[-3000:]
-    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    figures = json.loads((tmp_path / "decode.json").read_text())
+    rows = figures["rows"]
+    assert figures["bench"] == "decode"
     assert [(row["batch_size"], row["num_prompts"], row["num_speculative_tokens"]) for row in rows] == [
         (size, prompts, k) for size, prompts in ((1, 4), (3, 3)) for k in (0, 1, 4)
     ]

@@ -31,6 +31,7 @@ def test_every_candidate_is_measured_and_written(tiny_target: Path, tmp_path: Pa
     result = run_program("eval.bench.extraction", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures.pop("bench") == "extraction"
     assert sorted(figures) == [
         "bare_forward_tokens_per_s",
         "batches_bfloat16_gb_per_s",

@@ -38,9 +38,10 @@ def test_every_candidate_is_measured_and_written(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     figures = json.loads((tmp_path / "figures.json").read_text())
     (step,) = figures["steps"]
+    assert figures["bench"] == "train"
     assert {"tokens_per_s", "plain_tokens_per_s", "mfu", "peak_bytes", "plain_peak_bytes"} <= set(step)
     assert step["tokens_per_s"] > 0 and isinstance(figures["prompt_token_cost"], float)
-    assert [(row["tokens"], row["rows"]) for row in figures["lengths"]] == [(1024, 1024), (2048, 1024)]
+    assert [(row["tokens"], row["supervised"]) for row in figures["lengths"]] == [(1024, 1024), (2048, 1024)]
     assert "*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators" in result.stdout
 
 
