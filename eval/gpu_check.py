@@ -1,5 +1,5 @@
-"""Checks what CPU tests cannot show: that every stage runs on GPUs, and that its results are correct within bf16
-rounding. It downloads nothing.
+"""Checks what CPU tests cannot show: that the stages from prompts to export run on GPUs, and that their results are
+correct within bf16 rounding. It downloads nothing.
 
 It runs the programs of the pipeline as users do, on a small amount of text, in a new folder in `run_dir/gpu_check/`,
 which it removes if nothing failed. It compares attention and loss with their definitions, and decoding with the
@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 from mtptrain.command_line.program import command, program, quoted
 from mtptrain.command_line.stages import stages_of
 from mtptrain.config import CheckSize, PipelineConfig, load_config
-from mtptrain.run_dir import write_provenance, writing
+from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
@@ -89,10 +89,11 @@ def main(cfg: DictConfig) -> None:
 def check_all(config: PipelineConfig, directory: Path, device: torch.device) -> int:
     """Run every check in a new folder, write and print the report, and return the exit code."""
     overrides = [*COMMON, *SIZES[config.check.size], *forwarded(HydraConfig.get().overrides.task)]
-    write_provenance(directory, config)
+    claim_stage_dir(directory, config)
     work_dir = Path(tempfile.mkdtemp(prefix="check_", dir=directory))  # an older one may hold files of somebody
     inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(work_dir / 'run')}"]))
     rows = run_all(inner, overrides, config.check.size, device, run_in_subprocess)
+    write_provenance(directory, config, "report.json")
     code = report(rows, directory, device)
     if code:
         print(f"the programs' output and logs are in {work_dir}")

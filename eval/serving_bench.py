@@ -30,7 +30,7 @@ from mtptrain.config import load_config
 from mtptrain.convert.engine_settings import remove_engine_settings, write_engine_settings
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance, writing_output
+from mtptrain.run_dir import claim_stage_dir, write_provenance, writing_output
 from mtptrain.serving.bench_rows import Row, speeds_of
 from mtptrain.serving.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.serving.depth_choice import best_num_drafts
@@ -57,8 +57,10 @@ def main(cfg: DictConfig) -> None:
             measure_break_even(config, output_dir)
             return
         bench = prepare(Run(config), output_dir)
-        write_provenance(output_dir, config)
-        write_results(bench, *measure(bench))
+        claim_stage_dir(output_dir, config)
+        rows, version = measure(bench)
+        write_provenance(output_dir, config, "report.json")
+        write_results(bench, rows, version)
 
 
 def prepare(run: Run, output_dir: Path) -> Bench:
@@ -74,7 +76,7 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     prompts = list(run.measured_prompts(2 * most_drafts).input_ids.values())
     server = None if serving.url is None else running_server(serving)
     program = None if isinstance(server, LlamaServer) else find_program(serving)  # vLLM's also sends the requests
-    if serving.engine is ServingEngine.llama_cpp:
+    if serving.engine is ServingEngine.llama_cpp and server is None:
         require_gguf(run)
     if serving.engine is ServingEngine.openvino:
         check_openvino(config.head.name, config.serving_bench.concurrency, config.acceptance.temperature)

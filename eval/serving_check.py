@@ -34,7 +34,7 @@ from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance, writing_output
+from mtptrain.run_dir import claim_stage_dir, write_provenance, writing_output
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.serving.engine import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, Engine, EngineCounts, EngineRun
 from mtptrain.serving.vllm_server import VllmServer
@@ -79,7 +79,7 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     ours = decode_here(run, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
-    write_provenance(output_dir, config)
+    claim_stage_dir(output_dir, config)
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     limits = settings.num_speculative_tokens, settings.max_new_tokens, ours.stop_token_ids
     our_counts, rule = engine.counted(ours.drafted, *limits)
@@ -93,6 +93,7 @@ def check_engine(run: Run, output_dir: Path) -> bool:
 
     served = {"command": command(), **report(config, comparison, divergence), "rule": rule}
     served["prompts_sha256"] = Prompts(prompts).sha256
+    write_provenance(output_dir, config, "report.json")
     write_sealed(output_dir / "report.json", served)
     print_table(config, comparison, engine.name, rule)
     write_run_page(config)

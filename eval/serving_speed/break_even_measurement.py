@@ -69,10 +69,10 @@ def measure_break_even(config: PipelineConfig, output_dir: Path) -> None:
     prompts = random_prompts(config, target.config, head)
     program = engine_program(run)
     # 2. Our own loop. Its target is freed before an engine needs the memory.
-    write_provenance(output_dir, config)
     costs = loop_costs(config, target, head, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # gives back what nothing holds any more: the target and its caches, and the head's copy
+    write_provenance(output_dir, config, "report.json")
     write_report(config, target, output_dir, costs)
     # 3. The engine.
     if isinstance(program, Path):

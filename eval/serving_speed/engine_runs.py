@@ -22,8 +22,7 @@ from mtptrain.serving.bench_rows import Row, fastest, warn_of_unequal_work
 from mtptrain.serving.engine import NEUTRAL_SAMPLING, EngineCounts
 from mtptrain.serving.exports import cache_bytes, served_model, speculative_config
 from mtptrain.serving.llama_load import LlamaLoadGenerator
-from mtptrain.serving.llama_server import LlamaServer
-from mtptrain.serving.llama_server import server_arguments as server_arguments_of_llama
+from mtptrain.serving.llama_server import LlamaServer, server_arguments
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
 from mtptrain.serving.openvino_client import OpenvinoModels
 from mtptrain.serving.openvino_load import OpenvinoEngine
@@ -65,7 +64,7 @@ class Bench:
 
     @property
     def types(self) -> dict[str, str | None]:
-        """The types of the weights, for the report: the setting that the engine obeys."""
+        """Entries of the report: the setting that chose the weights' type. `dtype` is None if it did not."""
         if self.server is not None:
             return {"dtype": None}
         if self.engine is ServingEngine.openvino:
@@ -103,12 +102,15 @@ def drafting_choices(config: PipelineConfig) -> list[int]:
 
 
 CONVERTED = ".mtptrain_converted_"
-"""Beginning of the name of the folder with the models that OpenVINO converts, which takes as much disk as both."""
-Generator = LoadGenerator | LlamaLoadGenerator | nullcontext[None]
+"""Beginning of the name of the folder with the models that OpenVINO converts.
+
+It takes as much disk as target and head together.
+"""
+AnyLoadGenerator = LoadGenerator | LlamaLoadGenerator | nullcontext[None]
 """The program that sends requests to a server; none for an engine without one."""
 
 
-def load_generator(bench: Bench) -> Generator:
+def load_generator(bench: Bench) -> AnyLoadGenerator:
     """Returns the load generator of the engine. Entering it starts it."""
     if bench.engine is ServingEngine.llama_cpp:
         return LlamaLoadGenerator()
@@ -182,7 +184,7 @@ def measure_engines(
         for num_drafts in choices:
             name = "server" if num_drafts is None else f"K{num_drafts}"
             bar.set_description(f"{name} starts")
-            with engine(bench, num_drafts, generator, converted) as loaded:
+            with started_engine(bench, num_drafts, generator, converted) as loaded:
                 version = loaded.version
                 if settings.warmup_requests:
                     load = make_load(bench, f"{name}_warmup", max(settings.concurrency))
@@ -207,7 +209,7 @@ def advance(bar: Any) -> Callable[[int], None]:
 
 
 @contextmanager
-def engine(
+def started_engine(
     bench: Bench, num_drafts: int | None, generator: LoadGenerator | LlamaLoadGenerator | None, converted: Path
 ) -> Iterator[LoadedServer | OpenvinoEngine]:
     """Runs an engine with K drafts per round, or yields the running server."""
@@ -230,7 +232,7 @@ def engine(
         with ManagedServer(sys.executable, command, log_path, timeout_s, LlamaServer, "llama-server") as llama:
             yield LoadedServer(llama, generator)
     else:
-        command = ["serve", *server_arguments(bench, num_drafts)]
+        command = ["serve", *vllm_arguments(bench, num_drafts)]
         connect = partial(VllmServer, is_ours=True)
         with ManagedServer(bench.program, command, log_path, timeout_s, connect, "vllm serve") as server:
             yield LoadedServer(server, generator)
@@ -241,11 +243,11 @@ def llama_arguments(bench: Bench, num_drafts: int) -> list[str]:
     settings, gguf = bench.config.serving_bench, bench.target.gguf
     assert gguf is not None
     head = (bench.head_dir / GgufFormat.weights_name, str(bench.facts["method"]), num_drafts) if num_drafts else None
-    arguments = server_arguments_of_llama(gguf, bench.context_tokens, max(settings.concurrency), False, head)
+    arguments = server_arguments(gguf, bench.context_tokens, max(settings.concurrency), False, head)
     return [*arguments, *settings.server_args]
 
 
-def server_arguments(bench: Bench, num_drafts: int) -> list[str]:
+def vllm_arguments(bench: Bench, num_drafts: int) -> list[str]:
     """Returns the arguments of `vllm serve`.
 
     Engines differ only in their drafts: one without drafts also loads the export where that holds the target.
@@ -278,7 +280,9 @@ def make_load(bench: Bench, name: str, concurrency: int) -> Load:
         concurrency=concurrency,
         max_new_tokens=settings.max_new_tokens,
         sampling={
-            **{"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k},
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
             **NEUTRAL_SAMPLING,
         },
         ignore_eos=config.serving_bench.ignore_eos,

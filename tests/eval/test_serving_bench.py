@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 
+from eval import serving_bench
 from eval.engines import check_server, is_same_model
 from eval.serving_bench import prepare, write_results
-from eval.serving_speed.engine_runs import Bench, check_device, server_arguments
-from mtptrain.config import PipelineConfig
+from eval.serving_speed.engine_runs import Bench, check_device, vllm_arguments
+from mtptrain.config import RECIPES, PipelineConfig
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.run import Run
+from mtptrain.run_dir import write_provenance
 from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
 from mtptrain.serving.depth_choice import (
     best_fixed_num_drafts,
@@ -29,6 +32,7 @@ from mtptrain.serving.load_generator import Latencies, Spread
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, make_target, run_program
 from tests.mtptrain.serving.test_break_even import store as store_costs
 from tests.mtptrain.serving.test_vllm_server import FakeServer, address
@@ -197,7 +201,7 @@ def test_an_engine_without_drafts_loads_the_export_where_that_holds_the_target(
     facts, export = {**FACTS, "holds_target": holds_target}, shutil.copytree(tiny_target, tmp_path / "export")
     target = TargetFiles(tiny_target, str(tiny_target))
     bench = Bench(config_for(), tmp_path, target, [[1, 2]], Path("python"), "", facts, export, None)
-    loaded = {server_arguments(bench, num_drafts)[0] for num_drafts in (0, 3)}
+    loaded = {vllm_arguments(bench, num_drafts)[0] for num_drafts in (0, 3)}
     assert loaded == {str(export if holds_target else tiny_target)}
 
 
@@ -254,6 +258,35 @@ def test_a_llama_server_is_known_by_its_file_whatever_its_name(bench_of: Callabl
     served.write_bytes(b"others")
     with pytest.raises(ValueError, match=r"must serve \S+/target\.gguf, but \S+ serves \S+/served\.gguf, which is an"):
         check(bench_of(served, gguf))
+
+
+def test_a_running_llama_server_needs_no_gguf_file_on_this_machine(
+    bench_of: Callable[..., Bench], fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    server = bench_of(tmp_path / "served.gguf", tmp_path / "served.gguf").server
+    assert server is not None
+    config = make_config(*fresh_run[1], "serving.engine=llama_cpp", f"serving.url={server.url}")
+    assert isinstance(prepare(Run(config), tmp_path / "bench").server, LlamaServer)
+
+
+def test_a_benchmark_that_fails_keeps_the_earlier_report_and_its_settings(
+    fresh_run: tuple[Path, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, settings = fresh_run
+    write_provenance(run_dir / "serving_bench", make_config(*settings))
+    (run_dir / "serving_bench/report.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in (run_dir / "serving_bench").iterdir()}
+
+    def fail(_: object) -> None:
+        raise UserError("the engine failed")
+
+    monkeypatch.setattr(serving_bench, "prepare", lambda *_: None)
+    monkeypatch.setattr(serving_bench, "measure", fail)
+    with initialize_config_dir(RECIPES, version_base="1.3"):
+        cfg = compose("pipeline", ["recipe=quickstart", *settings, "acceptance.max_new_tokens=7"])
+    with pytest.raises(UserError, match="the engine failed"):
+        serving_bench.main.__wrapped__(cfg)  # type: ignore[attr-defined]
+    assert {path.name: path.read_bytes() for path in (run_dir / "serving_bench").iterdir()} == before
 
 
 def test_a_running_servers_report_leaves_no_settings_of_an_earlier_run_and_claims_neither_head_nor_prediction(

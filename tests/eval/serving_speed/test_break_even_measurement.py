@@ -18,11 +18,13 @@ from eval.serving_speed.break_even_measurement import (
     warn_of_impossible_costs,
 )
 from mtptrain.decoding.round_costs import Spent
+from mtptrain.run_dir import write_provenance
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import RoundCost
 from mtptrain.serving.load_generator import Latencies, Spread
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program
 
 BREAK_EVEN = ("serving_bench.break_even=true", "acceptance.prompt_tokens=16", "serving_bench.concurrency=[1,3]")
@@ -70,6 +72,22 @@ def test_nothing_holds_the_target_of_our_loop_when_the_gpu_gives_its_memory_back
     overrides = [f"target.path={tiny_target}", "head=medusa", *BREAK_EVEN, "serving_bench.num_speculative_tokens=[1]"]
     measure_break_even(make_config(*overrides, "serving.engine=llama_cpp"), tmp_path)
     assert is_freed == [True]
+
+
+def test_a_measurement_that_fails_keeps_the_earlier_report_and_its_settings(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise UserError("out of memory")
+
+    monkeypatch.setattr(break_even_measurement, "loop_costs", fail)
+    config = make_config(f"target.path={tiny_target}", "head=medusa", *BREAK_EVEN)
+    write_provenance(tmp_path, make_config())
+    (tmp_path / "report.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match="out of memory"):
+        measure_break_even(config, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_round_of_our_loop_takes_its_phases_divided_by_its_rounds() -> None:
