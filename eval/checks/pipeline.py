@@ -22,7 +22,7 @@ from mtptrain.serving.engine import TOLERANCE
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.loading import load_target
 from mtptrain.training.batches import pack_states
-from mtptrain.training.checkpoint import complete_checkpoints
+from mtptrain.training.checkpoint import finished_checkpoints
 from mtptrain.training.metrics import METRICS
 from mtptrain.utils.errors import UserError
 
@@ -260,7 +260,7 @@ def kill_after_a_checkpoint(command: list[str], run_dir: Path) -> int:
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:
-        while not complete_checkpoints(run_dir / "train/checkpoints"):
+        while not finished_checkpoints(run_dir / "train/checkpoints"):
             if process.poll() is not None or time.monotonic() - started > LIMIT_S:
                 raise UserError(
                     "training must be killed after its first checkpoint, but ended or hung before that; see its output "

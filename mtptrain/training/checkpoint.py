@@ -2,10 +2,9 @@
 
 `checkpoints/step_00000100/state.safetensors` holds each weight and its two Adam moments as unpartitioned fp32 tensors,
 for any number of ranks and any ZeRO stage. `complete.json` has the size and sha256 of the state. Rank 0 writes both
-under temporary names, and renames the state and then `complete.json`. So what a killed save leaves can be told from a
-checkpoint that has lost a file: it is passed over, with a warning. If one of the files is missing, or the state does
-not match `complete.json`, the checkpoint is torn, and the run resumes from the newest whole one. The best head is kept
-in `best/`, whichever checkpoints are removed.
+under temporary names, and renames the state and then `complete.json`. A folder that a killed save left is passed over,
+with a warning. A checkpoint that has lost a file, or whose state does not match `complete.json`, is torn, and the run
+resumes from the newest whole one. The best head is kept in `best/`, whichever checkpoints are removed.
 """
 
 import json
@@ -51,7 +50,7 @@ class Progress:
     best_acceptance_length: float = 0.0
 
 
-def complete_checkpoints(directory: Path) -> list[Path]:
+def finished_checkpoints(directory: Path) -> list[Path]:
     """Returns the checkpoints whose save has finished, oldest first, also those that were damaged since."""
     return [folder for folder in _folders(directory) if not _is_unfinished(folder)]
 
@@ -63,9 +62,14 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def _folders(directory: Path, prefix: str = "") -> list[Path]:
-    """Returns the folders that a run names as it names checkpoints, which others may also have put files into."""
+    """Returns the folders with the name of a checkpoint after `prefix`, oldest first, whatever is in them."""
     found = directory.glob(f"{prefix}step_*/")
-    return sorted(folder for folder in found if re.fullmatch(prefix + STEP_NAME, folder.name))
+    return sorted((folder for folder in found if re.fullmatch(prefix + STEP_NAME, folder.name)), key=_step)
+
+
+def _step(folder: Path) -> int:
+    """Returns the step in the name of a checkpoint's folder."""
+    return int(folder.name.rpartition("_")[2])
 
 
 def _remove(folder: Path) -> None:
@@ -75,17 +79,16 @@ def _remove(folder: Path) -> None:
 
 def describe_newest(directory: Path) -> str:
     """Returns where the same command would resume, for the line that ends an interrupted run."""
-    checkpoints = complete_checkpoints(directory)
+    checkpoints = finished_checkpoints(directory)
     if not checkpoints:
         return (
             f"no checkpoint was saved in {directory} yet, so the same command starts over; train.save_every sets how "
             "often to save one"
         )
     newest = checkpoints[-1]
-    step = int(newest.name.removeprefix("step_"))
     return (
-        f"the newest checkpoint, of step {step}, is kept in {newest}; the same command continues from it, unless it "
-        "sets train.resume=never"
+        f"the newest checkpoint, of step {_step(newest)}, is kept in {newest}; the same command continues from it, "
+        "unless it sets train.resume=never"
     )
 
 
@@ -93,6 +96,8 @@ def save_checkpoint(
     engine: "DeepSpeedEngine", directory: Path, progress: Progress, facts: dict[str, object], keep: int, ranks: Ranks
 ) -> None:
     """Gather the state of all ranks, write it on rank 0, then remove all checkpoints but the newest `keep`.
+
+    Unfinished and torn folders are removed before the state is written.
 
     Args:
         engine: the engine to save.
@@ -119,7 +124,7 @@ def save_checkpoint(
         publish(folder / f"{STATE}.tmp", folder / STATE)
         publish(folder / f"{MARKER}.tmp", folder / MARKER)
         sync(directory)  # the new folder must be on the disk before an old one is removed
-        for old in complete_checkpoints(directory)[:-keep]:
+        for old in finished_checkpoints(directory)[:-keep]:
             _remove(old)
     ranks.barrier()
 
@@ -142,7 +147,7 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
         )
     if ranks.is_first:
         for folder in _folders(directory):
-            if _is_unfinished(folder) and (chosen is None or folder > chosen):
+            if _is_unfinished(folder) and (chosen is None or _step(folder) > _step(chosen)):
                 print(
                     f"WARNING {folder}: must have {MARKER}, but has none, as after a kill while it was written; "
                     f"training resumes from {chosen or 'step 0'}",
@@ -158,7 +163,7 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
 def _newest_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
     """Returns the newest whole checkpoint, and the fault of each newer one."""
     faults: dict[Path, str] = {}
-    for folder in reversed(complete_checkpoints(directory)):
+    for folder in reversed(finished_checkpoints(directory)):
         fault = find_fault(folder)
         if fault is None:
             return folder, faults
@@ -173,8 +178,7 @@ def find_fault(folder: Path) -> str | None:
         marker = read_sealed(folder / MARKER, "the checkpoint is torn", ["step"], [STATE])
     except UserError as error:
         return str(error)
-    named = int(folder.name.removeprefix("step_"))
-    return None if marker["step"] == named else f"{folder}: must be step_{marker['step']:08d}, but was renamed"
+    return None if marker["step"] == _step(folder) else f"{folder}: must be step_{marker['step']:08d}, but was renamed"
 
 
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ from mtptrain.config import PipelineConfig, Resume
 from mtptrain.data.draft_vocab import d2t_sha256
 from mtptrain.heads.base import Head
 from mtptrain.hidden_states.store import HiddenStates
-from mtptrain.training.checkpoint import complete_checkpoints
+from mtptrain.training.checkpoint import finished_checkpoints
 from mtptrain.training.step_packing import PACKING_VERSION
 from mtptrain.utils.errors import UserError
 
@@ -30,7 +30,7 @@ OPTIMISATION_SETTINGS = (
 
 def check_resume(config: PipelineConfig, checkpoint_dir: Path) -> None:
     """Raises UserError if `train.resume=never` would overwrite checkpoints."""
-    checkpoints = complete_checkpoints(checkpoint_dir)
+    checkpoints = finished_checkpoints(checkpoint_dir)
     if config.train.resume is Resume.never and checkpoints:
         raise UserError(
             f"train.resume: must be auto if a checkpoint exists, but is never and {checkpoints[-1]} exists; set "

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eval.checks.processes import kill_tree
-from mtptrain.training.checkpoint import complete_checkpoints
+from mtptrain.training.checkpoint import finished_checkpoints
 from tests.conftest import Run, program_command
 from tests.mtptrain.train.runs import FP32, figures, records, train
 from tests.programs import ROOT
@@ -64,7 +64,7 @@ def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_ch
     run_dir, _ = fresh_run
     settings = ("deepspeed=zero0", "train.save_every=2", "train.validation_prompts=0", "train.max_steps=40")
     errors = interrupted(fresh_run, tmp_path, *settings)
-    newest = complete_checkpoints(run_dir / "train/checkpoints")[-1]
+    newest = finished_checkpoints(run_dir / "train/checkpoints")[-1]
     assert errors.endswith(
         f"\nstopped by Ctrl-C; the newest checkpoint, of step {int(newest.name[-8:])}, is kept in {newest}; the same "
         "command continues from it, unless it sets train.resume=never\n"

@@ -106,6 +106,11 @@ def test_the_newest_whole_checkpoint_is_taken_without_a_word(
     assert capsys.readouterr().out == ""
 
 
+def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> None:
+    _, newest = write_checkpoint(tmp_path, 99_999_999), write_checkpoint(tmp_path, 100_000_000)
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == newest
+
+
 def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     folders = [write_checkpoint(tmp_path, step) for step in (4, 8)]
     for folder in folders:
