@@ -115,6 +115,8 @@ def longest_prompt(target: Target, heads: Sequence[Head | None], settings: Accep
     """Returns the largest number of prompt tokens whose answer and drafts fit the contexts of target and heads."""
     new_tokens, num_drafts = settings.max_new_tokens, settings.num_speculative_tokens
     contexts = [head.context_tokens for head in heads if head is not None and head.context_tokens is not None]
+    # Drafts past the end of an answer are not kept, so the target needs room for them only in the first round. A head's
+    # own context must hold them, too.
     longest_of_target = target.config.max_position_embeddings - max(new_tokens, num_drafts)
     return min([longest_of_target, *(context - new_tokens - num_drafts for context in contexts)])
 
@@ -243,7 +245,7 @@ def generations_file(output_dir: Path, name: str) -> Path:
 
 
 def remove_generations(output_dir: Path) -> None:
-    """Remove an earlier measurement's answers of all rows but the head's, which this one may not have."""
+    """Remove an earlier measurement's answers of the rows that this one may lack: all but the head's."""
     names = "|".join((*Baseline, r"temperature_[0-9.e+-]+(_sampled_drafts)?", r"confidence_[0-9.e-]+"))
     for path in list(output_dir.iterdir()):
         if re.fullmatch(rf"generations_({names})\.jsonl", path.name):

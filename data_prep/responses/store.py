@@ -81,7 +81,7 @@ class ResponsesStore:
             )
         self._server_versions, self._identity = list(dict.fromkeys(versions)), identity
         for path in stored:
-            self._read(path)
+            self._index(path)
 
     def mark_unfinished(self) -> None:
         """Write the plan and remove the manifest, which marks a finished stage, before the responses change."""
@@ -93,7 +93,7 @@ class ResponsesStore:
         return (self.directory / f"answers_{rank:05d}.jsonl").open("a", buffering=1, encoding="utf-8")
 
     def finish(
-        self, failed: Mapping[int, str], refused: Mapping[str, str], location: Callable[[int], str]
+        self, failed: Mapping[int, str], refused: Mapping[str, str], location_of: Callable[[int], str]
     ) -> ResponsesManifest:
         """Write all conversations to one file in input order, then the manifest.
 
@@ -102,14 +102,19 @@ class ResponsesStore:
         Args:
             failed: why a conversation failed, by row. The next run retries it.
             refused: why a row cannot be used, by location.
-            location: returns the location of a row, for messages.
+            location_of: returns the location of a row, for messages.
+
+        Raises:
+            UserError: a stored conversation was changed or damaged.
         """
         for path in self._journals():
-            self._read(path)
-        counts, cut_short = self._write_in_order()
-        failures = [Failure(location(row), reason, 0) for row, reason in sorted(failed.items())]
-        failures += [Failure(location(line.row), ENDINGS[line.ended_by], len(line.answer_tokens)) for line in cut_short]
-        failures += [Failure(where, reason, 0) for where, reason in refused.items()]
+            self._index(path)
+        counts, ended_early = self._write_in_order()
+        failures = [Failure(location_of(row), reason, 0) for row, reason in sorted(failed.items())]
+        failures += [
+            Failure(location_of(each.row), ENDINGS[each.ended_by], len(each.answer_tokens)) for each in ended_early
+        ]
+        failures += [Failure(location, reason, 0) for location, reason in refused.items()]
         write_text(self.directory / FAILURES, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
         manifest = ResponsesManifest(self._identity, self._server_versions, counts, len(failed), len(refused))
         write_sealed(self.directory / MANIFEST, asdict(manifest), [CONVERSATIONS])
@@ -127,7 +132,7 @@ class ResponsesStore:
         found = sorted(self.directory.glob("answers_*.jsonl"))
         return [path for path in found if re.fullmatch(r"answers_\d{5}\.jsonl", path.name)]
 
-    def _read(self, path: Path) -> None:
+    def _index(self, path: Path) -> None:
         """Index the rows of a file, and truncate a partial last line left by a killed run."""
         end = 0
         with path.open("rb+") as file:
@@ -140,7 +145,7 @@ class ResponsesStore:
 
     def _write_in_order(self) -> tuple[Counts, list[RegeneratedConversation]]:
         """Writes `conversations.jsonl`; returns the counts, and the conversations that ended as `ENDINGS` says."""
-        counts, cut_short = Counts(), list[RegeneratedConversation]()
+        counts, ended_early = Counts(), list[RegeneratedConversation]()
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:
             files = {path: stack.enter_context(path.open("rb")) for path in {path for path, *_ in self._lines.values()}}
@@ -153,9 +158,9 @@ class ResponsesStore:
                 conversation = _parse(line, path, number)
                 counts.add(conversation)
                 if conversation.ended_by in ENDINGS:
-                    cut_short.append(replace(conversation, messages=[]))
+                    ended_early.append(replace(conversation, messages=[]))
         publish(temporary, self.directory / CONVERSATIONS)
-        return counts, cut_short
+        return counts, ended_early
 
 
 def line_of(conversation: RegeneratedConversation) -> str:
@@ -165,7 +170,7 @@ def line_of(conversation: RegeneratedConversation) -> str:
 
 def _parse(line: bytes, path: Path, number: int) -> RegeneratedConversation:
     """Returns the conversation that `line_of` wrote as this line of a file, if it has not changed since."""
-    where = f"{path}:{number}"
+    location = f"{path}:{number}"
     advice = f"delete the line, or {path.parent} if an older version wrote it, and run mtptrain responses again"
-    content = unsealed(parse_json(line, where, advice), where, advice)
+    content = unsealed(parse_json(line, location, advice), location, advice)
     return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})

@@ -50,6 +50,15 @@ REPEATED = {
 }
 """Name patterns of tensors in a head's file that repeat a tensor of the target, with its name in `FrozenParts`."""
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
+"""Names of tensors in a head's file that follow from its other tensors and settings, so that our heads need none."""
+NAMES_IN_TARGET = {
+    "hidden_norm.weight": ("input_layernorm.weight",),
+    "post_attention_layernorm.weight": (
+        "pre_feedforward_layernorm.weight",
+        "post_attention_layernorm.weight",
+    ),  # Gemma's name, then the other families'; OLMo 2's is a norm of the attention's output, taken as a start
+}
+"""Names in the target's layer, in order of preference, for head tensors that are named differently there."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class RunHead:
     directory: Path
     """The directory that the head was read from."""
     sha256: str
-    """Hash of the head's weights."""
+    """Hash of the stored weights and of the calibration: it differs if either does."""
     is_trained: bool
     """Whether this run trained the head; otherwise it comes from `head.init_from`."""
 
@@ -86,30 +95,25 @@ def trained_or_initial_head(
     if config.init_from is None or (trained / "head.json").is_file():
         check_head_target(trained, target)
         head = load_head(trained, config, target.config, dtype, device)
-        return RunHead(head, trained, _calibrated(head, trained, file_sha256(trained / "head.safetensors")), True)
+        sha256 = _calibrate_and_hash(head, trained, file_sha256(trained / "head.safetensors"))
+        return RunHead(head, trained, sha256, is_trained=True)
     directory, state = _read(config.init_from, config, target)
     if (directory / "head.json").is_file():
         check_head_target(directory, target)
     head = fill_head(build_head(config, target.config), state, dtype, device)
-    return RunHead(head, directory, _calibrated(head, directory, weights_fingerprint(directory)), is_trained=False)
+    sha256 = _calibrate_and_hash(head, directory, weights_fingerprint(directory))
+    return RunHead(head, directory, sha256, is_trained=False)
 
 
-def _calibrated(head: Head, directory: Path, sha256: str) -> str:
-    """Calibrate a head's confidence as its `head.json` says, and return a hash of the weights that it has then."""
+def _calibrate_and_hash(head: Head, directory: Path, sha256: str) -> str:
+    """Calibrate a head's confidence as its `head.json` says, and return the hash of both for `RunHead`.
+
+    Without a calibration, it is `sha256`, the hash of the stored weights.
+    """
     if not (directory / "head.json").is_file() or (calibration := stored_calibration(directory)) is None:
         return sha256
     head.calibrate(*calibration)
     return hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
-
-
-SOURCES = {
-    "hidden_norm.weight": ("input_layernorm.weight",),
-    "post_attention_layernorm.weight": (
-        "pre_feedforward_layernorm.weight",
-        "post_attention_layernorm.weight",
-    ),  # Gemma's name, then the other families'; OLMo 2's is a norm of the attention's output, taken as a start
-}
-"""Names in the target's layer, in order of preference, for head tensors that are named differently there."""
 
 
 @torch.no_grad()
@@ -136,7 +140,7 @@ def start_from_target(head: Head, target: TargetFiles) -> None:
     layer, parts = fold_query_key_norms(load_last_layer(target.directory)), load_frozen_parts(target.directory)
     copied, parameters = [], dict(head.named_parameters())
     for name, parameter in parameters.items():
-        weight = next((layer[source] for source in SOURCES.get(name, (name,)) if source in layer), None)
+        weight = next((layer[source] for source in NAMES_IN_TARGET.get(name, (name,)) if source in layer), None)
         if name == "norm.weight":
             parameter.copy_(parts.norm_weight.float() + parts.form.norm_offset)
         elif (
@@ -230,13 +234,14 @@ def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Ten
         return initial_weights(replace(config, init_from=path), target)
     target_config = target.config
     is_own = (Path(path) / "head.json").is_file()
-    is_module = isinstance(config, NativeMtpHead.Config) and not is_own
-    published = (read_native_mtp if is_module else read_published)(path, target_config)
+    is_native = isinstance(config, NativeMtpHead.Config) and not is_own
+    published = (read_native_mtp if is_native else read_published)(path, target_config)
     check_settings(published, config, target_config)
+    warn_of_other_arithmetic(published, target_config)
     with torch.device("meta"):
         expected = build_head(config, target_config).state_dict()
     tensors = {name: tensor for name, tensor in published.tensors.items() if not NOT_WEIGHTS.search(name)}
-    if not is_module and not getattr(config, "attention_bias", False):
+    if not is_native and not getattr(config, "attention_bias", False):
         tensors = without_zero_biases(tensors, expected, published.directory)
     try:
         state = replace(published, tensors=tensors).state(config, target_config)
@@ -260,7 +265,7 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
         chosen = {
             name: value
             for name, (value, *_) in settings.items()
-            if value is not None and (value is not False or getattr(defaults, name))  # false is the usual default
+            if value is not None and (value is not False or getattr(defaults, name))  # most defaults are false
         }
         choices = "".join(f" {_override(name, value)}" for name, value in chosen.items())
         raise UserError(
@@ -278,7 +283,6 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
             + f"; set {' '.join(_override(name, values[0]) for name, values in different.items())}, or choose another "
             "head"
         )
-    warn_of_other_arithmetic(published, target_config)
 
 
 def _either(values: list[object]) -> str:
@@ -298,9 +302,9 @@ def warn_of_other_arithmetic(published: PublishedHead, target_config: PreTrained
     """Warn if the RoPE or norm settings in the head's config.json differ from the target's, which our heads use."""
     if published.config is None:
         return
-    theta = 1e6 if issubclass(HEADS[published.name], DflashHead) else 1e4
+    default_theta = 1e6 if issubclass(HEADS[published.name], DflashHead) else 1e4
     path = published.directory / "config.json"
-    for name, (theirs, ours) in rope_and_eps(path, published.config, target_config, theta).items():
+    for name, (theirs, ours) in rope_and_eps(path, published.config, target_config, default_theta).items():
         if theirs != ours:
             warnings.warn(
                 f"{path}: {name} should be {ours}, the target's value, which is used, "
