@@ -8,7 +8,7 @@ so that a wrong one is found before anything is queued.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig
 
@@ -34,6 +34,21 @@ def check_train_ranks(config: PipelineConfig, nodes: str, ranks_per_node: int) -
         raise UserError(f"NODES: must be a number of at least 1, or a range such as 1-2, but is {nodes!r}; correct it")
     for number in numbers:
         check_batch_ranks(config.train.micro_batches_per_step, number * ranks_per_node)
+
+
+def ranks_of_train(variables: Mapping[str, str]) -> int:
+    """Returns the number of ranks of the training job on each node: NPROC_train or else NPROC, 8 unless it is a number.
+
+    Raises:
+        UserError: the variable is neither a number of at least 1 nor a word of torchrun's.
+    """
+    name = "NPROC_train" if variables.get("NPROC_train") else "NPROC"
+    given = variables.get(name) or "gpu"
+    if given in ("gpu", "auto", "cpu"):  # torchrun counts on the node
+        return 8
+    if not re.fullmatch(r"[1-9][0-9]*", given):
+        raise UserError(f"{name}: must be a number of at least 1, but is {given!r}; set it, or leave it out")
+    return int(given)
 
 
 def check_skipped(skipped: Sequence[str]) -> None:
@@ -62,9 +77,8 @@ def main(cfg: DictConfig) -> None:
             "true; submit slurm/hidden_states.sbatch and slurm/train.sbatch, so that both run at the same time"
         )
     if nodes := variables.get("NODES"):
-        # pipeline.sh gives the training job this many nodes. Each has 8 ranks, or as many as NPROC_train or NPROC says.
-        ranks = variables.get("NPROC_train") or variables.get("NPROC") or "8"
-        check_train_ranks(settings, nodes, int(ranks) if ranks.isdigit() else 8)
+        # pipeline.sh gives the training job this many nodes.
+        check_train_ranks(settings, nodes, ranks_of_train(variables))
     lines = [
         f"{name.replace('-', '_')} {runner}"
         for name, _, runner in stages_of(settings)

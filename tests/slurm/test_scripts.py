@@ -232,6 +232,10 @@ NODES_MUST = "error: NODES: must be a number of at least 1, or a range such as 1
         ({"NODES": "0"}, f"{NODES_MUST} '0'; correct it"),
         ({"NODES": "2-1"}, f"{NODES_MUST} '2-1'; correct it"),
         ({"NODES": ""}, "micro_batches_per_step: must be a multiple of the number of ranks, 8, but is 4; set it to 8"),
+        ({"NPROC": "0"}, "error: NPROC: must be a number of at least 1, but is '0'; set it, or leave it out"),
+        ({"NPROC_train": "²", "NPROC": "1"}, "error: NPROC_train: must be a number of at least 1, but is '²'; set it,"),
+        ({"NPROC": "four"}, "error: NPROC: must be a number of at least 1, but is 'four'; set it, or leave it out"),
+        ({"NPROC": "gpu"}, "micro_batches_per_step: must be a multiple of the number of ranks, 8, but is 4; set it to"),
         ({"SKIP": "train", "ARRAY_TASKS": "0"}, "ARRAY_TASKS: must be a number of at least 1, but is '0'; correct it"),
     ],
 )
