@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -40,7 +41,7 @@ READ_BY = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
 
 
 def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | None = None) -> Callable[[], None]:
-    """Turn a function of the composed config into a program's entry point, which reads the command line.
+    """Returns the entry point of a program, which reads the command line and calls `main` with the composed config.
 
     If the program cannot finish, it exits with one line on stderr: with status 1 if it refuses its input, 2 if the
     command line is wrong, and 130 after Ctrl-C. A fault of the program itself shows its stack, with status 1.
@@ -59,6 +60,9 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
         with errors_as_lines(lambda: after_ctrl_c(run_dir), run_dir):
             try:
                 refuse_unread(cfg, started_stage())
+            except UserError as error:
+                exit_with_error(error, str(error), EXIT_MISTAKE)
+            try:
                 announce_hardware(HydraConfig.get().runtime.choices.get("hardware"))
                 main(cfg)
             except (HydraException, OmegaConfBaseException) as error:
@@ -164,9 +168,10 @@ def python_module(name: str) -> str:
     is_in_this_checkout = (
         spec is not None and spec.origin is not None and Path(spec.origin).parents[1] == Path(__file__).parents[2]
     )
+    # Python then says that mtptrain lacks the module, instead of running another package of this name.
     return name if is_in_this_checkout else f"mtptrain.{name}"
 
 
 def quoted(path: Path | str) -> str:
     """Returns a path, quoted for use as an override's value."""
-    return "'" + str(path).replace("'", "\\'") + "'"
+    return QuotedString(str(path), Quote.single).with_quotes()

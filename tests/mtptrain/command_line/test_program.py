@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from mtptrain.command_line.program import refuse_additions, refuse_unread
+from mtptrain.command_line.program import quoted, refuse_additions, refuse_unread
 from mtptrain.command_line.stages import STAGES
 from mtptrain.utils.errors import UserError
 from tests.programs import run_ranks
@@ -242,7 +243,12 @@ def test_a_stage_that_would_run_although_told_to_plan_or_verify_is_refused(setti
     with pytest.raises(UserError, match=r"^verify: must be false for mtptrain run, but is true; leave it out, or type"):
         refuse_unread(OmegaConf.create({"verify": True}), "run")
     result = run_ranks("mtptrain", ["train", "recipe=quickstart", f"{setting}=true"])
-    assert result.returncode == 1 and result.stderr.startswith(f"error: {setting}: must be false for mtptrain train")
+    assert result.returncode == 2 and result.stderr.startswith(f"error: {setting}: must be false for mtptrain train")
+
+
+@pytest.mark.parametrize("path", ["a b", "it's", "\\", "a\\", "a\\'b", "a\\\\'", "'\\", 'a"b', "a\\b", "a,b=[c]"])
+def test_hydra_reads_a_quoted_path_as_it_is(path: str) -> None:
+    assert OverridesParser.create().parse_override(f"run_dir={quoted(path)}").value() == path
 
 
 def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:
