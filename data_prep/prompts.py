@@ -76,7 +76,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     DocumentEntry.write_all(stage_dir, collector.entries())
     report = make_report(source, config.prompts, splits, collector, is_dated)
     write_json(stage_dir / "report.json", asdict(report))
-    identity = TokenizerIdentity.of(tokenizer, run.target.mode)
+    identity = TokenizerIdentity.of(tokenizer, run.target.template_kwargs_json)
     make_manifest(identity, vocab_size, config.prompts.max_document_tokens, splits).write(stage_dir)
     return report
 

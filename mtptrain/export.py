@@ -176,7 +176,7 @@ def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
         f"```\n{launch}\n```",
         measured,
         *form.notes(),
-        *([mode_note(run.target.mode, config.export.engine)] if config.prompts.source.is_chat else []),
+        *([mode_note(run.target.template_kwargs_json, config.export.engine)] if config.prompts.source.is_chat else []),
         *([IMAGE_NOTE] if run.target.has_image_encoder else []),
     ]
     return "\n\n".join(parts) + "\n"

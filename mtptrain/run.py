@@ -77,7 +77,7 @@ class Run:
         """
         prompts_file, settings = self.prompts_file(Split.train), self.config.hidden_states
         stored = PromptsManifest.read(prompts_file.parent).tokenizer
-        expected = TokenizerIdentity.of(self.target.tokenizer, self.target.mode)
+        expected = TokenizerIdentity.of(self.target.tokenizer, self.target.template_kwargs_json)
         remedy = (
             f"run mtptrain prompts again with target {self.target.path} and {override_of(expected.template_kwargs)}"
         )
@@ -85,8 +85,8 @@ class Run:
         return StoreIdentity(
             TargetIdentity.of(self.target),
             capture_layers,
-            str(settings.dtype),
-            file_sha256(prompts_file),
+            compute_dtype=str(settings.dtype),
+            prompts_sha256=file_sha256(prompts_file),
             dtype=str(settings.store_dtype),
             backend=str(self.backend),
         )
@@ -119,9 +119,10 @@ class Run:
         """
         found = trained_or_initial_head(self.stage_dir("train"), self.config.head, self.target, dtype, device)
         if found.is_trained:
-            path, name, mode = found.directory / "head.json", "template_kwargs", self.target.mode
-            stored = read_sealed(path, RESTORE).get(name, mode)
-            refuse_different_facts(path, {name: mode}, {name: stored}, f"use {override_of(str(stored))}")
+            path, name = found.directory / "head.json", "template_kwargs"
+            given = self.target.template_kwargs_json
+            stored = read_sealed(path, RESTORE).get(name, given)
+            refuse_different_facts(path, {name: given}, {name: stored}, f"use {override_of(str(stored))}")
         return found
 
     def measured_prompts(self, spare_tokens: int = 0) -> Prompts:

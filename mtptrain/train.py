@@ -172,7 +172,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     head_facts: dict[str, object] = {
         TARGET_WEIGHTS: identity.target.weights_sha256,
         "seed": config.seed,
-        "template_kwargs": run.target.mode,
+        "template_kwargs": run.target.template_kwargs_json,
     }
     states.release(progress.step, progress.step == num_steps, ranks.is_first)
     return Training(config, states, schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)

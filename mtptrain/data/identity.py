@@ -53,7 +53,7 @@ class TargetIdentity:
             revision=target.revision,
             config_sha256=_sha256(json.dumps(config, sort_keys=True).encode()),
             weights_sha256=target.weights_sha256,
-            **asdict(TokenizerIdentity.of(target.tokenizer, target.mode)),
+            **asdict(TokenizerIdentity.of(target.tokenizer, target.template_kwargs_json)),
         )
 
     def facts(self) -> dict[str, object]:

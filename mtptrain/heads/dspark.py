@@ -20,7 +20,7 @@ from mtptrain.utils.setting_bounds import between
 
 
 class MarkovHead(nn.Module):
-    """The correction of a draft's logits by the token before it."""
+    """Parameters of the correction of a draft's logits by the token before it."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of the probability that a draft is accepted."""
+    """Parameters of the logit of the probability that a draft is accepted."""
 
     def __init__(self, hidden_size: int, rank: int) -> None:
         super().__init__()

@@ -28,9 +28,9 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     # `speculate` allocates these slots in addition to those of prompt and answer.
     drafted_slots = num_prompts * (3 * config.acceptance.num_speculative_tokens + 2)
     num_captured = len(HEADS[config.head.name].resolve_capture_layers(config.head, target_config))
-    # The head reads a prompt with a layer like the target's. Alive beside it are rows of the hidden size: the target's
-    # states and the captured ones, the embeddings, the concatenated input (two), and the head's own keys and values,
-    # which take one where several query heads share a key head.
+    # The head reads a prompt with a layer like the target's (block drafters need less). Alive beside it are rows of the
+    # hidden size: the target's states and the captured ones, the embeddings, the concatenated input (two), and the
+    # head's own keys and values, which take one where several query heads share a key head.
     read_values = forward_values(target_config) + (5 + num_captured) * target_config.hidden_size
     values = (num_tokens + drafted_slots) * cached_values(target_config) + num_tokens * read_values
     # States are kept before a round and after each of its tokens, beside those that the model and the next round use.

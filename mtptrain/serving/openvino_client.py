@@ -69,9 +69,9 @@ class OpenvinoModels:
     weights: OpenvinoWeights = OpenvinoWeights.fp32
     """The type of the weights after conversion."""
     converted_target: Path | None = None
-    """A folder that keeps the converted target for later runs; None converts it for one run."""
+    """A folder that keeps the converted target for later runs, set only by tests; None converts it for one run."""
     converted_head: Path | None = None
-    """A folder that keeps the converted head; None converts it for one run."""
+    """A folder that keeps the converted head, set only by tests; None converts it for one run."""
 
     def job(self, directory: Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
         """Returns a job of the worker, which converts into `directory` whatever has no folder that keeps it."""

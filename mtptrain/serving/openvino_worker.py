@@ -133,16 +133,16 @@ def run_load(pipeline: Any, load: dict[str, Any], num_drafts: int, say_done: Cal
     Calls `say_done` with the number of requests that have ended. The figures are those of finished ones.
     """
     prompts = json.loads(Path(load["prompts_path"]).read_text())
-    waiting = list(range(load["num_requests"]))[::-1]
+    num_started = 0
     active: list[Request] = []
     ended: list[Request] = []
     start = time.perf_counter()
-    while waiting or active:
-        while waiting and len(active) < load["concurrency"]:
-            index = waiting.pop()  # no two answers are in flight under one number
-            prompt = openvino.Tensor(np.array([prompts[index % len(prompts)]], dtype=np.int64))
+    while len(ended) < load["num_requests"]:
+        while num_started < load["num_requests"] and len(active) < load["concurrency"]:
+            prompt = openvino.Tensor(np.array([prompts[num_started % len(prompts)]], dtype=np.int64))
             config = generation_config(pipeline, load, num_drafts)
-            active.append(Request(pipeline.add_request(index, prompt, config), time.perf_counter()))
+            active.append(Request(pipeline.add_request(num_started, prompt, config), time.perf_counter()))
+            num_started += 1
         pipeline.step()
         ended_now = [request for request in active if request.read()]
         active = [request for request in active if request not in ended_now]
@@ -195,11 +195,11 @@ def serve_loads(job: dict[str, Any], worker: Any) -> None:
 
 if __name__ == "__main__":
     kind, job_path, *rest = sys.argv[1:]
-    settings = json.loads(Path(job_path).read_text())
+    job = json.loads(Path(job_path).read_text())
     bench_worker = importlib.import_module("bench_worker")  # beside this file
     bench_worker.end_with_input(sys.stdin.fileno())
     if kind == "load":
-        serve_loads(settings, bench_worker)
+        serve_loads(job, bench_worker)
     else:
-        convert_both(settings)
-        Path(rest[0]).write_text(json.dumps(decode(settings)))
+        convert_both(job)
+        Path(rest[0]).write_text(json.dumps(decode(job)))

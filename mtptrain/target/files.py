@@ -41,7 +41,7 @@ class TargetFiles:
         return gguf_of(self.path, self.given_gguf)
 
     @property
-    def mode(self) -> str:
+    def template_kwargs_json(self) -> str:
         """JSON of the `template_kwargs`, which say in which mode the chat template is used."""
         return json.dumps(dict(self.template_kwargs), sort_keys=True)
 

@@ -53,7 +53,7 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
 
 
 def override_of(mode: str) -> str:
-    """Returns what sets a mode (`TargetFiles.mode`) on the command line."""
+    """Returns what sets a mode (`TargetFiles.template_kwargs_json`) on the command line."""
     kwargs = json.loads(mode)
     return shlex.quote(f"+prompts.template_kwargs={_shown(kwargs)}") if kwargs else "no prompts.template_kwargs"
 

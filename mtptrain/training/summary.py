@@ -50,7 +50,7 @@ def speed_rows(metrics: Path) -> list[tuple[str, str]]:
     """Returns the rows about speed and memory.
 
     Speeds and shares of time are medians over the records of the run, tokens a sum over them. "limited by" names the
-    phase with the largest share.
+    phase with the largest share. Peak memory is that since the last start, on the rank that used the most.
     """
     records = [record for _, record in read_metrics(metrics) if "tokens_per_s" in record]
     if not records:  # the file was removed or emptied

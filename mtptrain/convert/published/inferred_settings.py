@@ -101,6 +101,7 @@ def dflash_settings(
         "num_layers": [config["num_hidden_layers"]],
         "capture_layers": list(_capturable(directory, "dflash_config.target_layer_ids", [layers], target_config)),
         "mask_token_id": [config["dflash_config.mask_token_id"]],
+        # The block size of `dspark` counts the drafts, that of the others also the newest token.
         "ttt_steps": [config["block_size"] - (not is_dspark)],
         "draft_vocab_size": [None if is_dflash2 else _draft_vocab_size(directory, config, tensors, target_config)],
         **{setting: [value] for setting, value in _dflash_attention(directory, config).items()},
