@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_text, require_chat_template, special_tokens
-from mtptrain.data.rows import ConversationRefused, Message
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.tool_calls import Message
 from mtptrain.utils.errors import UserError
 
 from .renderings import Rendering, Span, render_conversation

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtptrain.data.questions import first_user_turn, question_group
-from mtptrain.data.rows import ANY_SCHEMA, Message, Row, RowFormat, parse_row, text_of
+from mtptrain.data.rows import ANY_SCHEMA, Row, RowFormat, parse_row, text_of
+from mtptrain.data.tool_calls import Message
 
 from .row_files import UsableRows
 

@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.chat_template import EndlessTemplate, special_tokens
 from mtptrain.data.identity import TargetIdentity
-from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, RowFormat
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.rows import NOT_TRAINED, RowFormat
+from mtptrain.data.tool_calls import Message
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
@@ -141,7 +143,7 @@ class ResponsesSource(ConversationSource):
         # one entry per assistant message: `next` is not reached for others
         is_kept = iter(self._conversations.row(index)["texts_kept"])
         return [
-            message if message["role"] != "assistant" or next(is_kept) else message | dict([NOT_TRAINED])
+            message if message["role"] != "assistant" or next(is_kept) else message | NOT_TRAINED
             for message in super()._messages(index)
         ]
 

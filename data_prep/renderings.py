@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template, special_tokens, without_tools
-from mtptrain.data.rows import NOT_TRAINED, ConversationRefused, Message, refuse_dropped_prompts
-from mtptrain.data.tool_calls import call_words
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.rows import NOT_TRAINED, refuse_dropped_prompts
+from mtptrain.data.tool_calls import Message, call_words
 from mtptrain.utils.masking import printable
 
 Span = tuple[int, int]
@@ -90,8 +91,8 @@ def render_conversation(
     """
     special = set(special_tokens(tokenizer).values())
     trained = _trained_answers(messages, () if is_generated else special)
-    num_untrained = sum(NOT_TRAINED in message.items() for message in messages)
-    messages = [dict(item for item in message.items() if item != NOT_TRAINED) for message in messages]
+    num_untrained = sum(message.items() >= NOT_TRAINED.items() for message in messages)
+    messages = [{key: value for key, value in message.items() if key not in NOT_TRAINED} for message in messages]
     _, tools = without_tools(messages)
     template = require_chat_template(tokenizer, tools)
     try:
@@ -128,7 +129,7 @@ def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) ->
         forbidden: special tokens, which no answer may hold, because the target does not generate them within one.
     """
     answers = {number: message for number, message in enumerate(messages, 1) if message["role"] == "assistant"}
-    trained = {number: message for number, message in answers.items() if NOT_TRAINED not in message.items()}
+    trained = {number: message for number, message in answers.items() if not message.items() >= NOT_TRAINED.items()}
     if not trained:
         raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
     parts = {"reasoning_content", "tool_calls"}

@@ -10,7 +10,8 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 from datasets.utils.logging import CRITICAL, set_verbosity
 
-from mtptrain.data.rows import ConversationRefused, Row, kind
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.rows import Row, kind
 from mtptrain.data.tool_calls import without_filled_nulls
 from mtptrain.target.hub import HUB_ERRORS
 from mtptrain.utils.errors import UserError, reason_of

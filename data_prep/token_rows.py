@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtptrain.data.rows import ConversationRefused, Row, kind, refuse_unread_columns, text_of
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.rows import Row, kind, refuse_unread_columns, text_of
 
 from .assistant_masks import Encoding
 from .row_files import UsableRows

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from mtptrain.data.rows import ConversationRefused, Message
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.tool_calls import Message
 from mtptrain.utils.errors import UserError
 
 from ..conversations import Conversations

@@ -6,16 +6,18 @@ report counts. A user can pass over further columns and keys by naming them in `
 
 import json
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.questions import SYSTEM_ROLES
-from mtptrain.data.refusal import ConversationRefused as ConversationRefused
-from mtptrain.data.tool_calls import CALL_KEYS, RESULT_KEYS, TOOL_COLUMNS, read_calls, read_hermes, read_tools
-from mtptrain.data.tool_calls import Message as Message
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.tool_calls import CALL_KEYS, RESULT_KEYS, TOOL_COLUMNS, Message, read_calls, read_hermes, read_tools
 from mtptrain.settings.data import ROLES as KNOWN_ROLES
 from mtptrain.utils.files import unique_keys
 
@@ -45,9 +47,11 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant message that may hold its reasoning separately from its content."""
 TRAIN_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
 """Columns and message keys that say whether a row or an answer is to be trained: 1 or true, 0 or false."""
-NOT_TRAINED = ("weight", "0")
-"""The item of a parsed message that is not to be trained."""
+NOT_TRAINED = {"weight": "0"}
+"""A parsed message that is not to be trained has this item. A number instead of the text would change the names of
+conversations, which are hashes of their messages."""
 TOOL_NAMES = ("tool", "function")
+"""Beginnings of words in the names of columns and message keys that hold tools or calls."""
 MEDIA_NAMES = ("image", "video", "audio", "img", "picture", "photo", "pixel", "attachment")
 """Beginnings of words in the names of columns, message keys and parts of a content."""
 FINISH_KEYS = ("finish_reason", "stop_reason")
@@ -69,6 +73,7 @@ METADATA_PATTERN = re.compile(
     r"(num|score)_(?!mask|skip|train|ignore|loss)\w+|__\w+__"
     r"|(?!(input|label|token)_ids)\w+_(id|ids|idx|hash|score|scores|count|at|length|quality)"
 )
+"""Further names, in lower case, that only describe a row. It leaves out those that may say what is trained."""
 _MEDIA = "image|img|video|audio|vision|speech|sound|bbox|frame"
 MEDIA_IN_TEXT = re.compile(
     rf"<image>|<bbox>|^\s*<({_MEDIA})>|<({_MEDIA})>\s*$|\[IMG\]|<start_of_image>|<img_context>|<ImageHere>|<image \d+>"
@@ -76,7 +81,9 @@ MEDIA_IN_TEXT = re.compile(
     r"|data:(image|video|audio)/",
     re.IGNORECASE,
 )
-"""Places of images, audio and video in the text of a prompt."""
+"""Placeholders of images, audio and video in the text of a prompt."""
+PLAIN_NAME = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_][\w.-]*", re.ASCII | re.IGNORECASE)
+"""Names that Hydra and the shell read as they are, without quotes."""
 TOOLS, MEDIA = "tools or tool calls in a place that is not read", "images, audio or video, which are not read"
 
 
@@ -111,7 +118,7 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> list[Message]:
     """Returns the messages of a row, with `role`, `content` and, if there is reasoning, `reasoning_content`.
 
     An answer that calls tools has `tool_calls`, and the first message of a row with tools has `tools`: see
-    `mtptrain.data.tool_calls`. A message that is not to be trained also has the item `NOT_TRAINED`.
+    `mtptrain.data.tool_calls`. A message that is not to be trained also has the item of `NOT_TRAINED`.
 
     Args:
         row: the columns of the row.
@@ -143,12 +150,13 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> list[Message]:
     if any("tools" in message for message in messages):
         raise ConversationRefused("tools in a message after the first")
     contents = {message["content"].strip() for message in messages}
-    described = {
+    # A column may repeat the messages, or the text of one.
+    others = {
         name: value
         for name, value in columns.items()
         if value not in lists and not (isinstance(value, str) and value.strip() in contents)
     }
-    refuse_unread_columns(described, form.metadata)
+    refuse_unread_columns(others, form.metadata)
     for text in system:
         messages = _with_system(messages, text)
     messages, found = read_hermes(messages, tools[0] if tools else [])
@@ -195,10 +203,11 @@ def _listed(column: str, value: Any) -> list[Any]:
 def _parse_messages(listed: list[Any], form: RowFormat) -> list[Message]:
     row_schema = _schema_of(listed[0], form.schema)
     if row_schema is None:
-        keys = ", ".join(sorted(map(str, listed[0]))) if isinstance(listed[0], Mapping) else ""
-        known = " or ".join(", ".join(keys) for name, keys in MESSAGE_KEYS.items() if form.schema in ("auto", name))
-        found = f"keys {keys}" if keys else kind(listed[0])
-        raise ConversationRefused(f"unknown schema: messages must have keys {known}, but have {found}")
+        items = listed[0].items() if isinstance(listed[0], Mapping) else ()
+        given = sorted(str(key) for key, value in items if value is not None)
+        wanted = " or ".join(", ".join(keys) for name, keys in MESSAGE_KEYS.items() if form.schema in ("auto", name))
+        found = f"keys {', '.join(given)}" if given else kind(listed[0])
+        raise ConversationRefused(f"unknown schema: messages must have keys {wanted}, but have {found}")
     return [_parse_message(message, replace(form, schema=row_schema)) for message in listed]
 
 
@@ -213,9 +222,11 @@ def _schema_of(message: Any, schema: ConversationSchema) -> ConversationSchema |
 
 
 def _parse_message(message: Any, form: RowFormat) -> Message:
-    if _schema_of(message, form.schema) is None:
-        raise ConversationRefused("messages of different schemas")
     role_key, content_key = MESSAGE_KEYS[form.schema]
+    if _schema_of(message, form.schema) is None:
+        is_other = _schema_of(message, ConversationSchema.auto) is not None
+        reason = "messages of different schemas" if is_other else f"a message without {role_key} or {content_key}"
+        raise ConversationRefused(reason)
     items = {key: value for key, value in message.items() if key not in form.metadata and not _is_empty(value)}
     given_role, roles = items.pop(role_key, None), {**ROLES[form.schema], **form.roles}
     if not isinstance(given_role, str) or given_role not in roles:
@@ -246,7 +257,7 @@ def _parse_message(message: Any, form: RowFormat) -> Message:
         parsed["tool_calls"] = calls
     if reasoning:
         parsed["reasoning_content"] = _only_reasoning(reasoning, content, is_answer)
-    return parsed | (dict([NOT_TRAINED]) if False in flags and is_answer else {})
+    return parsed | (NOT_TRAINED if False in flags and is_answer else {})
 
 
 def _content(content: Any) -> str:
@@ -321,7 +332,7 @@ def _refuse_hidden(where: str, top: str, name: str, value: Any, metadata: Collec
     Args:
         where: the column or message key, for the reason.
         top: its name.
-        name: the name of the value: `top`, or a key of an object inside, at any depth, JSON text included.
+        name: the name of the value: `top`, or a key of an object inside, at any depth, also in lists and JSON text.
         value: the value.
         metadata: `prompts.metadata`, which the advice extends.
     """
@@ -335,18 +346,23 @@ def _refuse_hidden(where: str, top: str, name: str, value: Any, metadata: Collec
     is_cut_off = name in FINISH_KEYS and value not in FINISHED
     if name != top and (name in (*TRAIN_FLAGS, *SYSTEM_COLUMNS) or is_cut_off):
         raise ConversationRefused(f"{name} inside {where}, which is not read ({_with(metadata, top)} passes it over)")
-    if is_text and value.lstrip().startswith(("{", "[")):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+    value = _from_json(value)
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         _refuse_hidden(where, top, str(key), inner, metadata)
-    for inner in value if isinstance(value, list) else ():
-        if isinstance(inner, Mapping):
-            if any(inner.keys() >= set(keys) for keys in MESSAGE_KEYS.values()):
-                raise ConversationRefused(
-                    f"messages inside {where}, which are not read ({_with(metadata, top)} passes them over)"
-                )
-            _refuse_hidden(where, top, top, inner, metadata)
+    for inner in map(_from_json, value) if isinstance(value, list) else ():
+        if isinstance(inner, Mapping) and any(inner.keys() >= set(keys) for keys in MESSAGE_KEYS.values()):
+            raise ConversationRefused(
+                f"messages inside {where}, which are not read ({_with(metadata, top)} passes them over)"
+            )
+        _refuse_hidden(where, top, top, inner, metadata)
+
+
+def _from_json(value: Any) -> Any:
+    """Returns what JSON text of an object or a list holds; any other value unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _has_word(name: str, beginnings: tuple[str, ...]) -> bool:
@@ -357,7 +373,12 @@ def _has_word(name: str, beginnings: tuple[str, ...]) -> bool:
 
 def _with(metadata: Collection[str], *names: str) -> str:
     """Returns the argument that sets `prompts.metadata` and adds names: Hydra replaces a list as a whole."""
-    return f"prompts.metadata=[{','.join([*metadata, *names])}]"
+    shown = [
+        name if PLAIN_NAME.fullmatch(name) else QuotedString(name, Quote.double).with_quotes()
+        for name in (*metadata, *names)
+    ]
+    override = f"prompts.metadata=[{','.join(shown)}]"
+    return override if shown == [*metadata, *names] else shlex.quote(override)
 
 
 def _refuse_unread(what: str, names: list[str], metadata: Collection[str]) -> None:

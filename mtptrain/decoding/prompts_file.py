@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import prompt_text, tokenize_rendered
 from mtptrain.data.questions import first_user_turn, text_hash
+from mtptrain.data.refusal import ConversationRefused
 from mtptrain.data.rows import (
     ANY_SCHEMA,
     TRAIN_FLAGS,
-    ConversationRefused,
-    Message,
     RowFormat,
     parse_row,
     refuse_dropped_prompts,
     refuse_unread_columns,
 )
+from mtptrain.data.tool_calls import Message
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
 

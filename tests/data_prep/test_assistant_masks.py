@@ -9,7 +9,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data_prep.assistant_masks import Encoding, check_chat_template, encode_renderings
 from data_prep.renderings import render_conversation
-from mtptrain.data.rows import ConversationRefused, Message
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.tool_calls import Message
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 
 PLAIN_TEMPLATE = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")

@@ -3,7 +3,8 @@
 import pytest
 
 from data_prep.renderings import render_conversation
-from mtptrain.data.rows import NOT_TRAINED, ConversationRefused
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.rows import NOT_TRAINED
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 from tests.data_prep.test_renderings import CHATML, CLOSED, TOKENIZERS, chat, generated_parts, tokenizer_of
 
@@ -143,7 +144,7 @@ def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn(
 def test_an_answer_that_is_not_to_be_trained_is_history_alone(family: str) -> None:
     messages = chat("1?", "bad", "2?", "two", "3?", "")
     for turn in (1, 5):
-        messages[turn] |= dict([NOT_TRAINED])
+        messages[turn] |= NOT_TRAINED
     [rendering] = render_conversation(TOKENIZERS[family], messages)
     assert "bad" in rendering.text
     [part] = generated_parts(rendering)

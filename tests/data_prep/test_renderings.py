@@ -12,7 +12,8 @@ from transformers.utils import chat_template_utils
 
 from data_prep.assistant_masks import encode_renderings
 from data_prep.renderings import Rendering, render_conversation
-from mtptrain.data.rows import ConversationRefused, Message
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.tool_calls import Message
 from mtptrain.target.hub import DEMO, load_tokenizer, resolve_target
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -10,7 +10,7 @@ from datasets import Dataset
 from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import print_report
 from data_prep.token_rows import read_tokens
-from mtptrain.data.rows import ConversationRefused
+from mtptrain.data.refusal import ConversationRefused
 from mtptrain.run import Run
 from tests.data_prep.prompts.documents import ConfigFor, read_output
 

@@ -1,12 +1,15 @@
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from data_prep.conversations import read_conversations
-from mtptrain.data.rows import MEDIA, NOT_TRAINED, TOOLS, ConversationRefused, RowFormat, parse_row
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.rows import MEDIA, NOT_TRAINED, TOOLS, RowFormat, parse_row
 
 QUESTION, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 PARSED = [QUESTION, ANSWER]
@@ -21,6 +24,7 @@ def row(**columns: Any) -> dict[str, Any]:
 
 FINISH_COLUMN = "column finish_reason, which is not read (prompts.metadata=[finish_reason] passes it over)"
 PASS_METADATA = "(prompts.metadata=[metadata] passes it over)"
+IT = ("it over", "them over")
 
 
 def chat(question: dict[str, Any] | None = None, answer: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def test_what_only_describes_a_row_or_is_empty_or_a_copy_changes_nothing(odd: di
 @pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss", "loss_weight"])
 @pytest.mark.parametrize("value", [0, 0.0, False])
 def test_an_answer_that_is_not_to_be_trained_is_marked(flag: str, value: float) -> None:
-    assert parse_row(chat({flag: value}, {flag: value})) == [QUESTION, {**ANSWER, **dict([NOT_TRAINED])}]
+    assert parse_row(chat({flag: value}, {flag: value})) == [QUESTION, {**ANSWER, **NOT_TRAINED}]
     assert parse_row(chat(None, {flag: 1})) == PARSED
     with pytest.raises(ConversationRefused, match="a row that is not to be trained"):
         parse_row(row(**{flag: value}))
@@ -101,6 +105,18 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
             for parts in ([PART, PART], ["hi"], [{**PART, "cache": 1}], [{**PART, "type": ["text"]}])
         ),
         ({"messages": [QUESTION, {"from": "gpt", "value": "yes"}]}, "messages of different schemas"),
+        *(
+            ({"messages": [QUESTION, bad]}, "a message without role or content")
+            for bad in ({"role": "assistant"}, {"role": None, "content": "yes"}, {**ANSWER, "role": None}, "yes", {})
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt"}]},
+            "a message without from or value",
+        ),
+        (
+            {"messages": [{"role": None, "content": "hi"}, ANSWER]},
+            "unknown schema: messages must have keys role, content or from, value, but have keys content",
+        ),
         ({"messages": PARSED, "conversation": [QUESTION]}, "different messages in two columns"),
         (chat(None, {"reasoning": ["it is"]}), "reasoning must be text, but is a list"),
         (
@@ -130,19 +146,26 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> N
         (row(a=1, id=2, b=3), "columns a, b, which are not read (prompts.metadata=[a,b] passes them over)"),
         *((row(metadata=it), f"{name} inside column metadata, which is not read {PASS_METADATA}") for name, it in (
             ("train", {"train": False}), ("train", '{"train": false}'), ("train", {"sft": {"train": False}}),
-            ("weight", [{"weight": 0}]), ("system_prompt", {"system_prompt": "Talk like a pirate."}),
+            ("weight", [{"weight": 0}]), ("train", [[{"train": 0}]]), ("train", '[[{"train": 0}]]'),
+            ("system_prompt", {"system_prompt": "Talk like a pirate."}),
             ("finish_reason", {"finish_reason": "length"}),
         )),
         (
             row(source=[{"role": "system", "content": "Talk like a pirate."}]),
             "messages inside column source, which are not read (prompts.metadata=[source] passes them over)",
         ),
+        *(
+            (row(metadata=hidden), f"messages inside column metadata, which are not read {PASS_METADATA.replace(*IT)}")
+            for hidden in ([PARSED], [json.dumps(QUESTION)])
+        ),
         (row(num_skip=1), "column num_skip, which is not read (prompts.metadata=[num_skip] passes it over)"),
         (
             chat(None, {"meta": {"weight": 0}}),
             "weight inside message key meta, which is not read (prompts.metadata=[meta] passes it over)",
         ),
-        *((row(metadata=hidden), TOOLS) for hidden in ({"tools": ["x"]}, '{"tools": [{"name": "f"}]}')),
+        *((row(metadata=hidden), TOOLS) for hidden in (
+            {"tools": ["x"]}, '{"tools": [{"name": "f"}]}', [[{"tools": ["x"]}]], ['{"tools": [{"name": "f"}]}'],
+        )),
         *((row(**{name: ["x"]}), TOOLS) for name in ("Tool_ids", "available_functions")),
         *((row(**{name: "x"}), MEDIA) for name in ("img_url", "user_image_url", "Image_URL", "attachment_name")),
         (row(type="function_calling"), TOOLS),
@@ -192,6 +215,32 @@ def test_the_advice_keeps_the_names_that_are_passed_over_already(odd: dict[str, 
     assert f"(prompts.metadata=[note,{name}] passes " in str(refused.value)
 
 
+NAMES = [
+    "my column",
+    "a,b",
+    "it's",
+    'say "x"',
+    "ends in \\",
+    "größe",
+    "null",
+    "True",
+    "1",
+    "1e3",
+    "a.b-c",
+    "[a]",
+    "$HOME",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_advice_can_be_typed_for_every_name(name: str) -> None:
+    with pytest.raises(ConversationRefused) as refused:
+        parse_row(row(**{name: 1}), RowFormat(metadata=["note"]))
+    advice = str(refused.value).partition(" (")[2].removesuffix(" passes it over)")
+    (argument,) = shlex.split(advice)
+    assert OverridesParser.create().parse_override(argument).value() == ["note", name]
+
+
 def test_what_only_describes_a_row_is_passed_over() -> None:
     part = [{"type": "text", "text": "Is 7 odd?", "image_url": None, "cache_control": {"type": "ephemeral"}}]
     described = {"score_chosen": 7.0, "num_tools": 0, "type": "math", "metadata": {"source": "x", "image": None}}
@@ -215,5 +264,5 @@ def test_keys_that_parquet_adds_to_every_message_are_empty(tmp_path: Path) -> No
     rows = [chat(None, {"weight": 0, "tool_calls": None}), {**chat({"name": "ann"}), "system": "Be brief."}, chat()]
     Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
     found = read_conversations([f"{tmp_path}/chats.parquet"])
-    assert [found.messages(i) for i in range(2)] == [[QUESTION, {**ANSWER, **dict([NOT_TRAINED])}], PARSED]
+    assert [found.messages(i) for i in range(2)] == [[QUESTION, {**ANSWER, **NOT_TRAINED}], PARSED]
     assert len(found.refused) == 1

@@ -8,7 +8,8 @@ import pytest
 from datasets import Dataset
 
 from data_prep.conversations import read_conversations
-from mtptrain.data.rows import ConversationRefused, parse_row
+from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.rows import parse_row
 
 FUNCTION = {"name": "weather", "description": "Returns the weather.", "parameters": {"type": "object"}}
 TEXT_PARAMETERS = {**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}
