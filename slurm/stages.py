@@ -8,8 +8,10 @@ so that a wrong one is found before anything is queued.
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from mtptrain.command_line.program import program
@@ -71,6 +73,12 @@ def main(cfg: DictConfig) -> None:
     skip = variables.get("MTPTRAIN_SKIP")  # SKIP of pipeline.sh; None in a job
     skipped = (skip or "").split()
     check_skipped(skipped)
+    if skip is not None and HydraConfig.get().runtime.choices.get("hardware") == "auto":
+        warnings.warn(
+            "hardware: should be the machine of the jobs, such as hardware=h100_8, but is auto, which follows that of "
+            "each job: jobs without GPUs get other settings, such as shorter documents",
+            stacklevel=2,
+        )
     if settings.train.stream and skip is not None and not {"hidden_states", "train"} & set(skipped):
         raise UserError(
             "train.stream: must be false for a chain of jobs, in which training waits for hidden-states to end, but is "

@@ -83,6 +83,13 @@ def test_a_chain_has_only_jobs_that_can_run(stand: Stand) -> None:
     assert alone.returncode == 0, alone.stderr
 
 
+@pytest.mark.parametrize(("hardware", "is_warned"), [("auto", True), ("h100_8", False)])
+def test_hardware_that_differs_from_job_to_job_is_warned_of(stand: Stand, hardware: str, is_warned: bool) -> None:
+    settings = "recipe=mtp", f"hardware={hardware}", "train.micro_batches_per_step=8", "target.path=x"
+    result = stand.run("pipeline.sh", *settings, MTPTRAIN_PYTHON=sys.executable)
+    assert ("WARNING hardware: should be" in result.stderr) == is_warned and len(stand.asked("sbatch")) > 3
+
+
 @pytest.mark.parametrize(
     ("words", "option", "before"),
     [
