@@ -30,14 +30,14 @@ from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tok
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
-from mtptrain.hidden_states.store import StoreManifest
+from mtptrain.hidden_states.store import MANIFEST, StoreManifest
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, STREAM, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import worthwhile_cpu_ranks
 from mtptrain.planning.plan import streams_bytes_per_token
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
-from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
+from mtptrain.run_dir import claim_stage_dir, was_made_with, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.loading import check_placement, load_target
@@ -136,6 +136,10 @@ def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
     if ranks.is_first:
         claim_stage_dir(store_dir, extraction.config)
         manifest = begin_store(store_dir, extraction.identity, shard_tokens, extraction.own)
+        config, is_own = extraction.config, not store_dir.is_symlink()
+        if manifest and is_own and config.hidden_states.part == 0 and not was_made_with(store_dir, config):
+            write_provenance(store_dir, config)  # other settings give the same states: mtptrain run passes over them
+            (store_dir / MANIFEST).touch()
     if manifest:
         print(
             f"{store_dir} is finished already: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens",

@@ -74,6 +74,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     config, settings = run.config, run.config.acceptance
     dtype = getattr(torch, settings.dtype)
     found = run.head(dtype, ranks.device)
+    trained_on = training_facts(found)  # refuses damaged records before the measurement
     prompts = run.measured_prompts()
     model = None
     if settings.draft_model is not None:
@@ -96,7 +97,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         remove_generations(output_dir)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
-        described = report(run, found, prompts, ranks, measured)
+        described = report(run, found, prompts, ranks, measured) | trained_on
         described["held_out"] = None if held_out is None else asdict(held_out)
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
@@ -220,7 +221,6 @@ def report(run: Run, found: RunHead, prompts: Prompts, ranks: Ranks, measured: d
         "head": str(found.directory),
         "head_name": run.config.head.name,
         "head_sha256": found.sha256,
-        **training_facts(found),
         "prompts_file": settings.prompts_file,
         "prompts_sha256": prompts.sha256,
         "baselines": described,

@@ -39,10 +39,13 @@ from mtptrain.command_line.program import program, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.convert.formats import has_format
+from mtptrain.convert.published.heads import resolve_init
+from mtptrain.convert.warm_start import check_one_start
+from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
-from mtptrain.serving.exports import refuse_changed_export
+from mtptrain.serving.exports import export_dir, refuse_changed_export
 from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with
@@ -83,12 +86,20 @@ def main(cfg: DictConfig) -> None:
 
 
 def check(config: PipelineConfig) -> None:
-    """Refuse settings with which a later stage could not run."""
+    """Refuse settings with which a later stage could not run, before the first one begins."""
+    check_one_start(config.head)
+    if config.acceptance.prompts_file is not None:
+        check_is_file(Path(config.acceptance.prompts_file))
     if config.train.stream and not config.plan:
         raise UserError(
             "train.stream: must be false for a whole run, which runs one stage after the other, but is true; run "
             "`mtptrain hidden-states` and `mtptrain train` at the same time instead"
         )
+    if not config.plan:  # which downloads no weights, and writes nothing
+        if (start := config.head.init_from) is not None and not Path(start).exists():
+            resolve_init(start)
+        if has_format(config.head.name):
+            export_dir(config)  # refuses a folder of somebody else
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
 
@@ -191,8 +202,10 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
     table.add_row("tokens per step", f"{report['tokens_per_step']:.2f}, where plain decoding has 1")
     table.add_row("acceptance length", f"{report['acceptance_length']:.3f}")
     Console().print(table)
+    page = report_path.with_name("report.html")
+    figures = page if page.is_file() else report_path  # a kill or a failure to draw may leave no page
     exported = f"; {export.parent} has the head and says how to serve it" if has_format(config.head.name) else ""
-    print(f"{report_path.with_name('report.html')} shows it{exported}")
+    print(f"{figures} shows it{exported}")
 
 
 if __name__ == "__main__":

@@ -25,15 +25,13 @@ from mtptrain.convert.llama_cpp import GgufFormat
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.run import Run
-from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, replaced
-from mtptrain.serving.exports import SERVING, WRITTEN_FOR
+from mtptrain.run_dir import CONFIG, PROVENANCE, replaced
+from mtptrain.serving.exports import README, SERVING, WRITTEN, WRITTEN_FOR, export_dir
 from mtptrain.settings.evaluation import ExportDtype
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
 
-README = "README.md"
-WRITTEN = (CONFIG, PROVENANCE, SERVING, "config.json", "model.safetensors", README)
 """Files of an export by a version that did not list them in its provenance."""
 IMAGE_NOTE = (
     "The target also reads images. The head was trained and measured on text alone, so prompts with images may have "
@@ -62,10 +60,7 @@ def export(run: Run) -> None:
             else, or the exported head is not the trained one.
     """
     config = run.config
-    output_dir = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
-    if output_dir.is_symlink():  # a directory cannot be renamed to a link
-        output_dir = output_dir.resolve()
-    check_replaceable(output_dir, WRITTEN, "export.output_dir")
+    output_dir = export_dir(config)
     form = format_for(config.export.engine, config.head, run.target.config, run.target.gguf)
     if config.export.engine == ExportEngine.vllm:
         check_directory_name(output_dir, form.method)

@@ -59,6 +59,7 @@ from mtptrain.training.checkpoint import (
     load_checkpoint,
     newest_whole_checkpoint,
     save_checkpoint,
+    step_of,
 )
 from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import matmul_peak
@@ -156,13 +157,18 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         window=head.shared_window,
     )
     states.set_steps(schedule.first_epoch)
+    num_steps = count_steps(config.train, schedule.steps_per_epoch)
+    if checkpoint is not None and step_of(checkpoint) > num_steps:
+        raise UserError(
+            f"train.max_steps: must be at least {step_of(checkpoint)}, the step of {checkpoint}, but the settings ask "
+            f"for {num_steps} steps; set train.max_steps={step_of(checkpoint)}, or another run_dir"
+        )
     if ranks.is_first:
         is_bf16 = compute_dtype(config.deepspeed) is torch.bfloat16
         announce_precision("deepspeed", Dtype.bfloat16 if is_bf16 else Dtype.float32)
         write_provenance(run.stage_dir("train"), config)
     ranks.barrier()
     # 5. Build the engine, and load the checkpoint into it.
-    num_steps = count_steps(config.train, schedule.steps_per_epoch)
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     if ranks.is_first:

@@ -52,6 +52,13 @@ class Prompts:
         return hashlib.sha256(asked.encode()).hexdigest()
 
 
+def check_is_file(path: Path) -> None:
+    """Raises UserError if `acceptance.prompts_file` is not that of a file."""
+    if not path.is_file():
+        reason = "is not a file" if path.exists() else "does not exist"
+        raise UserError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
+
+
 def read_prompts_file(
     path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, form: RowFormat = ANY_SCHEMA
 ) -> Prompts:
@@ -66,9 +73,7 @@ def read_prompts_file(
         UserError: the path is not that of a file, or the file is too large, a line does not have this form, an id
             occurs twice, a token is not in the vocabulary, or there is no prompt.
     """
-    if not path.is_file():
-        reason = "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"acceptance.prompts_file: must be a jsonl file, but {path} {reason}; correct the path")
+    check_is_file(path)
     if (size := path.stat().st_size) > MAX_TEXT_BYTES:
         raise UserError(f"{path}: must have at most {MAX_TEXT_BYTES:,} bytes, but has {size:,}; correct the path")
     prompts = Prompts({})

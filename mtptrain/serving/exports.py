@@ -6,13 +6,17 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mtptrain.run_dir import lists, require
+from mtptrain.config import PipelineConfig
+from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, lists, require
 from mtptrain.target.families import head_dim, key_heads
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import SEAL, read_json, read_sealed, refuse_absent
 
 SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
+README = "README.md"
+WRITTEN = (CONFIG, PROVENANCE, SERVING, "config.json", "model.safetensors", README)
+"""Files of an export that holds no list of its own."""
 WRITTEN_FOR = {
     "vllm": "0.32",
     "sglang": "0.5.23",
@@ -69,6 +73,19 @@ def refuse_changed_export(directory: Path, advice: str = "copy or download it ag
     if is_ours or lists(directory, SERVING):
         refuse_absent(path, advice)
         read_sealed(path, advice, files=None)
+
+
+def export_dir(config: PipelineConfig) -> Path:
+    """Returns the folder to write the export to.
+
+    Raises:
+        UserError: `check_replaceable` refuses the folder.
+    """
+    directory = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
+    if directory.is_symlink():  # a directory cannot be renamed to a link
+        directory = directory.resolve()
+    check_replaceable(directory, WRITTEN, "export.output_dir")
+    return directory
 
 
 def warn_of_untested_vllm(version: str, place: str) -> None:

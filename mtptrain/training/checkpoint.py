@@ -64,10 +64,10 @@ def _is_unfinished(folder: Path) -> bool:
 def _folders(directory: Path, prefix: str = "") -> list[Path]:
     """Returns the folders with the name of a checkpoint after `prefix`, oldest first, whatever is in them."""
     found = directory.glob(f"{prefix}step_*/")
-    return sorted((folder for folder in found if re.fullmatch(prefix + STEP_NAME, folder.name)), key=_step)
+    return sorted((folder for folder in found if re.fullmatch(prefix + STEP_NAME, folder.name)), key=step_of)
 
 
-def _step(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     """Returns the step in the name of a checkpoint's folder."""
     return int(folder.name.rpartition("_")[2])
 
@@ -87,7 +87,7 @@ def describe_newest(directory: Path) -> str:
         )
     newest = checkpoints[-1]
     return (
-        f"the newest checkpoint, of step {_step(newest)}, is kept in {newest}; the same command continues from it, "
+        f"the newest checkpoint, of step {step_of(newest)}, is kept in {newest}; the same command continues from it, "
         "unless it sets train.resume=never"
     )
 
@@ -147,7 +147,7 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
         )
     if ranks.is_first:
         for folder in _folders(directory):
-            if _is_unfinished(folder) and (chosen is None or _step(folder) > _step(chosen)):
+            if _is_unfinished(folder) and (chosen is None or step_of(folder) > step_of(chosen)):
                 print(
                     f"WARNING {folder}: must have {MARKER}, but has none, as after a kill while it was written; "
                     f"training resumes from {chosen or 'step 0'}",
@@ -178,7 +178,8 @@ def find_fault(folder: Path) -> str | None:
         marker = read_sealed(folder / MARKER, "the checkpoint is torn", ["step"], [STATE])
     except UserError as error:
         return str(error)
-    return None if marker["step"] == _step(folder) else f"{folder}: must be step_{marker['step']:08d}, but was renamed"
+    step = marker["step"]
+    return None if step == step_of(folder) else f"{folder}: must be step_{step:08d}, but was renamed"
 
 
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:

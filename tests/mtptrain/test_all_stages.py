@@ -1,6 +1,7 @@
 """Tests `mtptrain run`: which stages it runs, on how many ranks, what it passes over, and how it ends."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,9 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
     config = make_config("head=hydra", "head.start_from_target=false", f"acceptance.output_dir={tmp_path}")
     assert not has_format("hydra")
     write_sealed(tmp_path / "report.json", {"tokens_per_step": 1.5, "acceptance_length": 1.6})
+    all_stages.print_summary(config, [])  # a kill has left no page
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/report.json shows it\n")
+    (tmp_path / "report.html").touch()
     all_stages.print_summary(config, [])
     assert capsys.readouterr().out.endswith(f"{tmp_path}/report.html shows it\n")
 
@@ -219,6 +223,38 @@ def test_a_recipe_for_any_target_has_a_plan_without_other_settings(recipe: str, 
     assert "plan of " in result.stdout and f"{recipe}, " in result.stdout
     assert result.stderr.count("hardware: ") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["head.start_from_target=true", "head.init_from=x"], "head.start_from_target: must be false when head.init_f"),
+        (
+            ["head.start_from_target=false", "head.init_from=/none"],
+            "head.init_from: must be a local directory or a hub",
+        ),
+        (
+            ["acceptance.prompts_file=/none.jsonl"],
+            "acceptance.prompts_file: must be a jsonl file, but /none.jsonl does",
+        ),
+        ([f"export.output_dir={ROOT}/docs"], "export.output_dir: "),
+    ],
+)
+def test_what_a_later_stage_would_refuse_is_refused_before_the_first(settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        all_stages.check(make_config(*settings))
+
+
+def test_hidden_states_that_other_settings_leave_as_they_are_count_as_made_with_them(
+    tiny_run: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_run[0], tmp_path / "run")
+    overrides = (*tiny_run[1], f"run_dir={tmp_path}/run", "acceptance.seed=5")
+    config = make_config(*overrides)
+    output = all_stages.output_of("hidden-states", STAGES["hidden-states"], config)
+    assert not all_stages.is_finished(output, 0, config)
+    assert run_program("data_prep.hidden_states", *overrides).returncode == 0
+    assert all_stages.is_finished(output, 0, config)
 
 
 def test_gpus_that_cannot_share_a_step_are_refused_before_anything_runs() -> None:

@@ -1,6 +1,7 @@
 """Tests what checkpoints and the best head hold, and which checkpoints a run resumes from."""
 
 import json
+import re
 import shutil
 
 import torch
@@ -34,6 +35,17 @@ def test_a_measured_best_head_is_not_replaced_by_one_that_was_not(fresh_run: Run
     train(fresh_run, "train.max_steps=12", "train.validation_prompts=0")
     assert json.loads((fresh_run[0] / "train" / "last" / "head.json").read_text())["step"] == 12
     assert (fresh_run[0] / "train" / "best" / "head.json").read_text() == best
+
+
+def test_fewer_steps_than_were_made_are_refused(fresh_run: Run) -> None:
+    train(fresh_run, "train.max_steps=3", "train.validation_prompts=0")
+    settings = (fresh_run[0] / "train/config.yaml").read_text()
+    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=2", "train.validation_prompts=0")
+    assert result.returncode == 1
+    assert re.search(
+        r"train\.max_steps: must be at least 3, the step of \S+, but .* set train\.max_steps=3", result.stderr
+    )
+    assert (fresh_run[0] / "train/config.yaml").read_text() == settings
 
 
 def test_a_run_that_starts_again_because_its_checkpoints_are_gone_says_so(fresh_run: Run) -> None:
