@@ -24,7 +24,7 @@ from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import SEAL, write_json, write_sealed
+from mtptrain.utils.files import SEAL, sealed, write_json, write_sealed
 from tests.conftest import Run, run_program
 from tests.mtptrain.hidden_states.small_store import EVERY_SHARD, IDENTITY, SHARD_TOKENS, make_shard, write_shard
 from tests.sealed import flip_bit
@@ -164,6 +164,9 @@ def test_a_changed_export_with_a_model_is_named_before_training_starts_from_it(
             read_native_mtp(str(exported), PreTrainedConfig(model_type=next(iter(NATIVE_MTP))))
 
 
+LINE, OTHER_LINE = line_of(RegeneratedConversation(1, "chat1")), json.dumps(sealed({"step": 1})) + "\n"
+
+
 @pytest.mark.parametrize("name", ["answers_00000.jsonl", "conversations.jsonl"])
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
@@ -171,6 +174,7 @@ def test_a_changed_export_with_a_model_is_named_before_training_starts_from_it(
         ('"chat1"', '"chat7"', "be as mtptrain wrote it, but was changed or damaged since"),
         (f'"{SEAL}"', '"other"', "have the entry seal, but lacks it"),
         ('{"row": 1', '{"row": 1}', "be JSON, but is not"),
+        (LINE, OTHER_LINE, "be a conversation, but is not .KeyError.'ended_by'"),
     ],
 )
 def test_a_changed_answer_of_a_killed_run_is_named(tmp_path: Path, name: str, old: str, new: str, reason: str) -> None:
@@ -179,6 +183,7 @@ def test_a_changed_answer_of_a_killed_run_is_named(tmp_path: Path, name: str, ol
     store.begin(identity, None)
     store.mark_unfinished()
     lines = "".join(line_of(RegeneratedConversation(row, f"chat{row}")) for row in range(3))
+    assert old in lines
     (tmp_path / name).write_text(lines + '{"row": 3, "i')
     store.begin(identity, None)
     assert store.rows == {0, 1, 2} and (tmp_path / name).read_text() == lines
@@ -203,14 +208,39 @@ def test_a_record_of_another_shard_is_named(tmp_path: Path) -> None:
         begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
 
 
-@pytest.mark.parametrize("line", ["{oops}", "[1]", '{"step": "7"}', '{"loss": 1.0}'])
-def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{oops}", "must be JSON, but is not"),
+        ("[1]", "must be the record of a step, but is not"),
+        ('{"step": "7"}', "must be the record of a step, but is not"),
+        ('{"loss": 1.0}', "must be the record of a step, but is not"),
+        ('{"step": 2, "tokens": "a"}', "tokens must hold numbers, but is 'a'"),
+        ('{"step": 2, "kl_at": [1.0, null]}', "kl_at must hold numbers, but is .1.0, None."),
+    ],
+)
+def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n{"step": 4, "lo')
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2: must be .*; remove the line"):
+    with pytest.raises(UserError, match=rf"metrics\.jsonl:2: {reason}.*; remove the line"):
         read_metrics(path)
     path.write_text('{"step": 1}\n{"step": 4, "lo')
     assert [record for _, record in read_metrics(path)] == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("plan.json", "delete .* and run mtptrain hidden-states again"),
+        ("shard_00000.json", "delete it and run mtptrain hidden-states, which recomputes only this shard"),
+    ],
+)
+def test_a_file_of_another_kind_in_an_unfinished_store_is_named(tmp_path: Path, name: str, advice: str) -> None:
+    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
+    shutil.copy(tmp_path / ("shard_00000.json" if name == "plan.json" else "plan.json"), tmp_path / name)
+    with pytest.raises(UserError, match=rf"{name}: must be as mtptrain hidden-states writes it, .*{advice}"):
+        begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
 
 
 def test_a_changed_record_of_a_killed_extraction_is_named(tmp_path: Path) -> None:
@@ -227,3 +257,19 @@ def test_a_changed_number_of_released_windows_is_named_before_shards_are_deleted
     edit("released_windows", value=3)(tmp_path / STREAM)
     with pytest.raises(UserError, match=rf"{STREAM}: must be as mtptrain wrote it, but was changed or damaged"):
         released_windows(tmp_path, [[0], [1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"identity": {}, "shard_tokens": 9}, "be as mtptrain train writes it, but has the unknown entry"),
+        ({"windows": [[0], [1]]}, "be as mtptrain train writes it, but lacks released_windows"),
+        ({"released_windows": "a", "windows": [[0], [1]]}, "be .*, but released_windows is a"),
+        ({"released_windows": 0, "windows": []}, r"be \[0\], \.\.\., but are missing"),
+        (None, "have the entry seal, but lacks it"),
+    ],
+)
+def test_a_stream_of_another_kind_is_named(tmp_path: Path, content: dict[str, object] | None, reason: str) -> None:
+    write_json(tmp_path / STREAM, {} if content is None else sealed(content))
+    with pytest.raises(UserError, match=rf"{STREAM}: .*must {reason}.*; delete this file, and start both programs"):
+        released_windows(tmp_path, [[0], [1]])

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -147,8 +147,3 @@ def refuse_different_facts(
     ]
     if differences:
         raise UserError(f"{path}: {'; '.join(differences)}{note}; {remedy}")
-
-
-def identity_from_json(content: dict[str, Any]) -> StoreIdentity:
-    target, layers = TargetIdentity(**content["target"]), tuple(content["capture_layers"])
-    return StoreIdentity(**{**content, "target": target, "capture_layers": layers})

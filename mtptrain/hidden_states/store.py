@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +27,18 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from tqdm import tqdm
 
-from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
+from mtptrain.data.identity import StoreIdentity, refuse_other
 from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, OPTIONAL, document_checksum, index_checksum
 from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import file_sha256, read_sealed
+from mtptrain.utils.files import file_sha256, manifest_of, read_sealed
 
 SCHEMA_VERSION = 2
 """Version 2 added a checksum per document, and one per shard for its header, tables and loss mask."""
 MANIFEST, PLAN = "manifest.json", "plan.json"
 OPENING_THREADS = 8
 """Number of shards opened at a time. On a network file system, opening one takes milliseconds."""
+RESTART = "delete {} and run mtptrain hidden-states again"
 REMEDY = "delete the shard's file and run mtptrain hidden-states, which recomputes only this shard"
 
 
@@ -87,20 +87,28 @@ class StoreManifest:
             raise StageMissing(
                 f"{path}: must exist, but {state}; run mtptrain hidden-states with the same recipe and run_dir"
             )
-        content = read_store_json(path)
+        advice = RESTART.format(directory)
+        content = read_sealed(path, advice)
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
-                f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; delete "
-                f"{directory} and run mtptrain hidden-states again"
+                f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; {advice}"
             )
-        try:
-            shards = tuple(ShardRecord(**record) for record in content.pop("shards"))
-            return StoreManifest(identity=identity_from_json(content.pop("identity")), shards=shards, **content)
-        except (KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}: must have exactly the fields of a manifest, but does not ({error}); delete {directory} and "
-                "run mtptrain hidden-states again"
-            ) from error
+        return manifest_of(StoreManifest, content, path, StoreIdentity.program, advice)
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """The contents of `plan.json`, which an unfinished store has instead of the manifest."""
+
+    identity: StoreIdentity
+    shard_tokens: int
+    """A shard ends with the document that reaches this many tokens."""
+
+    @staticmethod
+    def read(directory: Path) -> "StorePlan":
+        """Read `directory`/plan.json. Raises UserError if it is damaged."""
+        path, advice = directory / PLAN, RESTART.format(directory)
+        return manifest_of(StorePlan, read_sealed(path, advice), path, StoreIdentity.program, advice)
 
 
 @dataclass(frozen=True)
@@ -357,8 +365,3 @@ def has_length(path: Path, record: ShardRecord) -> bool:
         return path.stat().st_size == record.num_bytes
     except FileNotFoundError:
         return False
-
-
-def read_store_json(path: Path, advice: str | None = None) -> dict[str, Any]:
-    """Returns the object in one of the store's JSON files."""
-    return read_sealed(path, advice or f"delete {path.parent} and run mtptrain hidden-states again")

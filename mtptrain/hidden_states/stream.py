@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -18,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
+from mtptrain.data.identity import StoreIdentity, refuse_other
 from mtptrain.data.prompt_files import Documents
-from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStates, ShardRecord, read_store_json
+from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStates, ShardRecord, StorePlan
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, write_sealed
+from mtptrain.utils.files import file_sha256, manifest_of, read_sealed, write_sealed
 
 STREAM = "stream.json"
 OPEN_WINDOWS = 3
@@ -53,22 +54,34 @@ def document_order(windows: Sequence[Sequence[int]], shards: Sequence[range], se
     )
 
 
+@dataclass(frozen=True)
+class StreamState:
+    """The contents of `stream.json`."""
+
+    released_windows: int
+    """Number of leading windows that training has released."""
+    windows: list[list[int]]
+    """Shards of each window, in training order."""
+
+
 def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     """Returns the number of windows that training has released so far.
 
     Raises:
-        UserError: training reads the shards in a different order, so both programs would wait forever.
+        UserError: the file is damaged, or training reads the shards in a different order, so both programs would wait
+            forever.
     """
     path = store_dir / STREAM
     if not path.exists():
         return 0
-    content = read_store_json(path)
-    if content["windows"] != [list(window) for window in windows]:
+    advice = "delete this file, and start both programs with the same seed and train.stream_shards"
+    state = manifest_of(StreamState, read_sealed(path, advice), path, "mtptrain train", advice)
+    if state.windows != [list(window) for window in windows]:
+        found = f"{state.windows[0]}, ..." if state.windows else "missing"
         raise UserError(
-            f"{path}: the shards of each window must be {windows[0]}, ..., but are {content['windows'][0]}, ... in "
-            "training; delete this file, and start both programs with the same seed and train.stream_shards"
+            f"{path}: the shards of each window must be {windows[0]}, ..., but are {found} in training; {advice}"
         )
-    return int(content["released_windows"])
+    return state.released_windows
 
 
 def delete_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> None:
@@ -183,9 +196,8 @@ class StreamedStates(HiddenStates):
         plan_path = directory / PLAN
         if wait_together(plan_path.exists, ranks, stop, str(plan_path)):
             sys.exit(EXIT_STOPPED)
-        plan = read_store_json(plan_path)
-        identity = identity_from_json(plan["identity"])
-        refuse_other(plan_path, expected, identity, shard_tokens, plan["shard_tokens"])
+        plan = StorePlan.read(directory)
+        refuse_other(plan_path, expected, plan.identity, shard_tokens, plan.shard_tokens)
         return StreamedStates(directory, documents, shard_tokens, window_shards, seed)
 
     @property
@@ -281,5 +293,5 @@ class StreamedStates(HiddenStates):
             self._mapped.pop(shard, None)
             self._records.pop(shard, None)
         if is_first_rank:
-            write_sealed(self.directory / STREAM, {"released_windows": count, "windows": self.windows})
+            write_sealed(self.directory / STREAM, asdict(StreamState(count, self.windows)))
             delete_shards(self.directory, [*self.windows[:count], *self.windows[count + OPEN_WINDOWS :]])

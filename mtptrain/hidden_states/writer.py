@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtptrain.config import StoreDtype
-from mtptrain.data.identity import StoreIdentity, identity_from_json, refuse_other
+from mtptrain.data.identity import StoreIdentity, refuse_other
 from mtptrain.hidden_states.fp8 import encode
 from mtptrain.hidden_states.shard_format import (
     AUX_HIDDEN_STATES,
@@ -38,11 +38,11 @@ from mtptrain.hidden_states.store import (
     SCHEMA_VERSION,
     ShardRecord,
     StoreManifest,
+    StorePlan,
     has_length,
-    read_store_json,
 )
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, publish, write_sealed
+from mtptrain.utils.files import file_sha256, manifest_of, publish, read_sealed, write_sealed
 
 RECOMPUTE = "delete it and run mtptrain hidden-states, which recomputes only this shard"
 _SHARD = re.compile(r"shard_(\d{5}|[1-9]\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
@@ -98,10 +98,8 @@ def begin_store(
             return manifest
         _reopen(directory, manifest)
     elif (directory / PLAN).exists():
-        plan = read_store_json(directory / PLAN)
-        refuse_other(
-            directory / PLAN, identity, identity_from_json(plan["identity"]), shard_tokens, plan["shard_tokens"]
-        )
+        plan = StorePlan.read(directory)
+        refuse_other(directory / PLAN, identity, plan.identity, shard_tokens, plan.shard_tokens)
     else:
         _write_plan(directory, identity, shard_tokens)
     _remove_incomplete(directory, shards)
@@ -305,16 +303,16 @@ def finish_store(
 
 def read_record(directory: Path, index: int) -> ShardRecord | None:
     """Returns the record of a shard; None if there is no record, or if the shard does not have its full length."""
-    path = shard_path(directory, index)
+    shard = shard_path(directory, index)
+    path = record_path(shard)
     try:
-        record = ShardRecord(**read_store_json(record_path(path), RECOMPUTE))
+        content = read_sealed(path, RECOMPUTE)
     except FileNotFoundError:
         return None
-    if record.file != path.name:
-        raise UserError(
-            f"{record_path(path)}: must be the record of {path.name}, but is that of {record.file}; {RECOMPUTE}"
-        )
-    return record if has_length(path, record) else None
+    record = manifest_of(ShardRecord, content, path, StoreIdentity.program, RECOMPUTE)
+    if record.file != shard.name:
+        raise UserError(f"{path}: must be the record of {shard.name}, but is that of {record.file}; {RECOMPUTE}")
+    return record if has_length(shard, record) else None
 
 
 def _reopen(directory: Path, manifest: StoreManifest) -> None:
@@ -330,7 +328,7 @@ def _reopen(directory: Path, manifest: StoreManifest) -> None:
 
 
 def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
-    _write_sealed(directory / PLAN, {"identity": asdict(identity), "shard_tokens": shard_tokens})
+    _write_sealed(directory / PLAN, asdict(StorePlan(identity, shard_tokens)))
 
 
 def shard_path(directory: Path, index: int) -> Path:

@@ -41,6 +41,9 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
         record = parse_json(line, f"{path}:{number}", "remove the line")
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise UserError(f"{path}:{number}: must be the record of a step, but is not; remove the line")
+        for name, value in record.items():
+            if not all(isinstance(each, int | float) for each in (value if isinstance(value, list) else [value])):
+                raise UserError(f"{path}:{number}: {name} must hold numbers, but is {value!r}; remove the line")
         found.append((line.decode(), record))
     return found
 

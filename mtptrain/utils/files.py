@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -233,7 +233,7 @@ def read_json(path: Path, advice: str = "correct it", required: Collection[str] 
 
 
 def manifest_of(kind: type[T], content: Any, path: Path, program: str, advice: str, place: str = "") -> T:
-    """Returns the dataclass that a program has stored as JSON, nested dataclasses included.
+    """Returns the dataclass that a program has stored as JSON, nested dataclasses and tuples included.
 
     Args:
         kind: the dataclass.
@@ -248,7 +248,7 @@ def manifest_of(kind: type[T], content: Any, path: Path, program: str, advice: s
     """
 
     def refused(reason: str) -> UserError:
-        return UserError(f"{path}: must be the manifest that {program} writes, but {reason}; {advice}")
+        return UserError(f"{path}: must be as {program} writes it, but {reason}; {advice}")
 
     if not isinstance(content, dict):
         raise refused(f"{place.rstrip('.') or 'the file'} is a {type(content).__name__}, not an object")
@@ -262,6 +262,11 @@ def manifest_of(kind: type[T], content: Any, path: Path, program: str, advice: s
     for name, value in content.items():
         if is_dataclass(types[name]):
             value = manifest_of(types[name], value, path, program, advice, f"{place}{name}.")
+        elif get_origin(types[name]) is tuple and isinstance(value, list):  # JSON has no tuples
+            element = get_args(types[name])[0]
+            if isinstance(element, type) and is_dataclass(element):
+                value = [manifest_of(element, each, path, program, advice, f"{place}{name}.") for each in value]
+            value = tuple(value)
         elif not isinstance(value, _checkable(types[name])):
             raise refused(f"{place}{name} is {str(value)[:40]}")
         values[name] = value

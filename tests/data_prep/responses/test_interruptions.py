@@ -249,7 +249,7 @@ def test_a_damaged_plan_or_manifest_is_refused_by_name(
         content = json.loads((directory / "manifest.json").read_text())
         write_sealed(directory / name, {key: content[key] for key in ("identity", "server_versions")})
     seal_again(directory / name, **change)
-    message = rf"responses/{name}: must be the manifest that mtptrain responses writes, but {reason}; delete \S+resp"
+    message = rf"responses/{name}: must be as mtptrain responses writes it, but {reason}; delete \S+resp"
     with pytest.raises(ValueError, match=message):
         respond(config)
     if name == "manifest.json":

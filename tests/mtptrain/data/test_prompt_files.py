@@ -114,7 +114,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
 )
 def test_a_manifest_with_other_entries_is_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     seal_again(seal_prompts(tmp_path), **change)
-    message = rf"/manifest\.json: must be the manifest that mtptrain prompts writes, but {reason}; run mtptrain pro"
+    message = rf"/manifest\.json: must be as mtptrain prompts writes it, but {reason}; run mtptrain pro"
     with pytest.raises(ValueError, match=message):
         PromptsManifest.read(tmp_path)
 

@@ -144,7 +144,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: st
     ("change", "message"),
     [
         ({"schema_version": 1}, "the schema version must be 2, but is 1"),
-        ({"shards": ...}, "must have exactly the fields of a manifest, but does not .'shards'"),
+        ({"shards": ...}, "must be as mtptrain hidden-states writes it, but lacks shards"),
     ],
 )
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
