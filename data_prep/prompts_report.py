@@ -23,7 +23,7 @@ _BAR_WIDTH = 30
 @dataclass(frozen=True)
 class SplitReport:
     documents: int
-    """Number of documents written: whole items, and windows of longer ones."""
+    """Number of documents written: whole items, windows of longer ones, and those of `RewrittenReport`."""
     tokens: int
     supervised_tokens: int
     """Number of tokens with loss mask 1."""
@@ -85,6 +85,14 @@ class DuplicatesReport:
     def of(
         groups: Sequence[str], clusters: Sequence[str], validation_fraction: float, copies: int
     ) -> "DuplicatesReport":
+        """Returns the counts.
+
+        Args:
+            groups: the question of each item.
+            clusters: what decides the split of each item: its question, or one question for all that nearly repeat it.
+            validation_fraction: the share of held-out clusters.
+            copies: see `dropped`.
+        """
         sizes = Counter(groups)
         members = Counter(dict(zip(groups, clusters, strict=True)).values())
         moved = sum(

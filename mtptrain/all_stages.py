@@ -73,8 +73,6 @@ def main(cfg: DictConfig) -> None:
             continue
         output = output_of(name, stage, config)
         if is_finished(output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
-            if name == "export":
-                refuse_changed_export(output.parent, f"move {output.parent} away and run mtptrain export again")
             durations.append((name, "done before"))
         else:
             print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)  # without `1.` or `optional:`
@@ -99,6 +97,8 @@ def check(config: PipelineConfig) -> None:
         if (start := config.head.init_from) is not None and not Path(start).exists():
             resolve_init(start)
         if has_format(config.head.name):
+            exported = output_of("export", STAGES["export"], config).parent
+            refuse_changed_export(exported, f"move {exported} away and run mtptrain export again")
             export_dir(config)  # refuses a folder of somebody else
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)

@@ -39,7 +39,7 @@ class Correction:
     """A correction of the logits of drafts by the tokens before them, of low rank r: features @ weight^T."""
 
     features: torch.Tensor
-    """[..., r]: [T, M, r] in training, [R, r] for R drafts of a block of the loss, [B, r] in decoding."""
+    """[..., r]: [T, M, r] in training, [R, r] for R drafts that the loss computes at a time, [B, r] in decoding."""
     weight: torch.Tensor
     """[D, r]."""
     num_candidates: int | None = None
@@ -94,9 +94,10 @@ class Head(nn.Module, ABC):
     activation_checkpointing: bool = False
     """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
     shared_window: int | None = None
-    """Number of tokens up to a draft position that all tokens of a block see in layers with a window; None without."""
+    """Number of tokens, up to the draft position, that every token of a block still sees in sliding layers: W - masks - 1.
+    None for heads without such layers."""
     sliding_share: float = 0.0
-    """Share of the queries of all layers that see this window alone."""
+    """Share of the queries of all layers that are in sliding ones."""
     drafts_per_document: int | None = None
     """Maximum number of draft positions of a document that a training step uses, chosen at random; None for all."""
 

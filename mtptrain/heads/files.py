@@ -52,7 +52,8 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
 
     Args:
         state: weights by name, in their training dtype.
-        facts: more entries of `head.json`, such as the step and the acceptance measured there.
+        facts: more entries of `head.json`: `TARGET_WEIGHTS`, which `check_head_target` needs, `SCALE` and `SHIFT` of
+            a calibrated head, and such as the step and the acceptance measured there.
     """
     directory.mkdir(parents=True, exist_ok=True)
     weights, described = directory / WEIGHTS, directory / "head.json"
@@ -77,12 +78,9 @@ def kept_head(stage_dir: Path, step: int) -> Path:
 
 def kept_heads(stage_dir: Path) -> dict[int, Path]:
     """Returns the directories of all complete kept heads by step, in rising order."""
-    directories = sorted(facts.parent for facts in stage_dir.glob("heads/step_*/head.json"))
-    return {
-        int(directory.name.removeprefix("step_")): directory
-        for directory in directories
-        if re.fullmatch(STEP_NAME, directory.name)
-    }
+    directories = (facts.parent for facts in stage_dir.glob("heads/step_*/head.json"))
+    found = {int(each.name.removeprefix("step_")): each for each in directories if re.fullmatch(STEP_NAME, each.name)}
+    return dict(sorted(found.items()))
 
 
 def remove_stale_heads(stage_dir: Path, step: int) -> None:

@@ -84,6 +84,7 @@ class LayerHead(Head):
         """
         # 1. Split the tokens into draft positions and all others, which only provide keys and values at depth 0.
         packing = tokens.packing
+        assert packing.depths_share_targets, "the next draft position must be the next token"
         hidden_states, other_states = packing.split(self._run(self._fuse, tokens.target_states))  # [M, H], [N - M, H]
         embeddings, other_embeddings = packing.split(parts.embed(tokens.next_ids))
         positions, other_positions = packing.split(packing.positions)
@@ -92,7 +93,8 @@ class LayerHead(Head):
         mask = None if self.mask_hidden is None else self._mask_inputs(parts)
         states, own_keys, own_values = [], [], []
         for depth in range(ttt_steps):
-            # 2. Combine the states with the embeddings, shifted by one token per depth, and project them.
+            # 2. Combine the states with the embeddings, shifted by one token per depth, and project them. Past the end
+            # of a span the embedding is that of another one: such drafts do not count (`Batch.is_draft`).
             shifted = embeddings[depth : depth + num_drafts]
             if depth > 0 and mask is not None:
                 hidden_states, shifted = mask  # one state [1, H] for all positions

@@ -68,7 +68,7 @@ class Rope:
         self.theta = float(rope_parameters["rope_theta"])
 
     def factors(self) -> torch.Tensor:
-        """Returns how many times as long as without scaling each wave is, f32[head_dim / 2]."""
+        """Returns the length of each wave divided by its length without RoPE scaling, f32[head_dim / 2]."""
         size = 2 * len(self.inv_freq)
         unscaled = self.theta ** -(torch.arange(0, size, 2, dtype=torch.int64).float() / size)
         return unscaled / self.inv_freq.cpu()

@@ -27,10 +27,13 @@ UNKNOWN_PATH = (404, 405, 501)
 NO_PROXY = {"all://127.0.0.1": None, "all://localhost": None}
 """The addresses that a client asks without the proxy of the environment: servers of this machine."""
 START = r"start `[^`]*` or correct the address"
-"""The advice of errors about an address where no such engine answers, as a pattern."""
+"""The advice of errors about an address where no such engine answers, as a pattern.
+
+`server_process` replaces it for a server that mtptrain has started.
+"""
 Counters = dict[tuple[str, int | None], int]
 """A server's counters, by name and draft position (None for counters without positions)."""
-_SAMPLE = re.compile(r'^(?:vllm|llamacpp):(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?[^}]*\})? (\S+)$')
+_SAMPLE = re.compile(r'^(?:vllm|llamacpp):(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?.*\})? (\S+)$')
 
 
 class EngineServer:

@@ -22,7 +22,7 @@ Answered = tuple[list[int], Generation]
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """Means over all draft positions of the answers, and the number of these positions; by depth.
+    """Means over the drafts that count at each depth, those of tokens of the answers, and the number of these drafts.
 
     They are computed with teacher forcing: the head reads the target's tokens, never its own drafts.
     """
@@ -35,7 +35,7 @@ class HeldOutLosses:
     overlap_at: list[float]
     """Mean of sum min(target_probs, draft_probs): the probability that a sampled draft is accepted."""
     num_drafts_at: list[int]
-    """Number of draft positions, summed over all ranks."""
+    """Number of drafts that count, summed over all ranks."""
 
 
 @torch.no_grad()

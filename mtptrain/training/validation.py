@@ -56,6 +56,7 @@ def measured_with(config: PipelineConfig) -> dict[str, object]:
     return {
         "num_speculative_tokens": config.acceptance.num_speculative_tokens,
         "max_new_tokens": config.train.validation_new_tokens,
+        "prompt_tokens": config.acceptance.prompt_tokens,
         "dtype": str(config.acceptance.dtype),
     }
 

@@ -33,9 +33,10 @@ SECTIONS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
 ROPE_SECTIONS = SECTIONS[2:]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FROM_1_IN_SGLANG = ("deepseek_v2",)
-"""Families whose layers SGLang counts from 1, as vLLM does, unless the ids start with 1.
+"""Families in which SGLang reads id k as the stream after k layers, as vLLM does.
 
-Source: `set_eagle3_layers_to_capture` of their classes.
+If the first id is 1, it reads them as in other families: id k is then the stream after k + 1 layers. Source:
+`set_eagle3_layers_to_capture` of their classes.
 """
 SHOWN_CHARACTERS = 80
 """Maximum number of characters that an error quotes from a value."""
@@ -287,8 +288,8 @@ RULES["dspark"] = RULES["dflash"] | {
     ),
     "sample_from_anchor": BOOLEAN,
     "dflash_config.sample_from_anchor": same_as("sample_from_anchor"),
-    "target_layer_ids": layer_ids,
-    "mask_token_id": token_id,
+    "target_layer_ids": same_as("dflash_config.target_layer_ids"),
+    "mask_token_id": same_as("dflash_config.mask_token_id"),
 }
 RULES["dflash2"] = RULES["dflash"] | {
     "dflash_config.conv_kernel_size": between(1, MAX_KERNEL_SIZE),
@@ -320,7 +321,7 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
         if key in config:  # the same as a key at the top level, whose rule it must also keep
             config.setdefault(key.partition(".")[2], config[key])
     for key in ("target_layer_ids", "mask_token_id") if kind == "dspark" else ():
-        if key in config:
+        if key in config:  # likewise, and the section's rule holds for both
             config.setdefault(f"dflash_config.{key}", config[key])
     if unknown := [key for key in config if key not in RULES[kind]]:
         found = ", ".join(f"{key}={shown(config[key])}" for key in unknown)

@@ -167,8 +167,8 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     if architecture not in KNOWN:
         _refuse_class(directory, architecture)
     name, form = KNOWN[architecture]
-    is_checkpoint = any(name.startswith("model.layers.") for name in names)  # of MiMo, with its MTP layer
-    config = read_config(directory, "native" if form is SglangMtp and is_checkpoint else name, target_config)
+    is_checkpoint = form is SglangMtp and any(name.startswith("model.layers.") for name in names)  # all of MiMo
+    config = read_config(directory, "native" if is_checkpoint else name, target_config)
     _refuse_lost_biases(directory, config, names)
     settings = layer_sizes(directory, name, config)
     if form is SglangMtp:
@@ -304,8 +304,9 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
 
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
     """Returns the settings that must match a head's weights, with the target's sizes in place of unset ones."""
-    is_bound = isinstance(config, MlpConfig) or HEADS[config.name].drafts_all_depths
-    ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if is_bound else set())
+    # One MLP per depth, or blocks of one size. The weights of peagle fit any number of depths.
+    weights_fix_depths = isinstance(config, MlpConfig) or HEADS[config.name].drafts_all_depths
+    ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if weights_fix_depths else set())
     settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in ignored}
     sizes = vars(head_dims(config, target_config)) if isinstance(config, LayerConfig) else {}
     layers = HEADS[config.name].resolve_capture_layers(config, target_config)

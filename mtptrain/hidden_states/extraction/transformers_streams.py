@@ -171,7 +171,7 @@ class PackedDocuments:
     longest: int
     """Number of tokens in the longest document."""
     layer_masks: tuple[MaskOf | None, ...] = ()
-    """The tokens of its document that a token sees in each layer; all of them where this is empty."""
+    """`TargetForm.masks`, one for each layer; `FULL` in every layer where this is empty."""
 
     def mask_of(self, module: torch.nn.Module) -> MaskOf:
         """Returns which tokens of its document a token sees in a layer's attention."""

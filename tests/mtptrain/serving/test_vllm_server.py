@@ -19,7 +19,7 @@ vllm:spec_decode_num_drafts_total{{engine="0",model_name="a"}} {drafts}.0
 vllm:spec_decode_num_drafts_total{{engine="1",model_name="a"}} 2.0
 vllm:spec_decode_num_drafts_created{{engine="0",model_name="a"}} 1.7e+09
 vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="a"}} {drafted}.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="a",position="1"}} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="/m/{{a}}",position="1"}} 1.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="a",position="0"}} {accepted}.0
 vllm:request_success_total{{engine="0",finished_reason="stop",model_name="a"}} {finished}.0
 vllm:request_success_total{{engine="0",finished_reason="length",model_name="a"}} 0.0
