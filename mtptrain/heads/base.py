@@ -94,8 +94,8 @@ class Head(nn.Module, ABC):
     activation_checkpointing: bool = False
     """Whether functions called through `_run` keep only their inputs and are recomputed in the backward pass."""
     shared_window: int | None = None
-    """Number of tokens, up to the draft position, that every token of a block still sees in sliding layers: W - masks - 1.
-    None for heads without such layers."""
+    """Number of tokens, up to the draft position, that every token of a block still sees in sliding layers:
+    W - masks - 1. None for heads without such layers."""
     sliding_share: float = 0.0
     """Share of the queries of all layers that are in sliding ones."""
     drafts_per_document: int | None = None
