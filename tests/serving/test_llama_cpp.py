@@ -243,8 +243,8 @@ def test_many_requests_of_a_bench_are_all_answered_and_their_steps_counted(
         found = LlamaLoadGenerator().run(replace(load, result_path=str(tmp_path / "result.json")))
         counts = server.counts_since(before, 60)
     assert (found.requests, found.output_tokens) == (60, 1440)
-    accepted = sum(counts.accepted_at) if counts is not None else 0
-    assert (accepted > 0) == drafts
+    assert (counts is not None and counts.rounds > 0) == drafts
+    accepted = sum(counts.accepted_at) if counts is not None else 0  # by a random head, from 0 to 11
     num_steps = [1 + len(gaps) for gaps in json.loads((tmp_path / "result.json").read_text())["itls"]]
     assert sum(num_steps) == 1440 - accepted
 
