@@ -32,7 +32,6 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
 
-"""Files of an export by a version that did not list them in its provenance."""
 IMAGE_NOTE = (
     "The target also reads images. The head was trained and measured on text alone, so prompts with images may have "
     "fewer drafts accepted."

@@ -346,10 +346,10 @@ def _refuse_hidden(where: str, top: str, name: str, value: Any, metadata: Collec
     is_cut_off = name in FINISH_KEYS and value not in FINISHED
     if name != top and (name in (*TRAIN_FLAGS, *SYSTEM_COLUMNS) or is_cut_off):
         raise ConversationRefused(f"{name} inside {where}, which is not read ({_with(metadata, top)} passes it over)")
-    value = _from_json(value)
+    value = _parsed_if_json(value)
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         _refuse_hidden(where, top, str(key), inner, metadata)
-    for inner in map(_from_json, value) if isinstance(value, list) else ():
+    for inner in map(_parsed_if_json, value) if isinstance(value, list) else ():
         if isinstance(inner, Mapping) and any(inner.keys() >= set(keys) for keys in MESSAGE_KEYS.values()):
             raise ConversationRefused(
                 f"messages inside {where}, which are not read ({_with(metadata, top)} passes them over)"
@@ -357,7 +357,7 @@ def _refuse_hidden(where: str, top: str, name: str, value: Any, metadata: Collec
         _refuse_hidden(where, top, top, inner, metadata)
 
 
-def _from_json(value: Any) -> Any:
+def _parsed_if_json(value: Any) -> Any:
     """Returns what JSON text of an object or a list holds; any other value unchanged."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         with suppress(ValueError, RecursionError):

@@ -16,7 +16,7 @@ SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
 README = "README.md"
 WRITTEN = (CONFIG, PROVENANCE, SERVING, "config.json", "model.safetensors", README)
-"""Files of an export that holds no list of its own."""
+"""Files of an export by a version that did not list them in its provenance."""
 WRITTEN_FOR = {
     "vllm": "0.32",
     "sglang": "0.5.23",

@@ -169,9 +169,7 @@ def test_an_openvino_that_crashes_is_started_once_more(
     models = OpenvinoModels(fake_python(tmp_path, CRASHES_ONCE), Path(), Path())
     assert OpenvinoProcess(models, 3).generate([[1]], 2, []).tokens == [[5, 6]]
     (tmp_path / "starts").unlink()
-    names = {"name": "K3", "url": "", "model": "", "prompts_path": "p", "result_path": str(tmp_path / "result.json")}
-    numbers = {"num_requests": 6, "concurrency": 2, "max_new_tokens": 4, "seed": 0}
-    load = Load(**names, **numbers, sampling={}, ignore_eos=True)  # type: ignore[arg-type]
+    load = Load("K3", "", "", "p", 6, 2, 4, {}, True, 0, str(tmp_path / "result.json"))
     with OpenvinoEngine(models, 3, tmp_path, tmp_path / "server.log") as engine:
         latencies, counts = engine.send(load, lambda _: None)
     assert latencies.requests == 6 and counts == EngineCounts(1, None, [1, 1, 0])
