@@ -120,7 +120,11 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
 
 
 def worthwhile_ranks(extraction: Extraction) -> int:
-    """Returns how many ranks to start on a CPU: one per missing shard, as far as cores and memory allow."""
+    """Returns how many ranks to start on a CPU.
+
+    These are `cpu_ranks`, or if that is 0 one per missing shard, as far as cores and memory allow. With vLLM or
+    streaming there is one.
+    """
     settings = extraction.config.hidden_states
     if extraction.backend is Backend.vllm or extraction.windows:
         return 1
@@ -136,9 +140,12 @@ def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
     if ranks.is_first:
         claim_stage_dir(store_dir, extraction.config)
         manifest = begin_store(store_dir, extraction.identity, shard_tokens, extraction.own)
-        config, is_own = extraction.config, not store_dir.is_symlink()
-        if manifest and is_own and config.hidden_states.part == 0 and not was_made_with(store_dir, config):
-            write_provenance(store_dir, config)  # other settings give the same states: mtptrain run passes over them
+        config = extraction.config
+        writes_manifest = not store_dir.is_symlink() and config.hidden_states.part == 0
+        if manifest and writes_manifest and not was_made_with(store_dir, config, "hidden-states"):
+            # Other settings gave the same states. Record them and date the manifest anew, so that mtptrain run passes
+            # over this stage.
+            write_provenance(store_dir, config)
             (store_dir / MANIFEST).touch()
     if manifest:
         print(

@@ -1,4 +1,4 @@
-"""Gives every prompt source the same interface: named files or conversations that are tokenized on demand."""
+"""Gives every prompt source the same interface: named files, conversations or rows of tokens, encoded on demand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,17 +31,17 @@ from .token_rows import TokenRows, read_token_rows
 class Source(Protocol):
     names: list[str]
     groups: list[str]
-    """Name of the group that each file or conversation belongs to, which says what has the same question."""
+    """Name of each item's group. The items of a group have the same question."""
     clusters: list[str]
-    """Name of the cluster of near-duplicate groups that each belongs to. All members of a cluster go to one split."""
+    """Name of each item's cluster of near-duplicate groups. All items of a cluster go to one split."""
     refused: dict[str, str]
-    """Why a file or row is not in `names`, by location."""
+    """Why an item is not in `names`, by location."""
 
     def location(self, index: int) -> str:
-        """Returns where file or conversation `index` comes from, for messages."""
+        """Returns where item `index` comes from, for messages."""
 
     def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
-        """Returns the documents, usually one, of each file or conversation, or the reason for refusing it."""
+        """Returns the documents, usually one, of each item, or the reason for refusing it."""
 
 
 class TextSource:
@@ -66,7 +66,7 @@ class TextSource:
 
 
 class TokenSource:
-    """Rows of tokens, of which the row's own mask says what is supervised."""
+    """Rows of tokens. The loss mask of each row says which of its tokens are supervised."""
 
     def __init__(self, rows: TokenRows) -> None:
         self.names, self.groups, self.refused = rows.names, rows.groups, rows.refused

@@ -144,7 +144,8 @@ class Collector:
 def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
     """Tokenize, cut and split items until the training split is full, in the order of their clusters' hashes.
 
-    A cluster is a file, or all conversations with nearly the same question. Held-out clusters have the smallest hashes.
+    A cluster is a file, all conversations with the same or nearly the same question, or all rows of tokens with the
+    same prompt. Held-out clusters have the smallest hashes.
     The validation split is therefore complete before the training split can be full, and a file that has copies in both
     splits is kept in the validation split.
     """

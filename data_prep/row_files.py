@@ -107,19 +107,19 @@ class UsableRows:
                 self.names.append(name)
                 self.groups.append(group)
                 self.origins.append((rows, index))
-            if refused and len(refused) == len(rows.rows):
+            if len(refused) == len(rows.rows):
                 raise _all_refused(rows.path, refused)
             self.refused.update(refused)
 
 
 def _all_refused(path: str, refused: Mapping[str, str]) -> UserError:
-    """Returns the error for a file of which no row can be used, with the most frequent reasons."""
+    """Returns the error for a file without a usable row, with the most frequent reasons for refusing rows."""
     reasons = Counter(refused.values()).most_common(REASONS_SHOWN)
     counted = ", ".join(f"{count:,} refused ({reason})" for reason, count in reasons)
+    found = f"none: {counted}; the first row is {next(iter(refused))}" if refused else "no row at all"
     return UserError(
-        f"prompts.paths: every file must hold at least one usable row, but {path} holds none: {counted}; the first row "
-        f"is {next(iter(refused))}; convert the data, or correct prompts.source, prompts.paths, prompts.schema or "
-        "prompts.roles"
+        f"prompts.paths: every file must hold at least one usable row, but {path} holds {found}; convert the data, or "
+        "correct prompts.source, prompts.paths, prompts.schema or prompts.roles"
     )
 
 

@@ -7,9 +7,9 @@
 
 `plan=true` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one for
 each (see `num_ranks`); on a CPU, responses and hidden-states start as many as are worth it. A stage is passed over if
-its output exists, is newer than that of the stages before it, and was made with the same settings or lies in a folder
-that is a link to another run's; an export that was changed since is refused. A stage that was interrupted goes on where
-it stopped. One that fails ends the run with its exit code.
+its output exists, is newer than that of the stages before it, and was made with the same settings, its own and those of
+the stages before it, or lies in a folder that is a link to another run's; an export that was changed since is refused.
+A stage that was interrupted goes on where it stopped. One that fails ends the run with its exit code.
 
 With `--multirun`, each setting with several values makes variants, which run one after the other; all of them are
 checked before the first begins. `mtptrain compare` compares their measurements.
@@ -72,7 +72,7 @@ def main(cfg: DictConfig) -> None:
             durations.append((name, f"no engine has a class for head {config.head.name}"))
             continue
         output = output_of(name, stage, config)
-        if is_finished(output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
+        if is_finished(name, output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
             durations.append((name, "done before"))
         else:
             print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)  # without `1.` or `optional:`
@@ -128,13 +128,14 @@ def output_of(name: str, stage: Stage, config: PipelineConfig) -> Path:
     return output if chosen is None else Path(chosen) / output.name
 
 
-def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
+def is_finished(name: str, output: Path, done_at: float, config: PipelineConfig) -> bool:
     """Returns whether a stage need not run again.
 
     A head's folder does not record settings, so training always runs, and ends at once if it has made its last step.
     A folder that is a link belongs to another run. Later stages check what it holds.
 
     Args:
+        name: the stage.
         output: the file that the finished stage leaves.
         done_at: when the last of the stages before it was finished, in seconds since the epoch.
         config: the settings of this run.
@@ -142,7 +143,7 @@ def is_finished(output: Path, done_at: float, config: PipelineConfig) -> bool:
     run_dir = Path(config.run_dir)
     in_run_dir = output.is_relative_to(run_dir)
     stage_dir = run_dir / output.relative_to(run_dir).parts[0] if in_run_dir else output.parent
-    is_made = stage_dir.is_symlink() or output.parent.is_symlink() or was_made_with(output.parent, config)
+    is_made = stage_dir.is_symlink() or output.parent.is_symlink() or was_made_with(output.parent, config, name)
     return output.is_file() and output.stat().st_mtime >= done_at and is_made
 
 

@@ -15,9 +15,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from mtptrain.command_line.program import command
+from mtptrain.command_line.stages import settings_of
 from mtptrain.config import PipelineConfig
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import StageMissing, UserError
@@ -128,10 +130,23 @@ def _as_yaml(config: PipelineConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(hide_passwords(settings)))
 
 
-def was_made_with(directory: Path, config: PipelineConfig) -> bool:
-    """Returns whether a stage's folder was written with exactly these settings. In an export, `~` hides the home."""
-    path, text = directory / CONFIG, _as_yaml(config)
-    return path.is_file() and path.read_text(encoding="utf-8", errors="replace") in (text, hide_home(text))
+def was_made_with(directory: Path, config: PipelineConfig, stage: str) -> bool:
+    """Returns whether a stage's folder was written with these settings, as far as they shape what is in it.
+
+    Args:
+        directory: the folder.
+        config: the settings of this run. In an export, `~` hides the home.
+        stage: the name of the stage.
+    """
+    try:
+        stored = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # there is none, or it is damaged
+        return False
+    text = _as_yaml(config)
+    given = [yaml.safe_load(text), yaml.safe_load(hide_home(text))]
+    return isinstance(stored, dict) and all(
+        name in stored and stored[name] in [settings[name] for settings in given] for name in settings_of(stage)
+    )
 
 
 def claim_stage_dir(stage_dir: Path, config: PipelineConfig) -> None:

@@ -15,8 +15,8 @@ from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.target.families import read_target_config
 from tests.families import EXACT, write_member
 
-LAST = 4
-"""Number of decoder layers of the tiny targets, and the index of a layer behind them."""
+NUM_LAYERS = 4
+"""Number of decoder layers of the tiny targets, so the index of a layer behind them."""
 ATTENTION = [f"self_attn.{part}_proj" for part in "qkvo"]
 QUERY_KEY_NORMS = ["self_attn.q_norm", "self_attn.k_norm"]
 LATENT_ATTENTION = [
@@ -28,7 +28,7 @@ NORMS = ["input_layernorm", "post_attention_layernorm"]
 
 
 def experts(count: int, shared: str) -> list[str]:
-    """Returns the names of the parts of routed experts and one shared one."""
+    """Returns the names of the parts of a mixture: `count` routed experts, the shared one, and the router."""
     parts = [part.removeprefix("mlp.") for part in MLP]
     return [f"mlp.{one}.{part}" for one in (*(f"experts.{i}" for i in range(count)), shared) for part in parts] + [
         "mlp.gate"
@@ -38,7 +38,7 @@ def experts(count: int, shared: str) -> list[str]:
 def behind(layer: list[str]) -> list[str]:
     """Returns the names of a module behind the decoder layers."""
     parts = ["enorm", "hnorm", "eh_proj", "shared_head.norm", *NORMS, *layer]
-    return [f"model.layers.{LAST}.{part}" for part in parts]
+    return [f"model.layers.{NUM_LAYERS}.{part}" for part in parts]
 
 
 def qwen(layer: list[str]) -> list[str]:
@@ -59,16 +59,16 @@ MODULES: dict[str, list[str]] = {
     + [f"model.mtp_block.0.{part}" for part in NORMS + ATTENTION + MLP],
     "mimo_v2_flash": [f"model.mtp.layers.0.{part}" for part in (*MIMO_V2, *ATTENTION, *MLP)],
 }
-"""The published names of each family's module, without `.weight`."""
+"""The published names of each family's module, without `.weight`, and without its copies of the target's tensors."""
 OTHER_NAMES = {
-    "deepseek_v3": {f"model.layers.{LAST}.mlp.gate.e_score_correction_bias"},
-    "glm4_moe": {f"model.layers.{LAST}.mlp.gate.e_score_correction_bias"},
+    "deepseek_v3": {f"model.layers.{NUM_LAYERS}.mlp.gate.e_score_correction_bias"},
+    "glm4_moe": {f"model.layers.{NUM_LAYERS}.mlp.gate.e_score_correction_bias"},
     "mimo_v2_flash": {"model.mtp.layers.0.self_attn.attention_sink_bias"},
 }
 
 
 def published_names(family: str) -> set[str]:
-    """Returns the names of the tensors of a family's module."""
+    """Returns the names of the tensors of a family's module, without its copies of the target's."""
     return {f"{name}.weight" for name in MODULES[family]} | OTHER_NAMES.get(family, set())
 
 
@@ -98,12 +98,13 @@ def add_module(directory: Path, config: PreTrainedConfig, state: Tensors) -> Non
     """Add a module to a checkpoint, given its tensors under the head's names."""
     module = VllmNativeMtp(NativeMtpHead.Config(), config).tensors(state)
     if any(
-        name.startswith(f"model.layers.{LAST}.") for name in module
+        name.startswith(f"model.layers.{NUM_LAYERS}.") for name in module
     ):  # published with copies of the target's tensors
         tensors = load_file(directory / "model.safetensors")
         copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
         module |= {
-            f"model.layers.{LAST}.{ours}.weight": tensors[f"{theirs}.weight"].clone() for ours, theirs in copies.items()
+            f"model.layers.{NUM_LAYERS}.{ours}.weight": tensors[f"{theirs}.weight"].clone()
+            for ours, theirs in copies.items()
         }
     tensors = load_file(directory / "model.safetensors")
     tensors |= {name: tensor.contiguous() for name, tensor in module.items()}

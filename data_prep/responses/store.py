@@ -39,6 +39,7 @@ class Failure:
     """A line of failures.jsonl."""
 
     place: str
+    """Location of the conversation's row, as PATH:NUMBER."""
     reason: str
     answers: int
     """Number of stored responses of the conversation."""

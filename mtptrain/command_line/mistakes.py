@@ -38,17 +38,23 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         reason = text.removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0]
         return f"{error.override}: must be NAME=VALUE, but cannot be read ({reason}); quote or correct it"
-    if text.startswith("Config group override must be a string or a list"):
-        for argument in arguments:
-            name, _, value = argument.lstrip("+").partition("=")
-            if (name in CONFIG_GROUPS or "/" in name) and not isinstance(yaml.safe_load(value), str | list):
+    given = [argument.lstrip("+").partition("=")[::2] for argument in arguments]
+    if text.startswith("Config group override must be a string or a list") or "is not a subclass of" in text:
+        for name, value in given:
+            if (name in CONFIG_GROUPS or "/" in name) and not isinstance(yaml.safe_load(value), str):
                 return f"{name}: must be the name of a choice, but is {value}; `{name}=` alone lists the names"
+    if found := re.match(r"Ambiguous value for argument '(.+?)=(.*)'$", text.splitlines()[0]):
+        listed = "choose one" if found[1] in CONFIG_GROUPS else f'write "{found[1]}=[{found[2]}]" for a list'
+        return f"{found[1]}: must be one value, but is {found[2]}; {listed} (mtptrain run --multirun takes several)"
     if found := re.match(r"Multiple values for (\w+)\.|(\w+) appears more than once", text):
         name = found[1] or found[2]
         return f"{name}: must be chosen once and without +, but is not; write {name}=NAME"
     if found := re.match(r"Could not delete from config. '(.+)' does not exist", text):
         return unknown_name(found[1], arguments)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        for name, _ in given:
+            if name.startswith(f"{cause.full_key}."):  # a part of a setting that has no parts
+                return unknown_name(name, arguments)
         return wrong_value(cause.full_key, cause, arguments)
     return one_line(text)
 

@@ -30,6 +30,8 @@ class Stage:
     """Returns whether a whole run with these settings has this stage; None if no whole run has it."""
     output: str = ""
     """The file in `run_dir` that a finished stage of a whole run leaves, with `{engine}` for `export.engine`."""
+    reads: tuple[str, ...] = ()
+    """The entries of the config that shape its output and that no stage before it reads: see `settings_of`."""
     kept: str = KEPT_STAGES
     """The line after Ctrl-C. mtptrain train looks for checkpoints instead (argument `kept` of `program`)."""
 
@@ -58,6 +60,7 @@ STAGES = {
         "ranks",
         _has_responses,
         "responses/manifest.json",
+        ("run_dir", "seed", "target", "prompts", "responses"),
         "finished responses are kept in {run_dir}/responses; the same command adds the rest",
     ),
     "prompts": Stage(
@@ -73,6 +76,7 @@ STAGES = {
         "process",
         _has_draft_vocab,
         "draft_vocab/manifest.json",
+        ("head",),
     ),
     "hidden-states": Stage(
         "data_prep.hidden_states",
@@ -80,15 +84,19 @@ STAGES = {
         "ranks",
         _always,
         "hidden_states/manifest.json",
+        ("hidden_states",),
         "finished shards are kept in {run_dir}/hidden_states; the same command writes the rest",
     ),
-    "train": Stage("mtptrain.train", "3. train the head", "ranks", _always, "train/last/head.json"),
+    "train": Stage(
+        "mtptrain.train", "3. train the head", "ranks", _always, "train/last/head.json", ("train", "deepspeed")
+    ),
     "choose-head": Stage(
         "eval.choose_head",
         "optional: choose among the heads that training kept",
         "ranks",
         _keeps_unmeasured_heads,
         "train/choice.json",
+        ("acceptance",),
     ),
     "acceptance": Stage(
         "eval.acceptance", "4. measure the acceptance of the head", "ranks", _always, "acceptance/report.json"
@@ -99,6 +107,7 @@ STAGES = {
         "process",
         _always,
         "export/{engine}/provenance.json",
+        ("export",),
     ),
     "compare": Stage("eval.compare", "compare measurements on one page; takes directories of runs instead of settings"),
     "serving-check": Stage("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),
@@ -115,3 +124,9 @@ def stages_of(config: PipelineConfig) -> list[tuple[str, Stage, Runner]]:
         for name, stage in STAGES.items()
         if stage.is_needed is not None and stage.is_needed(config)
     ]
+
+
+def settings_of(name: str) -> tuple[str, ...]:
+    """Returns the entries of the config that shape a stage's output: its own, and those of the stages before it."""
+    names = list(STAGES)
+    return tuple(entry for stage in names[: names.index(name) + 1] for entry in STAGES[stage].reads)

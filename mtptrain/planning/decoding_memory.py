@@ -39,7 +39,7 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
 
 
 def largest_batch(config: PipelineConfig, longest_tokens: int, context_tokens: int) -> tuple[int, int]:
-    """Returns the size of validation's largest batch on a GPU, in prompts and in tokens (with answers and padding)."""
+    """Returns the most prompts and the most tokens (with answers and padding) of a batch of validation on a GPU."""
     new_tokens = config.train.validation_new_tokens
     is_text = config.prompts.source is PromptSource.text_files
     prompt_tokens = min(longest_tokens, config.acceptance.prompt_tokens) if is_text else longest_tokens

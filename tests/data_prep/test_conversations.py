@@ -84,13 +84,18 @@ def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path
             r"chats\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it",
         ),
         ("chats.jsonl", b'{"messages": "gr\xf6\xdfe"}\n', r"chats\.jsonl:1: must be UTF-8, but is not \('utf-8' codec"),
+        (
+            "chats.jsonl",
+            b"\n",
+            r"every file must hold at least one usable row, but .*chats\.jsonl holds no row at all; c",
+        ),
         ("chats.json", b"{}", r"chats\.json: must hold one array of rows, but holds an object"),
         ("chats.parquet", None, r"chats\.parquet: must be a parquet file with rows, but cannot be read"),
         ("chats.csv", b"a,b\n", r"files must end in \.jsonl, \.json, \.parquet, but '.*chats\.csv' does not"),
         (".", None, r"prompts\.paths: must name files or hub data sets, but .* is a directory; list its files"),
     ],
 )
-def test_a_file_that_holds_no_conversations_is_refused_by_name(
+def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(
     tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
     if name == "chats.parquet":

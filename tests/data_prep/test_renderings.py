@@ -115,7 +115,7 @@ def without_reasoning(messages: Sequence[Message]) -> list[Message]:
 def generated_answers(family: str, messages: Sequence[Message]) -> list[Generated]:
     """Returns each assistant turn with the prompt that the template renders from the messages before the turn.
 
-    The prompt includes an empty think block, which the target does not generate.
+    If the turn begins with an empty think block, the prompt includes it, because the target does not generate it.
     """
     found = []
     for i, message in enumerate(messages):
@@ -253,7 +253,7 @@ def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_ans
 @pytest.mark.parametrize(
     ("template", "parts"), [(CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])]
 )
-def test_an_answer_before_the_first_question_is_left_out_where_the_template_makes_no_prompt_of_nothing(
+def test_an_answer_before_the_first_question_is_left_out_if_the_template_cannot_render_an_empty_history(
     template: str, parts: list[str]
 ) -> None:
     tokenizer = tokenizer_of("{% if messages[0].role == 'system' %}{% endif %}" + template)

@@ -19,7 +19,7 @@ from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.convert.formats import has_format
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
-from mtptrain.run_dir import write_provenance
+from mtptrain.run_dir import CONFIG, write_provenance
 from mtptrain.target.hub import DEMO_DIR
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.files import read_sealed, write_sealed
@@ -91,13 +91,40 @@ def test_only_several_ranks_are_started_by_torchrun() -> None:
 def test_a_stage_is_passed_over_only_if_it_is_newer_and_was_made_with_the_same_settings(tmp_path: Path) -> None:
     config = make_config(f"run_dir={tmp_path}")
     output = all_stages.output_of("prompts", STAGES["prompts"], config)
-    assert output == tmp_path / "prompts/manifest.json" and not all_stages.is_finished(output, 0.0, config)
+    assert output == tmp_path / "prompts/manifest.json" and not all_stages.is_finished("prompts", output, 0.0, config)
     write_provenance(output.parent, config)
-    assert not all_stages.is_finished(output, 0.0, config)
+    assert not all_stages.is_finished("prompts", output, 0.0, config)
     output.write_text("{}")
-    assert all_stages.is_finished(output, 0.0, config)
-    assert not all_stages.is_finished(output, time.time() + 60, config)
-    assert not all_stages.is_finished(output, 0.0, make_config(f"run_dir={tmp_path}", "prompts.max_train_tokens=7"))
+    assert all_stages.is_finished("prompts", output, 0.0, config)
+    assert not all_stages.is_finished("prompts", output, time.time() + 60, config)
+    (output.parent / CONFIG).write_text("run_dir: [")
+    assert not all_stages.is_finished("prompts", output, 0.0, config)
+
+
+CHANGED = {  # each setting, and the stages that are not finished once it has changed
+    "prompts.max_train_tokens=7": "prompts hidden-states acceptance export",
+    "head.ttt_steps=2": "hidden-states acceptance export",
+    "hidden_states.batch_tokens=7": "hidden-states acceptance export",
+    "train.lr=0.5": "acceptance export",
+    "acceptance.num_prompts=7": "acceptance export",
+    "export.dtype=float16": "export",
+    "serving.tensor_parallel_size=2": "",
+    "distributed_timeout_hours=1": "",
+}
+
+
+@pytest.mark.parametrize("setting", CHANGED)
+def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(tmp_path: Path, setting: str) -> None:
+    config, changed = make_config(f"run_dir={tmp_path}"), make_config(f"run_dir={tmp_path}", setting)
+    repeated = []
+    for name in ("prompts", "hidden-states", "acceptance", "export"):
+        output = all_stages.output_of(name, STAGES[name], config)
+        write_provenance(output.parent, config)
+        output.touch()
+        assert all_stages.is_finished(name, output, 0.0, config)
+        if not all_stages.is_finished(name, output, 0.0, changed):
+            repeated.append(name)
+    assert " ".join(repeated) == CHANGED[setting]
 
 
 def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tmp_path: Path) -> None:
@@ -106,23 +133,23 @@ def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tm
     (tmp_path / "b/prompts").symlink_to("../a/prompts")
     config = make_config(f"run_dir={tmp_path}/b")
     output = all_stages.output_of("prompts", STAGES["prompts"], config)
-    assert not all_stages.is_finished(output, 0.0, config)
+    assert not all_stages.is_finished("prompts", output, 0.0, config)
     (tmp_path / "a/prompts/manifest.json").write_text("{}")
-    assert all_stages.is_finished(output, 0.0, config)
+    assert all_stages.is_finished("prompts", output, 0.0, config)
 
     (tmp_path / "a/export/vllm").mkdir(parents=True)
     (tmp_path / "a/export/vllm/provenance.json").write_text("{}")
     (tmp_path / "b/export").symlink_to("../a/export")
-    assert all_stages.is_finished(all_stages.output_of("export", STAGES["export"], config), 0.0, config)
+    assert all_stages.is_finished("export", all_stages.output_of("export", STAGES["export"], config), 0.0, config)
 
 
 def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
     config = make_config(f"run_dir={tmp_path}")
     write_provenance(tmp_path / "train", config)  # training writes it
     output = all_stages.output_of("choose-head", STAGES["choose-head"], config)
-    assert not all_stages.is_finished(output, 0.0, config)
+    assert not all_stages.is_finished("choose-head", output, 0.0, config)
     write_sealed(tmp_path / "train" / CHOICE, measured_with(config))
-    assert all_stages.is_finished(output, 0.0, config) and all_stages.chose_with(output, config)
+    assert all_stages.is_finished("choose-head", output, 0.0, config) and all_stages.chose_with(output, config)
     assert not all_stages.chose_with(output, make_config("acceptance.num_speculative_tokens=2"))
 
 
@@ -249,12 +276,12 @@ def test_hidden_states_that_other_settings_leave_as_they_are_count_as_made_with_
     tiny_run: Run, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_run[0], tmp_path / "run")
-    overrides = (*tiny_run[1], f"run_dir={tmp_path}/run", "acceptance.seed=5")
+    overrides = (*tiny_run[1], f"run_dir={tmp_path}/run", "hidden_states.batch_tokens=99")
     config = make_config(*overrides)
     output = all_stages.output_of("hidden-states", STAGES["hidden-states"], config)
-    assert not all_stages.is_finished(output, 0, config)
+    assert not all_stages.is_finished("hidden-states", output, 0, config)
     assert run_program("data_prep.hidden_states", *overrides).returncode == 0
-    assert all_stages.is_finished(output, 0, config)
+    assert all_stages.is_finished("hidden-states", output, 0, config)
 
 
 def test_gpus_that_cannot_share_a_step_are_refused_before_anything_runs() -> None:
@@ -277,3 +304,7 @@ def test_a_whole_run_ends_with_a_table_and_is_not_repeated(tiny_run: Run, tmp_pa
     assert second.returncode == 0, second.stderr[-3000:]
     assert second.stdout.count("done before") >= 3
     assert (tmp_path / "run/acceptance/report.json").read_bytes() == report
+    third = run_program("mtptrain.all_stages", *overrides, "acceptance.num_prompts=2")
+    assert third.returncode == 0, third.stderr[-3000:]
+    headings = [line for line in third.stdout.splitlines() if line.startswith("== mtptrain ")]
+    assert [heading.split()[2] for heading in headings] == ["train:", "acceptance:", "export:"]

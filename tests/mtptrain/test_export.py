@@ -264,7 +264,7 @@ def test_an_export_shows_no_path_of_the_home(
     assert {"README.md", "config.json", "config.yaml", "provenance.json", "serving.json"} <= texts.keys()
     assert [name for name, text in texts.items() if str(tmp_path) in text] == []
     assert "~/heads/served" in texts["README.md"] and "`~` is the home directory" in texts["README.md"]
-    assert was_made_with(tmp_path / "heads/served", config), "mtptrain run need not export again"
+    assert was_made_with(tmp_path / "heads/served", config, "export"), "mtptrain run need not export again"
     export(Run(config))
 
 

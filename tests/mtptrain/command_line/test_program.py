@@ -71,6 +71,21 @@ ROOT = Path(__file__).parents[3]
         (["+head=3"], "head: must be the name of a choice, but is 3; `head=` alone lists the names"),
         (["+head=mtp"], "head: must be chosen once and without +, but is not; write head=NAME"),
         (["+recipe=quickstart"], "recipe: must be chosen once and without +, but is not; write recipe=NAME"),
+        (["head=[mtp,eagle]"], "head: must be the name of a choice, but is [mtp,eagle]; `head=` alone lists the names"),
+        (
+            ["head=mtp,eagle"],
+            "head: must be one value, but is mtp,eagle; choose one (mtptrain run --multirun takes several)",
+        ),
+        (
+            ["prompts.paths=a,b"],
+            'prompts.paths: must be one value, but is a,b; write "prompts.paths=[a,b]" for a list (mtptrain run '
+            "--multirun takes several)",
+        ),
+        (
+            ["prompts.source.type=a"],
+            "prompts.source.type: must be the name of a setting, but no setting has this name; did you mean "
+            "prompts.source?",
+        ),
         (["prompts.paths=a"], "prompts.paths: must be a list, but is not; write prompts.paths=[VALUE,...]"),
         (["train.tracker=wand"], "train.tracker: must be one of none, wandb, but is 'wand'; did you mean wandb?"),
         (["train.lr=fast"], "train.lr: must be of type float, but is 'fast'; correct it"),

@@ -22,7 +22,7 @@ from mtptrain.target.causal_attention import FULL, Extras
 from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.families import EXACT, SIZES, AutoConfig
-from tests.native_modules import LAST, MODULES, write_checkpoint
+from tests.native_modules import MODULES, NUM_LAYERS, write_checkpoint
 
 DEPTHS, TOKENS = 4, 22
 """More tokens than the tiny windows have."""
@@ -49,13 +49,13 @@ def parts_of(family: str) -> tuple[str, str, str, str, str]:
     if family.startswith("ernie"):
         linear, embedding, hidden = (f"model.mtp_{part}.0" for part in ("linear_proj", "emb_norm", "hidden_norm"))
         return linear, embedding, hidden, "", "model.mtp_block.0."
-    behind = f"model.layers.{LAST}."
+    behind = f"model.layers.{NUM_LAYERS}."
     return behind + "eh_proj", behind + "enorm", behind + "hnorm", behind + "shared_head.norm", behind
 
 
 def decoder_of_the_module(directory: Path, family: str, config: PreTrainedConfig, tensors: Tensors) -> nn.Module:
     """Returns a model of transformers, read from disk, whose last decoder layer is the module's."""
-    prefix, index = parts_of(family)[4], LAST - 1
+    prefix, index = parts_of(family)[4], NUM_LAYERS - 1
     layer = {
         name.removeprefix(prefix).replace("pre_mlp_layernorm", "post_attention_layernorm"): tensor
         for name, tensor in tensors.items()

@@ -88,8 +88,8 @@ def test_validation_is_planned_with_the_memory_that_decoding_takes(
 
 
 def test_reading_a_prompt_takes_memory_in_proportion_to_its_length() -> None:
-    """With so small a target, a mask [B, 1, S, S] would take as much memory as everything else at 8,192 tokens, and
-    four times that at 16,384."""
+    """With so small a target, a mask [B, 1, S, S] would take more memory than everything else already at 8,192 tokens,
+    and four times as much at 16,384."""
     small = llama(
         hidden_size=128,
         intermediate_size=256,
@@ -125,7 +125,7 @@ def test_the_cache_keeps_as_many_values_of_a_token_as_planned(family: str) -> No
     [
         ((), (8, 32768)),  # limited by the default acceptance.batch_tokens
         (("acceptance.batch_tokens=500000",), (8, 8 * 16384)),
-        (("acceptance.batch_tokens=1000",), (8, 16384)),  # the longest prompt is a batch of its own
+        (("acceptance.batch_tokens=1000",), (8, 16384)),  # the longest prompt has a batch to itself, short ones share
         (("train.validation_prompts=1",), (1, 16384)),
         (("planner.num_gpus=16", "acceptance.batch_tokens=500000"), (2, 2 * 16384)),  # 2 of 32 prompts per rank
         (("prompts.source=text_files", "prompts.paths=[none]"), (8, 8 * (256 + 64))),  # cut to 256 prompt tokens

@@ -69,8 +69,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         if not has_own_key_norms(kind):
             share_key_norms(head)
         attend_to_masks(head)
-    # A head that feeds nothing back can only learn to repeat a token. It gets more prompts, because a repeating answer
-    # has few distinct tokens.
+    # Heads that are bound to their depths get more and shorter prompts: most of them feed nothing back and are tried on
+    # targets that repeat a token, whose answers have few distinct tokens.
     tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))
     depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_all_depths else 3
     num_tokens = tokens.shape[1] - 2
@@ -81,25 +81,26 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     ]
     ids = (tokens[:, first : first + num_tokens].flatten() for first in (0, 1))
     packed = PackedTokens(target_states.flatten(0, 1), *ids, Packing.of_spans([num_tokens] * len(tokens)))
-    unread = F.pad(tokens, (0, depths), value=-100)
+    padded = F.pad(tokens, (0, depths), value=-100)
     labels = torch.stack(
-        [unread[:, 2 + depth :][:, :num_tokens].flatten() for depth in range(depths)]
+        [padded[:, 2 + depth :][:, :num_tokens].flatten() for depth in range(depths)]
     )  # [T, N], -100 past the end
     if head.d2t is not None:
         frequent = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size).argsort(
             descending=True, stable=True
         )
-        ids = frequent[: len(head.d2t)].sort().values
-        head.d2t.copy_(ids - torch.arange(len(ids)))
-        draft_ids = torch.full((target.config.vocab_size,), -100).index_copy_(0, ids, torch.arange(len(ids)))
-        labels = torch.where(labels < 0, labels, draft_ids[labels])
+        drafted_tokens = frequent[: len(head.d2t)].sort().values
+        draft_ids = torch.arange(len(drafted_tokens))
+        head.d2t.copy_(drafted_tokens - draft_ids)
+        draft_id_of = torch.full((target.config.vocab_size,), -100).index_copy_(0, drafted_tokens, draft_ids)
+        labels = torch.where(labels < 0, labels, draft_id_of[labels])
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(num_steps * 3 if head.drafts_all_depths else num_steps):
         drafted = head(packed, target.parts, depths)
         logits = [head.logits(drafted, target.parts)]
         if (correction := head.correction(packed, drafted)) is not None:
             logits.append(logits[0] + F.linear(correction.features, correction.weight))
-        # A head that chooses among the candidates of its own logits needs good ones of these too.
+        # A head that corrects only its most likely candidates needs a loss on the uncorrected logits too.
         trained = logits if correction is not None and correction.num_candidates else logits[-1:]
         torch.stack([F.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in trained]).sum().backward()
         optimizer.step()
@@ -111,7 +112,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
 
 
 def has_own_key_norms(kind: str) -> bool:
-    """Returns whether a `dflash` head is one that vLLM's CPU kernels do not serve."""
+    """Returns whether each layer of a block drafter keeps its own key norm, which vLLM's CPU kernels do not serve."""
     return kind == "dflash_two_norms" or "mixed" in kind or "anchor" in kind or "dspark" in kind or "dflash2" in kind
 
 

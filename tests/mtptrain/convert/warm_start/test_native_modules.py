@@ -19,10 +19,10 @@ from mtptrain.heads.native_mtp import NATIVE_MTP, NativeMtpHead
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from tests.families import IMAGE_MODELS, write_image_model
-from tests.native_modules import LAST, MODULES, published_names, write_checkpoint
+from tests.native_modules import MODULES, NUM_LAYERS, published_names, write_checkpoint
 
 CONFIG = NativeMtpHead.Config()
-EXPERT = f"model.layers.{LAST}.mlp.experts.3.up_proj.weight"
+EXPERT = f"model.layers.{NUM_LAYERS}.mlp.experts.3.up_proj.weight"
 
 
 def test_every_known_family_is_tested() -> None:
@@ -53,7 +53,7 @@ def test_a_published_module_is_read_and_written_back_as_it_was(tmp_path: Path, f
 
 def test_a_module_in_bf16_keeps_its_dtypes_and_the_exact_bias_of_its_router(tmp_path: Path) -> None:
     config, _ = write_checkpoint(tmp_path / "target", "glm4_moe")
-    path, bias = tmp_path / "target/model.safetensors", f"model.layers.{LAST}.mlp.gate.e_score_correction_bias"
+    path, bias = tmp_path / "target/model.safetensors", f"model.layers.{NUM_LAYERS}.mlp.gate.e_score_correction_bias"
     stored = {name: x if name.endswith("bias") else x.bfloat16() for name, x in load_file(path).items()}
     save_file(stored, path, metadata={"format": "pt"})
     target = TargetFiles(tmp_path / "target")
@@ -130,7 +130,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_module_gets_one_and_is_still_the_target(tmp_path: Path, family: str) -> None:
     config, state = write_checkpoint(tmp_path / "target", family)
     tensors = load_file(tmp_path / "target/model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(("mtp.", f"model.layers.{LAST}."))}
+    module = ("mtp.", f"model.layers.{NUM_LAYERS}.")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
     save_file(kept, tmp_path / "target/model.safetensors", metadata={"format": "pt"})
     stored = json.loads((tmp_path / "target/config.json").read_text())
     (tmp_path / "target/config.json").write_text(json.dumps(stored | {"num_nextn_predict_layers": 0}))
@@ -179,15 +180,15 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
         ),
         (
             "glm4_moe",
-            without(f"model.layers.{LAST}.mlp.experts.3.up_proj"),
-            rf"but lacks model\.layers\.{LAST}\.mlp\.experts\.3\.up_proj\.weight; download",
+            without(f"model.layers.{NUM_LAYERS}.mlp.experts.3.up_proj"),
+            rf"but lacks model\.layers\.{NUM_LAYERS}\.mlp\.experts\.3\.up_proj\.weight; download",
         ),
         ("ernie4_5_moe", without("model.mtp_linear_proj"), r"but lacks model\.mtp_linear_proj\.0\.weight; download"),
         (
             "deepseek_v3",
             lambda tensors: {
                 **tensors,
-                f"model.layers.{LAST}.eh_proj.weight": torch.zeros(64, 128, dtype=torch.float8_e4m3fn),
+                f"model.layers.{NUM_LAYERS}.eh_proj.weight": torch.zeros(64, 128, dtype=torch.float8_e4m3fn),
             },
             r"must have floating-point numbers of 16 bits or more, .*eh_proj\.weight has torch\.float8_e4m3fn; choose",
         ),
@@ -243,7 +244,7 @@ def test_a_family_without_known_modules_is_refused(tiny_target: Path) -> None:
 def test_copies_of_the_targets_tensors_that_differ_are_warned_of(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "glm4_moe")
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors[f"model.layers.{LAST}.shared_head.head.weight"] *= 2
+    tensors[f"model.layers.{NUM_LAYERS}.shared_head.head.weight"] *= 2
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.warns(UserWarning, match=r"shared_head\.head\.weight should equal the target's, which is used"):
         load_init(str(tmp_path), CONFIG, TargetFiles(tmp_path))
