@@ -6,8 +6,9 @@ of draft position t computes the same as depth 0 of position t + k: training one
 Inference from Transformers via Speculative Decoding (arXiv 2211.17192).
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.heads.attention.documents import DOCUMENTS_OR_CACHE, longer_documents
+from mtptrain.heads.attention.depths import TRAINED_OR_CACHED
+from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE, HeadConfig, config_of
-from mtptrain.heads.packing import PackedTokens
-from mtptrain.target.causal_attention import SeenSlots
+from mtptrain.heads.packing import PackedTokens, Packing, Segments
+from mtptrain.target.causal_attention import Extras, SeenSlots
 from mtptrain.target.families import (
     head_rope_parameters,
     key_heads,
@@ -83,7 +85,7 @@ class DraftModelHead(Head):
             self.config,
             dtype=torch.get_default_dtype(),
             trust_remote_code=False,
-            attn_implementation=DOCUMENTS_OR_CACHE,
+            attn_implementation=TRAINED_OR_CACHED,
         )
         self.model = model.model
         self.lm_head = None if self.config.tie_word_embeddings else model.lm_head
@@ -120,8 +122,9 @@ class DraftModelHead(Head):
         ids[first_read], ids[next_read] = tokens.input_ids[firsts], tokens.next_ids
         positions[next_read] = packing.positions + 1
         # 2. Run the model, and take the output after token t + 1 + k for depth k of draft position t.
+        attend = partial(attend_in_documents, documents)
         states = self.model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, documents=documents
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, attend=attend
         ).last_hidden_state[0]
         depths = torch.arange(ttt_steps, device=device)[:, None]
         indices = (next_read[packing.draft_positions] + depths).clamp(max=num_read - 1)  # [T, M]
@@ -185,6 +188,42 @@ class DraftModelHead(Head):
         for name, buffer in exact.items():
             setattr(rotary, name, buffer.to(rotary.get_buffer(name).device))
         return self
+
+
+def longer_documents(packing: Packing) -> Packing:
+    """Returns a packing in which every document has one more token, and attention is causal over whole documents.
+
+    A draft model reads the first token of a document and the token after each of its tokens: one token more
+    than the document has in the packing. Only its `segments`, `document_lengths` and `document_offsets` are those of
+    the longer documents; all other fields are still those of `packing`.
+    """
+    lengths = tuple(length + 1 for length in packing.document_lengths)
+    offsets = packing.document_offsets + torch.arange(len(lengths) + 1, device=packing.document_offsets.device)
+    everything, offsets_i32 = slice(0, sum(lengths)), offsets.int()
+    segments = Segments(
+        queries=everything,
+        keys=everything,
+        lengths=tuple((length, length) for length in lengths),
+        query_offsets=offsets_i32,
+        key_offsets=offsets_i32,
+        is_causal=True,
+    )
+    return replace(packing, segments=(segments,), document_lengths=lengths, document_offsets=offsets)
+
+
+def attend_in_documents(
+    documents: Packing,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    extras: Extras,
+) -> torch.Tensor:
+    """Returns the attention output [S, heads, head_dim] of packed documents, which do not see each other."""
+    assert not extras and (scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, (kv) heads, head_dim]
+    return depth_attention(query, key, value, [], [], documents)
 
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")

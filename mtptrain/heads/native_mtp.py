@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from mtptrain.heads.attention.depths import DEPTHS_OR_CACHE, DepthKeys
+from mtptrain.heads.attention.depths import TRAINED_OR_CACHED, DepthKeys
 from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.packing import PackedTokens, Packing
@@ -120,7 +120,7 @@ class NativeMtpHead(Head):
         own, hidden_size = module_config(target_config), int(target_config.hidden_size)
         self.form = find_form(own)
         model = AutoModelForCausalLM.from_config(
-            own, dtype=torch.get_default_dtype(), trust_remote_code=False, attn_implementation=DEPTHS_OR_CACHE
+            own, dtype=torch.get_default_dtype(), trust_remote_code=False, attn_implementation=TRAINED_OR_CACHED
         )
         inside = f"{self.form.decoder}."
         self.model = model.get_submodule(self.form.decoder)
@@ -169,7 +169,7 @@ class NativeMtpHead(Head):
     ) -> tuple[torch.Tensor, ...]:
         """Returns the states that `logits` reads, the states to feed back, and the keys and values of one depth."""
         keys = DepthKeys(packing, positions, self.form.masks[0] or FULL, earlier)
-        states = self._layer(hidden_states[None], embeddings[None], positions[None], depth_keys=keys)
+        states = self._layer(hidden_states[None], embeddings[None], positions[None], attend=keys.attend)
         assert keys.made is not None, "the layer's attention is the registered one"
         return *(x[0] for x in states), *keys.made
 

@@ -1,10 +1,11 @@
-"""Computes the attention of a decoder layer of transformers: in training at one depth, in decoding over a cache.
+"""Computes the attention of a decoder layer of transformers: in training as its head says, in decoding over a cache.
 
-In training, a layer with full attention uses `depth_attention`, as every other head does. Layers with windows, chunks,
-sinks or soft caps store their scores, for one block of draft positions at a time.
+`DepthKeys` attends at one depth of a training step. A layer with full attention uses `depth_attention`, as every other
+head does. Layers with windows, chunks, sinks or soft caps store their scores, for one block of draft positions at a
+time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,10 @@ from mtptrain.target.causal_attention import (
     tempered,
 )
 
-DEPTHS_OR_CACHE = "mtptrain_depths_or_cache"
-"""The name under which `depths_or_cache_attention` is registered with transformers."""
+TRAINED_OR_CACHED = "mtptrain_trained_or_cached"
+"""The name under which `trained_or_cached_attention` is registered with transformers."""
+Attend = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float | None, Extras], torch.Tensor]
+"""Attention in training, such as `DepthKeys.attend`."""
 
 
 @dataclass
@@ -44,17 +47,26 @@ class DepthKeys:
     """Keys and values of this depth."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, extras: Extras
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        extras: Extras,
     ) -> torch.Tensor:
         """Returns the attention output [N or M, heads, value head_dim]; zeros at tokens that are no draft positions.
 
         Args:
-            query: rotated queries [N or M, heads, head_dim], of all tokens at depth 0.
-            key: their rotated keys [N or M, kv heads, head_dim].
-            value: their values [N or M, kv heads, value head_dim], no wider than the keys.
+            module: the layer's attention.
+            query: rotated queries [1, heads, N or M, head_dim], of all tokens at depth 0.
+            key: their rotated keys [1, kv heads, N or M, head_dim].
+            value: their values [1, kv heads, N or M, value head_dim], no wider than the keys.
             scaling: scale of the scores; 1 / sqrt(head_dim) by default.
             extras: what else changes the scores.
         """
+        query = tempered(module, query, self.positions[None], num_read=0)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N or M, (kv) heads, head_dim]
         head_dim, value_dim, num_drafts = query.shape[-1], value.shape[-1], len(self.packing.draft_positions)
         if scaling is not None:  # `depth_attention` scales by 1 / sqrt(head_dim)
             query = query * (scaling * head_dim**0.5)
@@ -153,27 +165,27 @@ def _attend_block(
     return out.flatten(1, 2)
 
 
-def depths_or_cache_attention(
+def trained_or_cached_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    depth_keys: DepthKeys | None = None,
+    attend: Attend | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attends at one depth of a training step, and over a `PositionCache` in decoding.
+    """Attends as the head says in training, and over a `PositionCache` in decoding.
 
     Args:
         module: the layer's attention.
-        query: [B, heads, S, head_dim]; B = 1 with `depth_keys`.
+        query: [B, heads, S, head_dim]; B = 1 with `attend`.
         key: [B, kv heads, slots, head_dim].
         value: [B, kv heads, slots, value head_dim].
         attention_mask: must be None.
-        depth_keys: the keys of a training step; None in decoding.
+        attend: returns the output [S, heads, value head_dim] of a training step; None in decoding.
         scaling: scale of the scores.
         softcap: soft cap of the scores.
         s_aux: sinks of the attention heads.
@@ -182,13 +194,11 @@ def depths_or_cache_attention(
     Returns:
         The attention output [B, S, heads, value head_dim], and None in place of attention weights.
     """
-    if depth_keys is None:
+    if attend is None:
         kwargs |= {"softcap": softcap, "s_aux": s_aux}
         return causal_or_masked_attention(module, query, key, value, attention_mask, scaling, **kwargs)  # type: ignore[arg-type]
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
-    query = tempered(module, query, depth_keys.positions[None], num_read=0)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, (kv) heads, head_dim]
-    return depth_keys.attend(query, key, value, scaling, Extras(softcap, s_aux))[None], None
+    return attend(module, query, key, value, scaling, Extras(softcap, s_aux))[None], None
 
 
-AttentionInterface.register(DEPTHS_OR_CACHE, depths_or_cache_attention)
+AttentionInterface.register(TRAINED_OR_CACHED, trained_or_cached_attention)

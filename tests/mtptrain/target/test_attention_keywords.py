@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mtptrain.heads.attention.depths import DepthKeys, depths_or_cache_attention
-from mtptrain.heads.attention.documents import documents_or_cache_attention
+from mtptrain.heads.attention.depths import DepthKeys, trained_or_cached_attention
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.transformers_streams import PackedDocuments, packed_attention
 from mtptrain.target.causal_attention import FULL, SeenSlots, causal_or_masked_attention
@@ -20,10 +19,8 @@ SEEN = SeenSlots((None,), None, torch.arange(3)[None])
     [
         (causal_or_masked_attention, {"seen_slots": SEEN}),
         (packed_attention, {"packed_documents": PackedDocuments.of([3], torch.device("cpu"))}),
-        (documents_or_cache_attention, {"seen_slots": SEEN}),
-        (documents_or_cache_attention, {"documents": PACKING}),
-        (depths_or_cache_attention, {"seen_slots": SEEN}),
-        (depths_or_cache_attention, {"depth_keys": DepthKeys(PACKING, torch.arange(3), FULL, [])}),
+        (trained_or_cached_attention, {"seen_slots": SEEN}),
+        (trained_or_cached_attention, {"attend": DepthKeys(PACKING, torch.arange(3), FULL, []).attend}),
     ],
 )
 def test_every_attention_function_refuses_a_keyword_that_it_does_not_know(
