@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.attention.decoding import cached_attention
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens
+from mtptrain.target.causal_attention import causal_attention
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
@@ -161,6 +161,9 @@ class LayerHead(Head):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inference: run one depth for S tokens of each sequence, and write their keys to the slots of their positions.
 
+        A token attends to all cached positions up to its own; in a tree, to all slots before the tree and to those that
+        the tree's mask allows.
+
         Args:
             hidden_states: at depth 0 the result of `fuse`; at later depths what the previous depth fed back [B, S, H].
             embeddings: embedding of the token after each position [B, S, H].
@@ -171,8 +174,15 @@ class LayerHead(Head):
         Returns:
             The states that `logits` reads [B, S, H], and the states to feed back [B, S, H].
         """
-        residual, query, key, value = self._project(hidden_states, embeddings, positions)
-        return self._finish(residual, cached_attention(query, key, value, positions, cache, tree))
+        residual, *projected = self._project(hidden_states, embeddings, positions)
+        query, key, value = (x.transpose(1, 2) for x in projected)  # [B, (kv) heads, S, head_dim]
+        mask = cache.begin(positions, tree)
+        keys, values = cache.update(key, value, layer_idx=0)  # [B, kv heads, slots, head_dim]
+        if mask is None:
+            attended = causal_attention(query, keys, values)
+        else:
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        return self._finish(residual, attended.transpose(1, 2))
 
     def _mask_inputs(self, parts: FrozenParts) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the fused state and the embedding that every depth after 0 reads, each [1, H]."""
