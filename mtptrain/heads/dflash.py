@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.attention.draft_blocks import BlockView, block_attention, block_view
+from mtptrain.heads.attention.draft_blocks import block_attention, block_view
 from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_LAYERS, MAX_SIZE, LayerConfig
 from mtptrain.heads.eagle3 import check_capture_layers, default_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
-from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.heads.packing import PackedTokens
 from mtptrain.heads.peagle import mask_token_id
 from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import FrozenParts
@@ -217,7 +217,10 @@ class DflashHead(Head):
         x = self._blocks(tokens.next_ids[packing.draft_positions], parts, ttt_steps)  # [R, M, H]
         in_block = torch.arange(len(x), device=x.device)
         positions = packing.positions[packing.draft_positions] + 1 + in_block[:, None]  # [R, M]
-        views = self._views(packing, len(x))
+        views = {
+            layer.kind: block_view(packing, len(x), layer.kind.is_causal, layer.kind.window)
+            for layer, _ in self._layers()
+        }
         for layer, num_unread in self._layers():
             key, value = self._run(layer.keys_values_of_tokens, context, context_positions)
             query, block_key, block_value = self._run(layer.project, x, positions, num_unread)
@@ -264,14 +267,6 @@ class DflashHead(Head):
         layers: list[DflashLayer] = list(self.layers)  # type: ignore[arg-type]
         num_unread = 1 + self.num_masks - self.ttt_steps
         return [(layer, num_unread if layer is layers[-1] and not layer.mixes_tokens else 0) for layer in layers]
-
-    def _views(self, packing: Packing, block_size: int) -> dict[LayerKind, BlockView]:
-        """Returns what blocks of R tokens see in layers of each kind."""
-        kinds = {layer.kind for layer, _ in self._layers()}
-        shared = {kind.window - block_size for kind in kinds if kind.window is not None}
-        if shared and {packing.window} != shared:
-            packing = packing.with_window(*shared)
-        return {kind: block_view(packing, block_size, kind.is_causal, kind.window) for kind in kinds}
 
     def _blocks(self, newest: torch.Tensor, parts: FrozenParts, num_drafts: int) -> torch.Tensor:
         """Returns the embeddings [R, M, H] of each block: its newest token [M], then mask tokens."""

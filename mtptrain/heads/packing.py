@@ -167,13 +167,6 @@ class Packing:
             num_drafts += len(positions)
         return Packing._ordered(lengths, is_draft, is_seen, [(part, False) for part in stairs.kernels], window)
 
-    def with_window(self, window: int) -> "Packing":
-        """Returns this packing with `window_segments`, for a head whose `shared_window` was not given."""
-        is_draft = torch.zeros(len(self.positions), dtype=torch.bool).index_fill(0, self.draft_positions.cpu(), True)
-        segments = _window_segments(self.document_lengths, is_draft.numpy(), self.key_indices.cpu().numpy(), window)
-        device = self.positions.device
-        return replace(self, window=window, window_segments=map_tensors(segments, lambda x: x.to(device)))
-
     @staticmethod
     def _ordered(
         lengths: Sequence[int],

@@ -103,13 +103,13 @@ class ReferenceOps:
     _flash_attention_backward = staticmethod(reference_backward)
 
 
-POINTS = Packing.of_points([40, 12], [np.array([2, 3, 9, 20, 21, 38]), np.array([0, 11])])
+POINTS = Packing.of_points([40, 12], [np.array([2, 3, 9, 20, 21, 38]), np.array([0, 11])], window=7)
 CASES = {
     "whole documents": Packing.of_spans([7, 5, 4]),
     "answers": Packing.of_spans([40, 33, 20], [(0, 10, 9), (0, 25, 15), (1, 3, 30), (2, 0, 20)]),
     "three turns": Packing.of_spans([60], [(0, 5, 10), (0, 20, 10), (0, 40, 20)]),
     "single draft positions": POINTS,
-    "a window": replace(POINTS, segments=POINTS.with_window(7).window_segments),
+    "a window": replace(POINTS, segments=POINTS.window_segments),
 }
 
 

@@ -31,7 +31,7 @@ def block_view(packing: Packing, block_size: int, is_causal: bool, window: int |
     """Returns what the tokens of blocks of R = `block_size` tokens see.
 
     Args:
-        packing: documents and draft positions, and for a window the segments of `Packing.with_window(window - R)`.
+        packing: documents and draft positions, and for a window the segments of the window W - R.
         block_size: R. Token i of a block at draft position t is at position t + 1 + i.
         is_causal: whether a token of a block sees only the tokens of the block up to itself.
         window: W, above R; None for none.

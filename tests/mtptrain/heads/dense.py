@@ -1,17 +1,20 @@
 """Computes attention in training by its definition, as the reference for the fast implementation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from mtptrain.heads.packing import Packing
 
-PACKINGS = {
-    "single": Packing.of_points([30, 9, 12], [np.array([0, 1, 5, 7, 8, 20]), np.array([3]), np.array([2, 3, 4, 9])]),
-    "spans": Packing.of_spans([30, 9, 12], [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)]),
-    "one draft position": Packing.of_points([40], [np.array([39])]),
+LENGTHS = [30, 9, 12]
+POINTS = [np.array([0, 1, 5, 7, 8, 20]), np.array([3]), np.array([2, 3, 4, 9])]
+PACKINGS: dict[str, Callable[[int | None], Packing]] = {
+    "single": lambda window: Packing.of_points(LENGTHS, POINTS, window),
+    "spans": lambda window: Packing.of_spans(LENGTHS, [(0, 0, 2), (0, 5, 4), (1, 3, 1), (2, 2, 9)], window),
+    "one draft position": lambda window: Packing.of_points([40], [np.array([39])], window),
 }
+"""Packings with the segments of a window."""
 
 
 def seen_tokens(packing: Packing) -> torch.Tensor:

@@ -130,7 +130,7 @@ def packed_inputs(head: Head) -> PackedTokens:
     streams = (len(head.read_layers),) if head.read_layers else ()
     target_states = torch.randn(sum(LENGTHS), *streams, HIDDEN_SIZE, generator=generator)
     ids = torch.randint(0, VOCAB_SIZE, (sum(LENGTHS),), generator=generator)
-    return PackedTokens(target_states, ids, torch.roll(ids, -1), Packing.of_spans(LENGTHS))
+    return PackedTokens(target_states, ids, torch.roll(ids, -1), Packing.of_spans(LENGTHS, window=head.shared_window))
 
 
 def run(head: Head, tokens: PackedTokens) -> torch.Tensor:
@@ -229,7 +229,7 @@ def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_posi
     head = random_head(name)
     head.activation_checkpointing = activation_checkpointing
     tokens = packed_inputs(head)
-    few = Packing.of_spans(LENGTHS, SOME_SPANS)
+    few = Packing.of_spans(LENGTHS, SOME_SPANS, head.shared_window)
     counts = torch.tensor(
         [[left > depth for *_, length in SOME_SPANS for left in range(length, 0, -1)] for depth in range(DEPTHS)]
     )

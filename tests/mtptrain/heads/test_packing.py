@@ -83,11 +83,9 @@ def test_the_kernels_of_single_draft_positions_pair_each_with_every_token_that_i
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 30, 100])
-@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
-def test_the_kernels_of_a_window_pair_each_draft_position_with_the_tokens_in_it_once(
-    packing: Packing, window: int
-) -> None:
-    packing = packing.with_window(window)
+@pytest.mark.parametrize("case", PACKINGS)
+def test_the_kernels_of_a_window_pair_each_draft_position_with_the_tokens_in_it_once(case: str, window: int) -> None:
+    packing = PACKINGS[case](window)
     distance = packing.draft_positions[:, None] - torch.arange(len(packing.positions))
     assert torch.equal(
         times_seen_in(packing, packing.window_segments), (seen_tokens(packing) & (distance < window)).long()

@@ -216,7 +216,10 @@ def fast_step(
     anchors: Anchors | None,
 ) -> tuple[torch.Tensor, list[float]]:
     """Computes `plain_step` as the trainer does."""
-    batch, weights = make_batch(documents, depths, anchors=anchors), DECAY ** torch.arange(depths)
+    batch, weights = (
+        make_batch(documents, depths, anchors=anchors, window=head.shared_window),
+        DECAY ** torch.arange(depths),
+    )
     scale = weights / weights.sum() / batch.num_drafts.clamp(min=1)
     sums = training_losses(head, frozen, batch, scale, loss, PhaseClock(torch.device("cpu")))
     return sums.loss, sums.losses.tolist()
