@@ -23,7 +23,7 @@ from mtptrain.heads.attention.draft_blocks import block_attention, block_view
 from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_LAYERS, MAX_SIZE, LayerConfig
 from mtptrain.heads.eagle3 import check_capture_layers, default_layers
-from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise, rotate
+from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.heads.peagle import mask_token_id
 from mtptrain.target.families import norm_eps
@@ -66,15 +66,6 @@ class NormedAttention(Attention):
         super().__init__(dims.hidden_size, dims, target_config)
         self.q_norm = RmsNorm(dims.head_dim, norm_eps(target_config))
         self.k_norm = RmsNorm(dims.head_dim, norm_eps(target_config))
-
-    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the rotated queries [..., heads, head_dim]."""
-        return rotate(self.q_norm(self._heads(self.q_proj(x))), *self.rope.tables(positions, x.dtype))
-
-    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rotated keys and the values [..., kv heads, head_dim]."""
-        key = rotate(self.k_norm(self._heads(self.k_proj(x))), *self.rope.tables(positions, x.dtype))
-        return key, self._heads(self.v_proj(x))
 
 
 class DflashLayer(nn.Module):

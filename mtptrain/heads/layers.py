@@ -145,6 +145,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_size, bias=bias)
         self.v_proj = nn.Linear(input_size, kv_size, bias=bias)
         self.o_proj = nn.Linear(query_size, dims.hidden_size, bias=False)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        """Norms of each query head and of each key head before the rotation, in heads that have them."""
         self.rope = Rope(dims.head_dim, target_config)
 
     def queries_keys_values(
@@ -155,14 +158,12 @@ class Attention(nn.Module):
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns only the rotated queries [..., heads, head_dim]."""
-        return self._rotated(self.q_proj(x), positions)
+        return rotate(self.q_norm(self._heads(self.q_proj(x))), *self.rope.tables(positions, x.dtype))
 
     def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns only the rotated keys and the values [..., kv heads, head_dim]."""
-        return self._rotated(self.k_proj(x), positions), self._heads(self.v_proj(x))
-
-    def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return rotate(self._heads(x), *self.rope.tables(positions, x.dtype))
+        key = rotate(self.k_norm(self._heads(self.k_proj(x))), *self.rope.tables(positions, x.dtype))
+        return key, self._heads(self.v_proj(x))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

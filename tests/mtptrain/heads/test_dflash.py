@@ -9,9 +9,8 @@ import torch
 
 from mtptrain.heads.attention.draft_blocks import block_attention, block_view
 from mtptrain.heads.base import Head
-from mtptrain.heads.dflash import DflashHead, NormedAttention
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.files import build_head
-from mtptrain.heads.layers import head_dims
 from mtptrain.heads.packing import Packing
 from tests.mtptrain.heads.dense import PACKINGS, seen_tokens
 from tests.mtptrain.heads.test_contract import (
@@ -132,16 +131,6 @@ def test_the_default_layers_are_those_of_published_heads(layers: int, expected: 
 def test_settings_that_do_not_fit_the_target_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_head(DflashHead.Config(**settings), tiny_config())
-
-
-def test_queries_are_normed_beside_keys_and_values_too() -> None:
-    config = tiny_config()
-    attention = NormedAttention(head_dims(DflashHead.Config(), config), config)
-    x, positions = torch.randn(5, config.hidden_size), torch.arange(5)
-    torch.nn.init.constant_(attention.q_norm.weight, 2.0)
-    query, key, _ = attention.queries_keys_values(x, positions)
-    assert torch.equal(query, attention.queries(x, positions))
-    assert torch.equal(key, attention.keys_values(x, positions)[0])
 
 
 def test_casting_to_bf16_does_not_round_rotary_frequencies() -> None:

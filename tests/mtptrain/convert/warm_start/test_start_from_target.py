@@ -78,7 +78,7 @@ def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(
 
     def scores(attention: torch.nn.Module) -> torch.Tensor:
         query, key = attention.q_proj(x), attention.k_proj(x)
-        if hasattr(attention, "q_norm"):
+        if attention is layer.self_attn:
             size = attention.q_norm.weight.shape[-1]  # that of an attention head, or in OLMo 2 of all of them
             query = attention.q_norm(query.unflatten(-1, (-1, size))).flatten(-2)
             key = attention.k_norm(key.unflatten(-1, (-1, size))).flatten(-2)
