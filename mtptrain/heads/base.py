@@ -271,6 +271,18 @@ class Head(nn.Module, ABC):
             return draft_probs
         return draft_probs.new_zeros(*draft_probs.shape[:-1], vocab_size).index_copy_(-1, ids, draft_probs)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Head":
+        """Cast or move the head, but keep the values of its buffers, such as rotary frequencies and biases of routers.
+
+        Engines hold them in fp32; bf16 would round them.
+        """
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in exact.items():
+            module, _, own = name.rpartition(".")
+            setattr(self.get_submodule(module), own, buffer.to(self.get_buffer(name).device))
+        return self
+
     def _run(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call the function, with activation checkpointing if it is enabled."""
         if not self.activation_checkpointing:

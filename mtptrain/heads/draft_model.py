@@ -7,7 +7,6 @@ Inference from Transformers via Speculative Decoding (arXiv 2211.17192).
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -179,15 +178,6 @@ class DraftModelHead(Head):
     def _checkpoint_layers(self, is_on: bool) -> None:
         for layer in self.model.layers:
             layer.gradient_checkpointing = is_on
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "DraftModelHead":
-        """Cast or move the model, but keep its rotary frequencies in fp32: bf16 would round them."""
-        rotary = self.model.rotary_emb
-        exact = dict(rotary.named_buffers())
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in exact.items():
-            setattr(rotary, name, buffer.to(rotary.get_buffer(name).device))
-        return self
 
 
 def longer_documents(packing: Packing) -> Packing:

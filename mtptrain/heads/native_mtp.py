@@ -6,7 +6,7 @@ lm_head follows. Head `mtp` is the same around a plain Llama layer. `NATIVE_MTP`
 Sources: vllm/model_executor/models/*_mtp.py in vLLM 0.32.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,18 +230,6 @@ class NativeMtpHead(Head):
         """Set the mode, but keep dropout and the noise of routers in the layer off: decoding has none."""
         super().train(mode)
         self.model.eval()
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "NativeMtpHead":
-        """Cast or move the head, but keep the layer's buffers as they are: rotary frequencies, and biases of routers.
-
-        Engines hold them in fp32; bf16 would round them.
-        """
-        exact = {f"model.{name}": buffer for name, buffer in self.model.named_buffers()}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in exact.items():
-            module, _, own = name.rpartition(".")
-            setattr(self.get_submodule(module), own, buffer.to(self.get_buffer(name).device))
         return self
 
 

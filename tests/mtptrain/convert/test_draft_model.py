@@ -168,15 +168,6 @@ def test_a_model_without_tokenizer_is_accepted_if_its_vocabulary_has_the_targets
     assert load(tmp_path / "model", tiny_target).context_tokens == 512
 
 
-def test_casting_to_bf16_does_not_round_the_rotary_frequencies(tiny_target: Path) -> None:
-    head = load(tiny_target, tiny_target)
-    before = head.model.rotary_emb.inv_freq.clone()
-    head.bfloat16()
-    assert head.model.norm.weight.dtype == torch.bfloat16
-    assert head.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert torch.equal(head.model.rotary_emb.inv_freq, before)
-
-
 def run(program: str, *overrides: str, num_ranks: int = 1) -> None:
     result = run_program(program, *overrides, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -12,6 +12,7 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
+from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
@@ -265,13 +266,20 @@ def test_training_with_each_depths_own_full_attention_is_caught(name: str, monke
     assert largest_difference(head, run(head, tokens)) > 1e-2
 
 
-@pytest.mark.parametrize("name", LAYER_CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str) -> None:
-    head = random_head(name)
-    assert isinstance(head, LayerHead)
-    positions = torch.arange(40)
-    before = head.self_attn.rope.tables(positions, torch.float32)[0]
-    assert torch.equal(head.bfloat16().self_attn.rope.tables(positions, torch.float32)[0], before)
+    head, positions = random_head(name), torch.arange(40)
+
+    def frequencies() -> list[torch.Tensor]:
+        ropes = [module.rope for module in head.modules() if isinstance(module, Attention)]
+        buffers = (buffer.clone() for buffer in head.buffers() if buffer.is_floating_point())
+        return [*(rope.tables(positions, torch.float32)[0] for rope in ropes), *buffers]
+
+    before = frequencies()
+    head.bfloat16()
+    assert all(weight.dtype == torch.bfloat16 for weight in head.parameters())
+    assert bool(before) == (CASES[name][0] not in ("medusa", "hydra"))
+    assert all(torch.equal(x, y) for x, y in zip(frequencies(), before, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

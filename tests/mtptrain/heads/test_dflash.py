@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from mtptrain.heads.attention.draft_blocks import block_attention, block_view
-from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from tests.mtptrain.heads.dense import PACKINGS, seen_tokens
 from tests.mtptrain.heads.test_contract import (
     DEPTHS,
-    HIDDEN_SIZE,
     LENGTHS,
     PARTS,
     packed_inputs,
@@ -131,13 +129,3 @@ def test_the_default_layers_are_those_of_published_heads(layers: int, expected: 
 def test_settings_that_do_not_fit_the_target_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_head(DflashHead.Config(**settings), tiny_config())
-
-
-def test_casting_to_bf16_does_not_round_rotary_frequencies() -> None:
-    head: Head = random_head("dflash")
-    assert isinstance(head, DflashHead)
-    rope, positions = head.layers[0].self_attn.rope, torch.arange(40)
-    before = rope.tables(positions, torch.float32)[0]
-    head.bfloat16()
-    assert torch.equal(rope.tables(positions, torch.float32)[0], before)
-    assert head.fc.weight.shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)
