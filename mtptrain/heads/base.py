@@ -84,6 +84,10 @@ class Head(nn.Module, ABC):
     """T, the number of trained depths."""
     capture_layers: tuple[int, ...]
     """The residual streams of the target that extraction stores for the head: k is the stream after k layers."""
+    read_layers: tuple[int, ...]
+    """The residual streams that the head reads, in training and decoding. Without any, it reads post-norm states. These
+    are `capture_layers`, except in a head that captures none and reads the stream after the last layer, which every
+    store holds anyway."""
     d2t: torch.Tensor | None
     """i64[D]: target id minus draft id of each draft token. None if the draft vocabulary is the target's."""
     lm_head: nn.Linear | None
@@ -108,7 +112,7 @@ class Head(nn.Module, ABC):
         self.register_buffer("d2t", None)
         self.lm_head = None
         self.ttt_steps = int(config.ttt_steps)
-        self.capture_layers = self.resolve_capture_layers(config, target_config)
+        self.capture_layers = self.read_layers = self.resolve_capture_layers(config, target_config)
 
     def _add_own_vocabulary(self, size: int | None, target_config: PreTrainedConfig) -> None:
         """Give the head its own lm_head [D, H] if `size` D is set, and `d2t` if D differs from V."""
@@ -122,15 +126,6 @@ class Head(nn.Module, ABC):
     def resolve_capture_layers(cls, config: Any, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns `capture_layers` of a head with these settings: none, unless a subclass overrides this."""
         return ()
-
-    @property
-    def read_layers(self) -> tuple[int, ...]:
-        """The residual streams that the head reads, in training and decoding. Without any, it reads post-norm states.
-
-        These are `capture_layers`, except in a head that captures none and reads the stream after the last layer,
-        which every store holds anyway.
-        """
-        return self.capture_layers
 
     @classmethod
     def check_trainable(cls, config: Any, target_config: PreTrainedConfig) -> None:

@@ -41,16 +41,12 @@ class MtpHead(LayerHead):
         self.input_layernorm = RmsNorm(hidden_size, eps)
         self.self_attn = Attention(hidden_size, dims, target_config, config.attention_bias)
         self.zero_first_embedding = config.zero_first_embedding
-        self._read_layers = (target_config.num_hidden_layers,) if config.prenorm_states else ()
+        if config.prenorm_states:
+            self.read_layers = (int(target_config.num_hidden_layers),)
         self.post_attention_layernorm = RmsNorm(hidden_size, eps)
         self.mlp = SwiGlu(hidden_size, dims.intermediate_size)
         self.norm = RmsNorm(hidden_size, eps)
         initialise(self, hidden_size, target_config.num_hidden_layers)
-
-    @property
-    def read_layers(self) -> tuple[int, ...]:
-        """The stream after the target's last layer if `prenorm_states` is set, otherwise none."""
-        return self._read_layers
 
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns x = eh_proj[enorm(e); hnorm(h)] as the residual stream, and input_layernorm(x)."""

@@ -132,7 +132,7 @@ def test_the_states_and_the_first_embedding_that_mimo_reads_show_in_the_counters
         return summarise(drafted_here(case, target_of, lambda *_: head)).accepted_at
 
     assert accepted() == theirs.accepted_at
-    assert accepted(_read_layers=()) != theirs.accepted_at
+    assert accepted(read_layers=()) != theirs.accepted_at
     assert accepted(zero_first_embedding=False) != theirs.accepted_at
 
 
