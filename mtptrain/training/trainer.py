@@ -27,23 +27,9 @@ from mtptrain.utils.errors import UserError
 class StepMetrics:
     """Metrics of one step, summed over ranks and kept on the device. Reading them waits for the device."""
 
-    losses: torch.Tensor  # f32[T]
-    kl: torch.Tensor  # f32[T]
-    top1_accuracy: torch.Tensor  # f32[T]
-    overlap: torch.Tensor  # f32[T]
-    parts: torch.Tensor  # f32[P, T], each part of the loss, without its weight
+    sums: torch.Tensor
+    """f32[4 + P, T]: `losses`, `kl`, `top1_accuracy`, `overlap` and the P `parts` of `LossSums`."""
     num_drafts: torch.Tensor  # f32[T]
-
-    def by_depth(self, name: str) -> list[float]:
-        """Returns the mean per draft at each depth."""
-        return self._mean(getattr(self, name))
-
-    def parts_by_depth(self) -> list[list[float]]:
-        """Returns the mean per draft at each depth for each part of the loss."""
-        return [self._mean(part) for part in self.parts]
-
-    def _mean(self, total: torch.Tensor) -> list[float]:
-        return (total / self.num_drafts.clamp(min=1)).tolist()
 
 
 class Trainer:
@@ -107,8 +93,7 @@ class Trainer:
         # 3. Keep what `check_finite` checks later: reading a value here would wait for the device.
         self._unchecked.append((_document_ids(batches), torch.stack([sums.sum(), self.clipper.norm])))
         # 4. Sum the metrics over ranks.
-        total_losses, kl, top1_accuracy, overlap, *parts = self.ranks.sum(sums)
-        return StepMetrics(total_losses, kl, top1_accuracy, overlap, torch.stack(parts), num_drafts)
+        return StepMetrics(self.ranks.sum(sums), num_drafts)
 
     def _scale(self, num_drafts: torch.Tensor) -> torch.Tensor:
         """Returns the factor [T] that multiplies each depth's sum of losses."""
@@ -172,16 +157,16 @@ class Trainer:
             UserError: a loss or a gradient norm since the last check is not finite.
         """
         self.check_finite(step)
-        losses, mix = metrics.by_depth("losses"), self.loss_settings.mix
+        means = (metrics.sums / metrics.num_drafts.clamp(min=1)).tolist()  # per draft
+        losses, kl, top1_accuracy, overlap, *parts = means
+        mix = self.loss_settings.mix
         weights = [self.config.ttt_loss_decay**depth for depth in range(len(losses))]
         return {
             "loss": sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights),
-            "kl_at": metrics.by_depth("kl"),
-            "top1_accuracy_at": metrics.by_depth("top1_accuracy"),
-            "overlap_at": metrics.by_depth("overlap"),
-            **{
-                f"{part}_at": values for part, values in zip(mix, metrics.parts_by_depth(), strict=True) if len(mix) > 1
-            },
+            "kl_at": kl,
+            "top1_accuracy_at": top1_accuracy,
+            "overlap_at": overlap,
+            **{f"{part}_at": values for part, values in zip(mix, parts, strict=True) if len(mix) > 1},
             "lr": self.config.lr
             * warmup_cosine(step - 1, self.config.warmup_steps, self.num_steps, self.config.min_lr_ratio),
             "grad_norm": float(self.clipper.norm),
