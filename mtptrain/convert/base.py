@@ -54,7 +54,7 @@ class Format(ABC):
     """Whether vLLM serves the directory alone, as a whole checkpoint that includes the target."""
     weights_name = "model.safetensors"
     """Name of the file with the head's tensors."""
-    names: dict[str, str]
+    names: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """The engine's name for each of the head's tensors. Tensors that are not listed keep their names."""
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:

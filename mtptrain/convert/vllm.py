@@ -31,7 +31,6 @@ from mtptrain.utils.files import save_tensors
 
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
-SAME_NAMES: dict[str, str] = {}  # the engine reads our tensor names
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
 V2_RUNNER = (
     "vLLM 0.32 serves {name} with its V2 runner alone, which needs a GPU. mtptrain's counters for such heads have been "
@@ -181,7 +180,6 @@ class VllmMedusa(VllmFormat):
 
     architecture = "MedusaModel"
     method = "medusa"
-    names = SAME_NAMES
     lm_head_name = "lm_head.safetensors"
     head: MedusaHead.Config
 
@@ -219,7 +217,6 @@ class VllmDflash(VllmFormat):
 
     architecture = "DFlashDraftModel"
     method = "dflash"
-    names = SAME_NAMES
     head: DflashHead.Config
 
     def config_json(self, dtype: str) -> dict[str, Any]:
@@ -305,7 +302,6 @@ class VllmDraftModel(VllmFormat):
     """Exports `draft_model` as a standard transformers checkpoint with the target's tokenizer."""
 
     method = "draft_model"
-    names = SAME_NAMES
     head: DraftModelHead.Config
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
