@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from mtptrain.heads.attention.draft_blocks import block_attention, block_view
 from mtptrain.heads.base import FirstStates, Head
 from mtptrain.heads.config import MAX_LAYERS, MAX_SIZE, LayerConfig
-from mtptrain.heads.eagle3 import check_capture_layers, default_layers
+from mtptrain.heads.eagle3 import resolved_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.heads.peagle import mask_token_id
@@ -193,10 +193,8 @@ class DflashHead(Head):
             UserError: the layers are not different layers of the target in rising order.
         """
         num_layers = int(target_config.num_hidden_layers)
-        if config.capture_layers is not None:
-            return check_capture_layers(tuple(config.capture_layers), num_layers)
         evenly = tuple(round(2 + i * (num_layers - 4) / (NUM_CAPTURED - 1)) for i in range(NUM_CAPTURED))
-        return default_layers(evenly, num_layers)
+        return resolved_layers(config.capture_layers, evenly, num_layers)
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states [T, M, H] of the mask tokens at the draft positions; see `Head.forward`."""

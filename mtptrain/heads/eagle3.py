@@ -73,9 +73,7 @@ class Eagle3Head(LayerHead):
             UserError: the layers are not different layers of the target in rising order.
         """
         num_layers = int(target_config.num_hidden_layers)
-        if config.capture_layers is not None:
-            return check_capture_layers(tuple(config.capture_layers), num_layers)
-        return default_layers((2, num_layers // 2, num_layers - 3), num_layers)
+        return resolved_layers(config.capture_layers, (2, num_layers // 2, num_layers - 3), num_layers)
 
     def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
         """Project the captured streams [..., L, H] to one hidden state [..., H]."""
@@ -109,32 +107,23 @@ def can_capture(layers: Sequence[int], num_layers: int) -> bool:
     return bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] <= num_layers
 
 
-def default_layers(usual: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Returns the usual layers, or for a target too shallow for them its first, middle and last but one.
+def resolved_layers(configured: Sequence[int] | None, usual: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Returns the layers that a head captures from a target of `num_layers` decoder layers.
+
+    Without configured ones, these are the usual layers, or for a target too shallow for them its first, middle and last
+    but one.
 
     Raises:
-        UserError: the target is too shallow even for these.
+        UserError: the layers are not different layers of the target in rising order.
     """
     shallow = (1, num_layers // 2, num_layers - 1)
-    if not can_capture(usual, num_layers) and can_capture(shallow, num_layers):
-        return shallow
-    return check_capture_layers(usual, num_layers, "the default")
-
-
-def check_capture_layers(layers: tuple[int, ...], num_layers: int, default: str = "") -> tuple[int, ...]:
-    """Returns the layers if a head can capture them from a target of `num_layers` decoder layers.
-
-    Args:
-        default: description of the layers for the error message, if they are a default.
-
-    Raises:
-        UserError: they are not different layers of the target in rising order.
-    """
-    if can_capture(layers, num_layers):
-        return layers
+    for layers in [configured] if configured is not None else [usual, shallow]:
+        if can_capture(layers, num_layers):
+            return tuple(layers)
+    layers, default = (usual, ", the default") if configured is None else (configured, "")
     example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
     raise UserError(
         f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, where 0 is the "
-        f"target's embeddings and {num_layers} its last decoder layer, but are {list(layers)}"
-        f"{f', {default}' if default else ''}; set them, for example head.capture_layers={example}"
+        f"target's embeddings and {num_layers} its last decoder layer, but are {list(layers)}{default}; set them, for "
+        f"example head.capture_layers={example}"
     )
