@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from mtptrain.convert.base import Tensors
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
-from mtptrain.heads.files import build_head, check_values, checked_weights, fill_head
+from mtptrain.heads.files import build_head, check_values, checked_weights, fill_head, first_misfit
 from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.target.checkpoint_check import check_weights, stored_tensors
 from mtptrain.target.files import TargetFiles
@@ -69,22 +69,18 @@ def initial_weights(
     assert config.init_from is not None
     with torch.device("meta"):
         state = build_head(config, target.config).state_dict()
-    expected = {name: tuple(x.shape) for name, x in state.items()}
     if (own := Path(config.init_from) / "head.json").is_file():
         directory = own.parent
-        tensors = {name: x for name, x in load_file(checked_weights(directory)).items() if name in expected}
+        tensors = {name: x for name, x in load_file(checked_weights(directory)).items() if name in state}
     else:
         directory = _checked_directory(config.init_from, target, setting)
-        tensors = _load(directory, expected, setting)
-    tensors = {name: _padded(x, expected[name]) if name in VOCABULARY else x for name, x in tensors.items()}
-    wrong = next(
-        (name for name in expected if name not in tensors or tuple(tensors[name].shape) != expected[name]), None
-    )
-    if wrong is not None:
-        found = f"of shape {tuple(tensors[wrong].shape)}" if wrong in tensors else "absent"
+        tensors = _load(directory, state, setting)
+    tensors = {name: _padded(x, len(state[name])) if name in VOCABULARY else x for name, x in tensors.items()}
+    if misfit := first_misfit(state, tensors):
+        name, wanted, found = misfit
         raise UserError(
-            f"{setting}: {wrong} of {directory} must be of shape {expected[wrong]}, as its config describes, but is "
-            f"{found}; choose another language model, or copy or download it again"
+            f"{setting}: {name} of {directory} must be {wanted}, as its config describes, but is {found}; choose "
+            "another language model, or copy or download it again"
         )
     check_values(directory, state, tensors, "copy or download it again")
     return directory, tensors
@@ -137,12 +133,12 @@ def _load(directory: Path, names: Collection[str], setting: str) -> Tensors:
     return tensors
 
 
-def _padded(table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _padded(table: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns a table with a row for each token of the target. Tokens that the model lacks get the mean row.
 
     The logit of the mean row is the mean of the model's logits, so such a token is never more likely than all others.
     """
-    missing = shape[0] - len(table)
+    missing = vocab_size - len(table)
     if missing <= 0:
         return table
     mean = table.float().mean(0, keepdim=True).to(table.dtype)

@@ -110,7 +110,8 @@ class DraftModelHead(Head):
         H is the model's own hidden size. The model reads the first token of each document, then the token after each of
         the document's tokens: N tokens plus one per document.
         """
-        self._checkpoint_layers(self.activation_checkpointing)
+        for layer in self.model.layers:
+            layer.gradient_checkpointing = self.activation_checkpointing
         packing = tokens.packing
         documents = longer_documents(packing)
         num_read, device = sum(documents.document_lengths), packing.positions.device
@@ -154,7 +155,6 @@ class DraftModelHead(Head):
 
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor, cache: PositionCache) -> torch.Tensor:
         """Returns the states after the final norm [B, S, H] of tokens [B, S] at these positions."""
-        self._checkpoint_layers(False)
         mask = cache.begin(positions)
         seen = SeenSlots(self.form.masks, mask, positions, num_read=cache.get_seq_length())
         output = self.model(
@@ -174,10 +174,6 @@ class DraftModelHead(Head):
     def form(self) -> TargetForm:
         """How the model is built."""
         return find_form(self.config)
-
-    def _checkpoint_layers(self, is_on: bool) -> None:
-        for layer in self.model.layers:
-            layer.gradient_checkpointing = is_on
 
 
 def longer_documents(packing: Packing) -> Packing:
@@ -233,25 +229,20 @@ def model_config(
         UserError: `init_from` is neither a directory nor a hub name, or `init_from` is not a language model, is
             quantised or has a larger vocabulary than the target, or sizes are invalid or contradict `init_from`.
     """
-    is_random = config.init_from is None
-    found = _random_config(config, target_config) if is_random else _published(config, target_config, setting)
+    if config.init_from is None:
+        found = _random_config(config, target_config)
+    else:
+        found = published_config(config.init_from, target_config, setting)
+        for name in (*SIZES, "tie_word_embeddings"):
+            wanted, there = getattr(config, name), getattr(found, name)
+            if wanted not in (None, there):
+                raise UserError(
+                    f"head.{name}: must be left out or {there}, as in head.init_from={config.init_from}, but is "
+                    f"{wanted}; remove it"
+                )
     found.vocab_size = target_config.vocab_size
     # transformers would not train the embedding of a padding token.
     found.pad_token_id = None
-    return found
-
-
-def _published(config: DraftModelHead.Config, target_config: PreTrainedConfig, setting: str) -> PreTrainedConfig:
-    """Returns the config of the model in `init_from`."""
-    assert config.init_from is not None
-    found = published_config(config.init_from, target_config, setting)
-    for name in (*SIZES, "tie_word_embeddings"):
-        wanted, there = getattr(config, name), getattr(found, name)
-        if wanted not in (None, there):
-            raise UserError(
-                f"head.{name}: must be left out or {there}, as in head.init_from={config.init_from}, but is {wanted}; "
-                "remove it"
-            )
     return found
 
 
