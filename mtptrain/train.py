@@ -55,16 +55,17 @@ from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.checkpoint import (
     Progress,
     check_checkpoint,
+    check_resume,
     describe_newest,
     load_checkpoint,
     newest_whole_checkpoint,
+    resume_facts,
     save_checkpoint,
     step_of,
 )
 from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.metrics import StepMeter, Tracer, Tracking
-from mtptrain.training.resume import check_resume, resume_facts
 from mtptrain.training.summary import in_progress_bar, print_summary
 from mtptrain.training.trainer import Trainer, check_batch_ranks
 from mtptrain.training.validation import Validation

@@ -5,20 +5,26 @@ for any number of ranks and any ZeRO stage. `complete.json` has the size and sha
 under temporary names, and renames the state and then `complete.json`. A folder that a killed save left is passed over,
 with a warning. A checkpoint that has lost a file, or whose state does not match `complete.json`, is torn, and the run
 resumes from the newest whole one. The best head is kept in `best/`, whichever checkpoints are removed.
+A run resumes only if its head, its data and how it optimises are those of the checkpoint (`resume_facts`).
 """
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 
+from mtptrain.config import PipelineConfig, Resume
+from mtptrain.data.draft_vocab import d2t_sha256
 from mtptrain.data.identity import refuse_different_facts
+from mtptrain.heads.base import Head
 from mtptrain.heads.files import STEP_NAME, with_defaults
+from mtptrain.hidden_states.store import HiddenStates
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
+from mtptrain.training.step_packing import PACKING_VERSION
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
@@ -40,6 +46,21 @@ TORN = "torn_"
 """Prefix added to the folder name of a torn checkpoint."""
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
 """Names of the tensors in the state that belong to the run as a whole, not to a weight."""
+OPTIMISATION_SETTINGS = (
+    "lr",
+    "min_lr_ratio",
+    "warmup_steps",
+    "batch_tokens",
+    "micro_batches_per_step",
+    "weight_decay",
+    "betas",
+    "max_grad_norm",
+    "ttt_loss_decay",
+    "loss",
+    "lk_eta",
+    "feature_weight",
+)
+"""Settings of `train` that must not change when a run resumes."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +201,28 @@ def find_fault(folder: Path) -> str | None:
         return str(error)
     step = marker["step"]
     return None if step == step_of(folder) else f"{folder}: must be step_{step:08d}, but was renamed"
+
+
+def check_resume(config: PipelineConfig, directory: Path) -> None:
+    """Raises UserError if `train.resume=never` would overwrite checkpoints."""
+    checkpoints = finished_checkpoints(directory)
+    if config.train.resume is Resume.never and checkpoints:
+        raise UserError(
+            f"train.resume: must be auto if a checkpoint exists, but is never and {checkpoints[-1]} exists; set "
+            "train.resume=auto to continue from it, or choose another run_dir"
+        )
+
+
+def resume_facts(config: PipelineConfig, states: HiddenStates, head: Head) -> dict[str, object]:
+    """Returns the facts that must not change when a run resumes: its head, optimisation and order of the data."""
+    return {
+        "head": asdict(config.head),
+        "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),
+        "seed": config.seed,
+        **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
+        "the version of the packing of documents": PACKING_VERSION,
+        **states.facts(),
+    }
 
 
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
