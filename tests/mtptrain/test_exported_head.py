@@ -120,9 +120,7 @@ def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path,
         check_directory_name(tmp_path / name / "vllm", method)
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [("eagle-head", "eagle"), ("llama_eagle3", "eagle3"), ("quickstart", "eagle")]
-)
+@pytest.mark.parametrize(("name", "method"), [("eagle-head", "eagle"), ("llama_eagle3", "eagle3")])
 def test_a_directory_whose_name_stands_for_the_right_method_is_taken(tmp_path: Path, name: str, method: str) -> None:
     """A recipe such as `llama3_1_8b_eagle3` writes to a folder of the same name."""
     check_directory_name(tmp_path / name / "vllm", method)

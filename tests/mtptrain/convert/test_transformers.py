@@ -1,13 +1,11 @@
 """Tests the export for transformers, and that `generate` with `use_mtp` accepts the same drafts as mtptrain."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mtptrain.convert.base import Format
@@ -119,20 +117,6 @@ def test_the_directory_is_the_target_for_whoever_does_not_ask_for_drafts(tmp_pat
     assert ours.pop("num_mtp_layers") == 1 and ours.pop("_name_or_path") != theirs.pop("_name_or_path")
     assert ours == theirs
     assert str(tmp_path) not in (tmp_path / "export/config.json").read_text()
-
-
-def test_the_shards_of_a_target_keep_their_names_and_are_not_copied(tmp_path: Path) -> None:
-    target, head = guessing_pair(tmp_path / "target", "llama")
-    target.model.save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
-    write(tmp_path / "export", tmp_path / "sharded", target, head)
-    shards = {path.name for path in (tmp_path / "sharded").glob("*.safetensors")}
-    assert len(shards) > 1
-    assert {path.name for path in (tmp_path / "export").glob("*.safetensors")} == {*shards, "mtp.safetensors"}
-    for name in shards:
-        assert os.path.samefile(tmp_path / "sharded" / name, tmp_path / "export" / name)
-    index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())["weight_map"]
-    written = {name: path.name for path in (tmp_path / "export").glob("*.safetensors") for name in load_file(path)}
-    assert index == written
 
 
 def test_the_language_model_of_an_image_and_text_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """Tests attention of blocks and single draft positions against plain masks, and what a DFlash head refuses."""
 
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,12 +11,6 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from tests.mtptrain.heads.dense import PACKINGS, seen_tokens
 from tests.mtptrain.heads.test_contract import (
-    DEPTHS,
-    LENGTHS,
-    PARTS,
-    packed_inputs,
-    random_head,
-    run,
     tiny_config,
 )
 
@@ -73,34 +65,6 @@ def test_attention_of_blocks_equals_one_softmax_over_a_mask(
     grads = [torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, dense)]
     for found, wanted in zip(*grads, strict=True):
         torch.testing.assert_close(found, wanted, atol=5e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("case", ["dflash", "dflash, three layers"])
-def test_states_and_gradients_of_single_draft_positions_are_those_among_all(case: str) -> None:
-    head, points = (
-        random_head(case),
-        [np.array([0, 3, 7]), np.array([2]), np.array([0, 5]), np.array([1]), np.array([0])],
-    )
-    tokens, single = packed_inputs(head), Packing.of_points(LENGTHS, points)
-    among_all = run(head, tokens)[:, single.draft_positions]
-    states = run(head, replace(tokens, packing=single))
-    torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
-    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
-    grads = [torch.autograd.grad((each * weights).mean(), list(head.parameters())) for each in (states, among_all)]
-    for ours, reference in zip(*grads, strict=True):
-        assert (ours - reference).abs().max() <= 5e-5 * reference.abs().max()
-
-
-@torch.no_grad()
-def test_the_first_draft_reads_all_masks_behind_it_and_no_token_behind_the_newest() -> None:
-    head = random_head("dflash")
-    tokens = packed_inputs(head)
-    whole, shorter = (head(tokens, PARTS, depths) for depths in (DEPTHS, DEPTHS - 1))
-    assert (whole[0] - shorter[0]).abs().max() > 1e-3, "another block length must change the first draft"
-    later = replace(tokens, next_ids=tokens.next_ids.clone())
-    later.next_ids[5] += 1
-    changed = (head(later, PARTS, DEPTHS) != whole).any(-1).any(0)  # [M]
-    assert changed.nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.parametrize(

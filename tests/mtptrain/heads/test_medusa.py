@@ -8,7 +8,6 @@ from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target
-from mtptrain.train import check_one_start
 from tests.conftest import make_config
 
 BOTH = pytest.mark.parametrize("name", ["medusa", "hydra"])
@@ -43,10 +42,3 @@ def test_more_drafts_than_trained_depths_are_refused(name: str) -> None:
 def test_a_head_without_layers_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"^head\.num_layers: must be a number from 1 to 256, but is 0; correct it"):
         make_config(f"head={name}", "head.num_layers=0")
-
-
-@BOTH
-def test_a_start_from_the_targets_layer_is_refused(name: str) -> None:
-    message = rf"head\.start_from_target: must be false with head {name}, which cannot start as .*, but is true; set"
-    with pytest.raises(ValueError, match=message):
-        check_one_start(HEADS[name].Config(start_from_target=True))

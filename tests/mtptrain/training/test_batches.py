@@ -70,21 +70,6 @@ def test_exactly_the_drafts_that_serving_makes_count_and_each_reads_its_token() 
     assert made.num_drafts.tolist() == [sum(draft[2] == k for draft in found) for k in range(T)]
 
 
-def test_the_first_draft_of_an_answer_counts_and_the_one_before_does_not() -> None:
-    """An answer of tokens 3 to 6 is drafted from token 2 on, because token 3 itself comes from the target's prefill."""
-    positions = sorted({t for i, t, k, _ in plain_drafts() if i == 2 and k == 0})
-    assert positions == [2, 3, 4, 8]
-
-
-def test_depth_k_of_a_row_has_the_teacher_of_depth_0_of_the_row_k_later() -> None:
-    """The loss relies on this: depth k of draft position t learns from the target's state at token t + 1 + k, and the
-    draft positions of a span are consecutive."""
-    made = batch()
-    teachers = made.packing.draft_positions + 1
-    for k, index in made.is_draft.nonzero().tolist():
-        assert teachers[index + k] == made.packing.draft_positions[index] + 1 + k
-
-
 def test_only_tokens_that_a_draft_needs_are_packed() -> None:
     """A document is cut after the token whose state gives its last label, and left out if it has no draft."""
     made = batch()
@@ -92,12 +77,6 @@ def test_only_tokens_that_a_draft_needs_are_packed() -> None:
     assert [owners(made).count(i) for i in (1, 2, 4)] == [6, 10, 7]
     assert made.hidden_states[:, 0].float().div(100).floor().tolist() == owners(made)
     assert made.packing.positions.tolist() == [p for count in (10, 7, 6) for p in range(count)]
-
-
-def test_every_token_reads_the_next_one_of_its_document() -> None:
-    made, of_token = batch(), owners(batch())
-    for n, position in enumerate(made.packing.positions.tolist()):
-        assert int(made.next_ids[n]) == 100 * of_token[n] + position + 1
 
 
 def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:

@@ -114,33 +114,6 @@ def test_every_part_is_its_definition(
     assert not found[0][~case.is_draft].any()
 
 
-@pytest.mark.parametrize("share_targets", [True, False])
-def test_a_mix_is_the_weighted_sum_of_its_parts(share_targets: bool) -> None:
-    case = Case(3, OWN_VOCABULARY, share_targets)
-    mix = {part: 0.1 * (1 + i) for i, part in enumerate(OF_STATES)}
-    alone = [case.losses(LossSettings({part: 1.0})) for part in mix]
-    mixed = case.losses(LossSettings(mix))
-    torch.testing.assert_close(mixed.parts, torch.cat([each.parts for each in alone]))
-    for name in ("loss", "losses"):
-        wanted = sum(weight * getattr(each, name) for weight, each in zip(mix.values(), alone, strict=True))
-        torch.testing.assert_close(getattr(mixed, name), wanted)
-    gradients = [case.gradients(each.loss) for each in alone]
-    for i, gradient in enumerate(case.gradients(mixed.loss)):
-        wanted = sum(weight * each[i] for weight, each in zip(mix.values(), gradients, strict=True))
-        torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)
-
-
-def test_e2e_with_equal_depths_is_one_minus_the_expected_share_of_accepted_drafts() -> None:
-    """The mean over draft positions of 1 - (1 / T) sum_j a_0 ... a_j, if all drafts count and weigh the same."""
-    case = Case(4, None, share_targets=False)
-    case.is_draft[:] = True
-    case.scale = torch.full((4,), 1 / (4 * M))
-    found = case.losses(LossSettings({LossPart.e2e: 1.0}))
-    target_probs = (case.target_states @ case.target_head.T).softmax(-1)
-    accepted = torch.minimum(target_probs, (case.states @ case.own_head.T).softmax(-1)).sum(-1).cumprod(0)
-    torch.testing.assert_close(found.loss, 1 - accepted.mean())
-
-
 @pytest.mark.parametrize("part", [LossPart.rkl, LossPart.jsd, LossPart.nla, LossPart.lk])
 @pytest.mark.parametrize("ids", [None, OWN_VOCABULARY])
 def test_parts_are_finite_where_target_and_head_are_certain_of_different_tokens(

@@ -27,11 +27,6 @@ def test_the_next_epoch_has_another_order(micro_batches: int) -> None:
     assert pack(lengths, micro_batches) != pack(lengths, micro_batches, epoch=1)
 
 
-def test_documents_that_cost_nothing_are_left_out() -> None:
-    costs = np.array([1.0, 0.0, 2.0])
-    assert sorted(i for step in pack(np.array([5, 6, 7]), costs=costs) for indices in step for i in indices) == [0, 2]
-
-
 def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
     """Costs do not follow the number of tokens here: one document in ten costs 20 times as much as the others."""
     rng = np.random.default_rng(0)

@@ -9,7 +9,6 @@ import torch
 
 from mtptrain.convert.warm_start import start_from_target
 from mtptrain.heads import HEADS
-from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.target.families import read_target_config
@@ -21,10 +20,11 @@ from tests.conftest import FAMILIES, make_target
 ATTENTION = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj"
 
 
-def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"head\.start_from_target: must be false with head dflash, .* is true; set"):
-        check_one_start(DflashHead.Config(start_from_target=True))
-    check_one_start(DflashHead.Config())
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "hydra", "medusa", "native_mtp"])
+def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"head\.start_from_target: must be false with head {name}, .* is true; set"):
+        check_one_start(HEADS[name].Config(start_from_target=True))
+    check_one_start(HEADS[name].Config())
 
 
 @pytest.mark.parametrize("name", [name for name, head in HEADS.items() if issubclass(head, LayerHead)])
