@@ -1,6 +1,5 @@
 """Tests that published language models and weights of the target become draft models for the target's vocabulary."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from mtptrain.target.loading import load_target
 from tests.conftest import FAMILIES, make_target, run_program
 from tests.families import IMAGE_MODELS, write_image_model
 from tests.mtptrain.convert.draft_models import CPU, DRAFT, Config, load
+from tests.mtptrain.train.runs import FP32, figures, train
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -168,31 +168,20 @@ def test_a_model_without_tokenizer_is_accepted_if_its_vocabulary_has_the_targets
     assert load(tmp_path / "model", tiny_target).context_tokens == 512
 
 
-def run(program: str, *overrides: str, num_ranks: int = 1) -> None:
-    result = run_program(program, *overrides, num_ranks=num_ranks)
-    assert result.returncode == 0, result.stderr[-3000:]
-
-
-def figures(run_dir: Path) -> list[tuple[float, float]]:
-    lines = (run_dir / "train/metrics.jsonl").read_text().splitlines()
-    found = [record for record in map(json.loads, lines) if "loss" in record]
-    return [(record["loss"], record["grad_norm"]) for record in found]
-
-
 def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(
     fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
 ) -> None:
     """Compares two ranks with ZeRO 2 and one rank with ZeRO 0. Also tests that transformers loads the export."""
     run_dir, settings = fresh_run
-    fp32 = ("deepspeed.bf16.enabled=false", "train.validation_prompts=0")
     shutil.copytree(run_dir, tmp_path / "plain")
-    run("mtptrain.train", *settings, *DRAFT, "deepspeed=zero0", *fp32[1:], f"run_dir={tmp_path}/plain")
-    run("mtptrain.train", *settings, *DRAFT, "deepspeed=zero2", *fp32, num_ranks=2)
-    ours, plain = figures(run_dir), figures(tmp_path / "plain")
+    elsewhere = tmp_path / "plain", (*settings, f"run_dir={tmp_path}/plain")
+    plain = figures(train(elsewhere, *DRAFT, "deepspeed=zero0", "train.validation_prompts=0"))
+    ours = figures(train(fresh_run, *DRAFT, "deepspeed=zero2", FP32, "train.validation_prompts=0", num_ranks=2))
     assert len(ours) == 6 and ours[-1][0] < ours[0][0]
     for one, other in zip(ours, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
-    run("mtptrain.export", *settings, *DRAFT)
+    result = run_program("mtptrain.export", *settings, *DRAFT)
+    assert result.returncode == 0, result.stderr[-3000:]
     model = AutoModelForCausalLM.from_pretrained(run_dir / "export/vllm")
     trained = load_file(run_dir / "train/last/head.safetensors")
     written = dict(model.named_parameters())  # lists a tied weight once

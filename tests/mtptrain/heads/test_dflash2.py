@@ -9,10 +9,11 @@ from mtptrain.heads import HEADS
 from mtptrain.heads.base import FirstStates
 from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.files import build_head
-from mtptrain.target.model import TargetStates, Verified
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config
 from tests.mtptrain.heads.test_contract import DEPTHS, PARTS, packed_inputs, random_head, run, tiny_config
+from tests.mtptrain.heads.test_dspark import verified_behind
+from tests.mtptrain.training.plain_dflash import plain_selected
 
 
 def dflash2(case: str = "dflash2") -> Dflash2Head:
@@ -23,12 +24,9 @@ def dflash2(case: str = "dflash2") -> Dflash2Head:
 
 def plain_scores(head: Dflash2Head, state: torch.Tensor, previous: int) -> torch.Tensor:
     """U(c) + <A[p] * P h, B[c]> of the tokens with the largest U, and -inf for all others."""
-    logits, selector = PARTS.lm_head @ state, head.candidate_selector
-    features = selector.predecessor_codebook[previous] * (selector.hidden_projection.weight @ state)
-    scores = torch.full_like(logits, -torch.inf)
-    for candidate in logits.argsort(descending=True)[: head.num_candidates].tolist():
-        scores[candidate] = logits[candidate] + features @ selector.successor_codebook[candidate]
-    return scores
+    found = plain_selected(head, state, previous, PARTS)
+    assert found is not None
+    return torch.full((len(PARTS.lm_head),), -torch.inf).index_copy(0, *found)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -40,9 +38,8 @@ def test_each_draft_is_chosen_among_candidates_after_the_one_before(
     states = torch.randn(8, DEPTHS, PARTS.lm_head.shape[1], generator=generator)
     monkeypatch.setattr(head, "draft_first", lambda *_: FirstStates(states, states[:, -1]))
     newest = torch.randint(0, len(PARTS.lm_head), (8, 2), generator=generator)
-    read = TargetStates(torch.zeros(8, 1, 1), None)
-    verified = Verified(newest, torch.full((8,), 2), torch.zeros(8, 1, dtype=torch.long), read)
-    draft = HeadDrafter(head, PARTS, DEPTHS, sample_drafts=True).draft(verified, Sampler(temperature, seed=0))
+    drafter = HeadDrafter(head, PARTS, DEPTHS, sample_drafts=True)
+    draft = drafter.draft(verified_behind(newest), Sampler(temperature, seed=0))
     changed = 0
     for sequence in range(8):
         previous = int(newest[sequence, 1])

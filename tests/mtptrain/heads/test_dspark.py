@@ -1,10 +1,7 @@
 """Tests the drafts of a DSpark head against its formula, and that training corrects logits as decoding does."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-import torch.nn.functional as F
 
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
@@ -13,7 +10,8 @@ from mtptrain.heads.dspark import DsparkHead
 from mtptrain.target.model import TargetStates, Verified
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config
-from tests.mtptrain.heads.test_contract import CASES, DEPTHS, LENGTHS, PARTS, packed_inputs, random_head
+from tests.mtptrain.heads.test_contract import CASES, DEPTHS, PARTS, random_head
+from tests.mtptrain.training.plain_dflash import plain_logits
 
 DSPARK = [case for case, (name, _) in CASES.items() if name == "dspark"]
 
@@ -26,29 +24,10 @@ def dspark(case: str) -> DsparkHead:
     return head
 
 
-def plain_logits(head: DsparkHead, state: torch.Tensor, previous: int) -> torch.Tensor:
-    """U + W2 W1[previous] by its definition."""
-    markov = head.markov_head
-    own = state @ head.output_weight(PARTS).T
-    return own + markov.markov_w2.weight @ markov.markov_w1.weight[previous]
-
-
-@pytest.mark.parametrize("case", DSPARK)
-@torch.no_grad()
-def test_training_corrects_logits_by_the_token_before_each_draft(case: str) -> None:
-    head = dspark(case)
-    tokens = packed_inputs(head)
-    states = head(tokens, PARTS, DEPTHS)
-    correction = head.correction(tokens, states)
-    logits = head.logits(states, PARTS) + F.linear(correction.features, correction.weight)
-    first = 0
-    for length in LENGTHS:
-        for position in range(length - 1):
-            for depth in range(min(DEPTHS, length - 1 - position)):
-                previous = int(tokens.input_ids[first + position + 1 + depth])
-                wanted = plain_logits(head, states[depth, first + position], previous)
-                torch.testing.assert_close(logits[depth, first + position], wanted, atol=1e-5, rtol=1e-5)
-        first += length
+def verified_behind(newest: torch.Tensor) -> Verified:
+    """Returns sequences of two tokens [B, 2], of which the target has read the first."""
+    read = TargetStates(torch.zeros(len(newest), 1, 1), None)
+    return Verified(newest, torch.full((len(newest),), 2), torch.zeros(len(newest), 1, dtype=torch.long), read)
 
 
 @pytest.mark.parametrize("case", DSPARK)
@@ -62,14 +41,12 @@ def test_each_draft_is_chosen_after_the_one_before_it(
     states = torch.randn(2, DEPTHS, PARTS.lm_head.shape[1], generator=generator) * 3
     monkeypatch.setattr(head, "draft_first", lambda *_: FirstStates(states, states[:, -1]))
     newest = torch.tensor([[7, 3], [4, 9]])
-    read = TargetStates(torch.zeros(2, 1, 1), None)
-    verified = Verified(newest, torch.tensor([2, 2]), torch.zeros(2, 1, dtype=torch.long), read)
     drafter = HeadDrafter(head, PARTS, DEPTHS, sample_drafts=True)
-    draft = drafter.draft(verified, Sampler(temperature, seed=0))
+    draft = drafter.draft(verified_behind(newest), Sampler(temperature, seed=0))
     for sequence in range(2):
         previous = int(newest[sequence, 1])
         for depth in range(DEPTHS):
-            logits = plain_logits(head, states[sequence, depth], previous)
+            logits = plain_logits(head, states[sequence, depth], previous, PARTS)
             assert draft.logits is not None
             torch.testing.assert_close(draft.logits[depth][sequence], logits, atol=1e-5, rtol=1e-5)
             chosen = int(draft.tokens[sequence, depth])
@@ -88,8 +65,7 @@ def test_a_draft_ends_before_the_first_token_below_the_threshold(monkeypatch: py
     states = torch.randn(40, DEPTHS, PARTS.lm_head.shape[1], generator=generator)
     monkeypatch.setattr(head, "draft_first", lambda *_: FirstStates(states, states[:, -1]))
     newest = torch.randint(0, len(PARTS.lm_head), (40, 2), generator=generator)
-    read = TargetStates(torch.zeros(40, 1, 1), None)
-    verified = Verified(newest, torch.full((40,), 2), torch.zeros(40, 1, dtype=torch.long), read)
+    verified = verified_behind(newest)
     draft = HeadDrafter(head, PARTS, DEPTHS, confidence_threshold=0.5).draft(verified, Sampler())
     proj, w1 = head.confidence_head.proj, head.markov_head.markov_w1.weight
     for sequence in range(40):
@@ -102,20 +78,6 @@ def test_a_draft_ends_before_the_first_token_below_the_threshold(monkeypatch: py
     assert 0.05 < draft.is_proposed.float().mean() < 0.95
     whole = HeadDrafter(head, PARTS, DEPTHS).draft(verified, Sampler())
     assert whole.is_proposed.all() and torch.equal(whole.tokens, draft.tokens)
-
-
-@torch.no_grad()
-def test_without_a_correction_drafts_are_those_of_dflash() -> None:
-    head = dspark("dspark")
-    head.markov_head.markov_w2.weight.zero_()
-    logits = torch.randn(3, len(PARTS.lm_head))
-    states = torch.zeros(3, PARTS.lm_head.shape[1])
-    assert torch.equal(head.corrected(logits, states, torch.tensor([1, 2, 3])), logits)
-    tokens = packed_inputs(head)
-    correction = head.correction(tokens, states)
-    assert not F.linear(correction.features, correction.weight).any()
-    later = replace(tokens, next_ids=tokens.next_ids.roll(1))
-    assert not torch.equal(head.correction(later, states).features, correction.features)
 
 
 TRAINED = ("head=dspark", "train.loss={kl:1,confidence:1}")

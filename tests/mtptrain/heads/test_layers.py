@@ -43,8 +43,17 @@ def packings(draw: st.DrawFn) -> Packing:
     return Packing.of_spans(lengths, spans or [(0, 0, 1)])
 
 
-def leaf(generator: torch.Generator, length: int, heads: int) -> torch.Tensor:
-    return torch.randn(length, heads, 64, generator=generator).requires_grad_()
+def random_inputs(
+    packing: Packing, kv_heads: int, depths: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Returns random queries of four heads, keys, values, and the keys and values of later depths."""
+    num_drafts, num_tokens = len(packing.draft_positions), len(packing.positions)
+
+    def leaf(length: int, heads: int) -> torch.Tensor:
+        return torch.randn(length, heads, 64, generator=generator).requires_grad_()
+
+    own_keys, own_values = ([leaf(num_drafts, kv_heads) for _ in range(depths)] for _ in range(2))
+    return leaf(num_drafts, 4), leaf(num_tokens, kv_heads), leaf(num_tokens, kv_heads), own_keys, own_values
 
 
 def in_bf16_and_fp32(inputs: list[torch.Tensor], weights: torch.Tensor, packing: Packing) -> list[list[torch.Tensor]]:
@@ -71,14 +80,7 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
     packing: Packing, depths: int, kv_heads: int, short_tokens: int, block_rows: int, block_keys: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-
-    num_tokens, num_drafts = len(packing.positions), len(packing.draft_positions)
-    query, key, value = (
-        leaf(generator, num_drafts, 4),
-        leaf(generator, num_tokens, kv_heads),
-        leaf(generator, num_tokens, kv_heads),
-    )
-    own_keys, own_values = ([leaf(generator, num_drafts, kv_heads) for _ in range(depths)] for _ in range(2))
+    query, key, value, own_keys, own_values = random_inputs(packing, kv_heads, depths, generator)
     inputs = [query, key, value, *own_keys, *own_values]
     weights = torch.randn(query.shape, generator=generator)
     dense = dense_depth_attention(query, key, value, own_keys, own_values, packing)
@@ -166,20 +168,13 @@ def test_attention_of_documents_of_several_blocks_equals_dense_attention(
     packing = Packing.of_spans(
         [300, 129, 130, 130, 130, 5], [(i, 0, n) for i, n in enumerate([300, 129])] + [(i, 2, 128) for i in (2, 3, 4)]
     )
-
-    num_drafts, num_tokens = len(packing.draft_positions), len(packing.positions)
-    query, key, value, own_key, own_value = (
-        leaf(generator, num_drafts, 4),
-        leaf(generator, num_tokens, 2),
-        leaf(generator, num_tokens, 2),
-        leaf(generator, num_drafts, 2),
-        leaf(generator, num_drafts, 2),
-    )
+    query, key, value, own_keys, own_values = random_inputs(packing, 2, 1, generator)
     weights = torch.randn(query.shape, generator=generator)
     found = []
     for attention in (depth_attention, dense_depth_attention):
-        attended = attention(query, key, value, [own_key], [own_value], packing)
-        found.append([attended, *torch.autograd.grad(attended, [query, key, value, own_key, own_value], weights)])
+        attended = attention(query, key, value, own_keys, own_values, packing)
+        grads = torch.autograd.grad(attended, [query, key, value, *own_keys, *own_values], weights)
+        found.append([attended, *grads])
     for ours, reference in zip(*found, strict=True):
         torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
 

@@ -14,12 +14,16 @@ from tests.mtptrain.train.runs import FOUR_MICRO_BATCHES, FP32, figures, records
 from tests.programs import ROOT
 
 
+def reference_run(tiny_run: Run, directory: Path, *overrides: str) -> list[dict[str, object]]:
+    """Trains with one rank, ZeRO 0 and fp32."""
+    shutil.copytree(tiny_run[0], directory / "run")
+    return train((directory / "run", (f"run_dir={directory}/run", *tiny_run[1])), "deepspeed=zero0", *overrides)
+
+
 @pytest.fixture(scope="module")
 def one_rank(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """Trains the reference: one rank, ZeRO 0, fp32, 20 steps of two micro-batches."""
-    directory = tmp_path_factory.mktemp("one_rank")
-    shutil.copytree(tiny_run[0], directory / "run")
-    return train((directory / "run", (f"run_dir={directory}/run", *tiny_run[1])), "deepspeed=zero0")
+    """Trains the reference of 20 steps of two micro-batches."""
+    return reference_run(tiny_run, tmp_path_factory.mktemp("one_rank"))
 
 
 def test_the_loss_falls_and_every_step_is_recorded(one_rank: list[dict[str, object]]) -> None:
@@ -41,9 +45,7 @@ def test_ranks_and_zero_stages_give_the_same_losses(
 @pytest.fixture(scope="module")
 def four_batches(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     """Trains like `one_rank`, but with four micro-batches per step."""
-    directory = tmp_path_factory.mktemp("four_batches")
-    shutil.copytree(tiny_run[0], directory / "run")
-    return train((directory / "run", (f"run_dir={directory}/run", *tiny_run[1])), "deepspeed=zero0", FOUR_MICRO_BATCHES)
+    return reference_run(tiny_run, tmp_path_factory.mktemp("four_batches"), FOUR_MICRO_BATCHES)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

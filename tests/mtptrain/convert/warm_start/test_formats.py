@@ -8,19 +8,15 @@ import torch
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.formats import FORMATS
-from mtptrain.convert.warm_start import load_init, relative_difference
+from mtptrain.convert.limits import BLOCK_DRAFTERS
+from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.dflash import DflashHead
-from mtptrain.heads.dflash2 import Dflash2Head
-from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
-from mtptrain.heads.medusa import MedusaHead
-from mtptrain.heads.peagle import PeagleHead
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.conftest import make_target
+from tests.mtptrain.convert.conftest import head_config
 from tests.mtptrain.convert.warm_start.written_heads import (
     EAGLE,
     EAGLE3,
@@ -41,29 +37,20 @@ READ_BACK = [(engine, name) for engine, name in FORMATS if engine != "llama_cpp"
 @pytest.mark.parametrize(("engine", "name"), READ_BACK)
 def test_every_exported_format_gives_back_the_weights_that_went_in(tmp_path: Path, engine: str, name: str) -> None:
     target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
-    is_openvino = engine == "openvino"  # it reads three streams, and no lm_head of a dflash head
-    eagle3 = Eagle3Head.Config(capture_layers=[1, 2, 3] if is_openvino else [1, 3], draft_vocab_size=48)
-    peagle = PeagleHead.Config(capture_layers=[1, 3], draft_vocab_size=48, mask_token_id=7)
-    medusa = MedusaHead.Config(num_layers=2, fc_bias=True)
-    dflash = DflashHead.Config(
-        capture_layers=[1, 3],
-        draft_vocab_size=None if engine in ("openvino", "sglang") else 48,
-        mask_token_id=7,
-        num_layers=2,
-        head_dim=64,
-        ttt_steps=5,
-    )
-    configs: dict[str, HeadConfig] = {"mtp": MTP, "eagle": EAGLE, "eagle3": eagle3, "peagle": peagle, "dflash": dflash}
-    configs["dspark"] = DsparkHead.Config(
-        **{"capture_layers": [1, 3], "draft_vocab_size": None if engine == "sglang" else 48, "mask_token_id": 7},
-        **{"num_layers": 2, "ttt_steps": 5, "markov_rank": 8, "sliding_window": 9},
-    )
-    configs["dflash2"] = Dflash2Head.Config(
-        **{"capture_layers": [1, 3], "mask_token_id": 7, "num_layers": 2, "ttt_steps": 5, "conv_group_size": 4},
-        **{"selector_rank": 32, "selector_top_k": 7, "causal": "all"},
-    )
-    configs |= {"medusa": medusa, "draft_model": DraftModelHead.Config(num_hidden_layers=2)}
-    config = configs[name]
+    own_vocabulary = None if name in BLOCK_DRAFTERS and engine in ("openvino", "sglang") else 48
+    streams = {"capture_layers": [1, 2, 3] if engine == "openvino" else [1, 3], "draft_vocab_size": own_vocabulary}
+    block = {**streams, "mask_token_id": 7, "num_layers": 2, "ttt_steps": 5}
+    selector = {"conv_group_size": 4, "selector_rank": 32, "causal": "all", "draft_vocab_size": None}
+    settings: dict[str, dict[str, object]] = {
+        "eagle3": streams,
+        "peagle": {**streams, "mask_token_id": 7},
+        "dflash": {**block, "head_dim": 64},
+        "dspark": {**block, "markov_rank": 8, "sliding_window": 9},
+        "dflash2": block | selector,
+        "medusa": {"num_layers": 2, "fc_bias": True},
+        "draft_model": {"num_hidden_layers": 2},
+    }
+    config = head_config(name, **settings.get(name, {}))
     state = write(tmp_path / "head", engine, config, target_dir)
     if name in ("eagle3", "peagle"):
         (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
@@ -194,9 +181,3 @@ def test_embeddings_rope_and_eps_of_its_own_are_left_out_with_a_warning(tmp_path
         rewrite(tmp_path / "head", change, **settings)
         with pytest.warns(UserWarning, match=message):
             assert_equal(load_init(str(tmp_path / "head"), EAGLE, TargetFiles(tiny_target)), state)
-
-
-def test_the_relative_difference_is_that_of_a_plain_formula() -> None:
-    found, wanted = torch.randn(9000, 3), torch.randn(9000, 3)
-    assert relative_difference(found, wanted) == pytest.approx(float((found - wanted).norm() / wanted.norm()), rel=1e-5)
-    assert relative_difference(wanted.bfloat16(), wanted) < 0.01 and relative_difference(wanted, wanted) == 0

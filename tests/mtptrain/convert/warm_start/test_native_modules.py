@@ -19,6 +19,7 @@ from mtptrain.heads.native_mtp import NATIVE_MTP, NativeMtpHead
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from tests.families import IMAGE_MODELS, write_image_model
+from tests.mtptrain.convert.warm_start.written_heads import assert_equal, without
 from tests.native_modules import MODULES, NUM_LAYERS, published_names, write_checkpoint
 
 CONFIG = NativeMtpHead.Config()
@@ -34,7 +35,7 @@ def test_a_published_module_is_read_and_written_back_as_it_was(tmp_path: Path, f
     config, state = write_checkpoint(tmp_path / "target", family)
     before, stored = load_file(tmp_path / "target/model.safetensors"), tmp_path / "target/config.json"
     found = load_init(str(tmp_path / "target"), CONFIG, TargetFiles(tmp_path / "target"))
-    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    assert_equal(found, state)
 
     form, directory = format_for("vllm", CONFIG, config), tmp_path / "export"
     write_head(directory, form, {name: tensor + 1 for name, tensor in state.items()})
@@ -77,7 +78,7 @@ def test_the_biases_of_a_modules_attention_are_its_own(tmp_path: Path, family: s
     config, state = write_checkpoint(tmp_path, family, attention_bias=True)
     assert any(name.endswith("_proj.bias") for name in state)
     found = load_init(str(tmp_path), CONFIG, TargetFiles(tmp_path))
-    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    assert_equal(found, state)
     assert format_for("vllm", CONFIG, config).tensors(state).keys() > published_names(family)
 
 
@@ -110,7 +111,7 @@ def test_a_language_model_inside_an_image_model_declares_its_module_itself(tmp_p
     stored["text_config"]["mtp_num_hidden_layers"] = 1
     assert json.loads((tmp_path / "export/config.json").read_text()) == stored
     found = load_init(str(tmp_path / "export"), CONFIG, TargetFiles(tmp_path / "export"))
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert_equal(found, state)
     assert form.architecture == "Qwen3_5ForCausalLM"
 
 
@@ -142,7 +143,7 @@ def test_a_checkpoint_without_a_module_gets_one_and_is_still_the_target(tmp_path
     ours, theirs = (load_target(path, torch.float32, torch.device("cpu")) for path in (tmp_path / "target", directory))
     assert all(torch.equal(ours.model.state_dict()[name], x) for name, x in theirs.model.state_dict().items())
     found = load_init(str(directory), CONFIG, TargetFiles(directory))
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert_equal(found, state)
 
 
 def test_experts_that_are_stored_joined_are_read_too(tmp_path: Path) -> None:
@@ -157,15 +158,11 @@ def test_experts_that_are_stored_joined_are_read_too(tmp_path: Path) -> None:
     assert len(joined) == 2
     save_file(tensors | joined, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = load_init(str(tmp_path), CONFIG, TargetFiles(tmp_path))
-    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    assert_equal(found, state)
     both = tensors | joined | {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(32, 64)}
     save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"up_proj\.weight of .* must be absent beside the joined experts for this"):
         load_init(str(tmp_path), CONFIG, TargetFiles(tmp_path))
-
-
-def without(*names: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.startswith(names)}
 
 
 @pytest.mark.parametrize(

@@ -73,5 +73,5 @@ def unchanged(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def without(name: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+def without(prefix: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
