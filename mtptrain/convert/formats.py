@@ -75,7 +75,8 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_g
     """Returns the format of a head for an engine and a target, of which llama.cpp has a GGUF file.
 
     Raises:
-        UserError: the engine cannot serve the head; the message gives the reason and an alternative.
+        UserError: the engine cannot serve the head; the message gives the reason and an alternative. Or the format
+            needs the target's GGUF file, which is left out, missing, damaged, or that of another model.
     """
     if (engine, head.name) not in FORMATS:
         engines = [served for served, name in FORMATS if name == head.name]
@@ -95,23 +96,14 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_g
     form = FORMATS[engine, head.name](head, target)
     form.target_gguf = target_gguf
     if form.needs_gguf:
-        check_gguf(target_gguf, head, target)
+        if target_gguf is None:
+            raise UserError(
+                f"target.gguf: must be the target's GGUF file to export head {head.name} for llama_cpp, which needs "
+                "its tokenizer, but is left out; convert the target with llama.cpp's convert_hf_to_gguf.py and set "
+                "target.gguf=FILE"
+            )
+        require_same_sizes(target_gguf, target)
     return form
-
-
-def check_gguf(path: Path | None, head: HeadConfig, target: PreTrainedConfig) -> None:
-    """Refuse to export a head that needs the tokenizer of the target's GGUF file without the file, or with another's.
-
-    Raises:
-        UserError: no setting names the file, or the file is missing, is damaged, or is that of another model.
-    """
-    if path is None:
-        raise UserError(
-            f"target.gguf: must be the target's GGUF file to export head {head.name} for llama_cpp, which needs its "
-            "tokenizer, but is left out; convert the target with llama.cpp's convert_hf_to_gguf.py and set "
-            "target.gguf=FILE"
-        )
-    require_same_sizes(path, target)
 
 
 def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> None:

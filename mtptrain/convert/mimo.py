@@ -48,7 +48,9 @@ class MimoLayer(Format):
         return tensors
 
     def state(self, tensors: Tensors) -> Tensors:
-        kept = {name: tensor for name, tensor in tensors.items() if self.head.attention_bias or not is_bias(name)}
+        kept = {
+            name: tensor for name, tensor in tensors.items() if self.head.attention_bias or not name.endswith(".bias")
+        }
         return super().state(kept | {self._INPUT_PROJ: swap_halves(kept[self._INPUT_PROJ])})
 
 
@@ -80,16 +82,12 @@ def swap_halves(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
-def is_bias(name: str) -> bool:
-    return name.endswith(".bias")
-
-
 def mimo_settings(is_checkpoint: bool, tensors: Tensors) -> dict[str, list[object]]:
     """Returns the possible settings of a head in MiMo's layout, in the form of `PublishedHead.settings`.
 
     For a MiMo checkpoint, they are the settings of vLLM's MTP layer. An export for SGLang does not store all of them.
     """
-    has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if is_bias(name))
+    has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if name.endswith(".bias"))
     return {
         "attention_bias": [True] if has_biases else [False, True],
         "zero_first_embedding": [True] if is_checkpoint else [False, True],

@@ -34,7 +34,8 @@ class VllmNativeMtp(WholeCheckpoint):
     @cached_property
     def prefixes(self) -> dict[str, str]:
         """The checkpoint's prefix for each prefix of the head's tensors."""
-        return self.native.checkpoint_names(self.target)
+        layers = str(self.target.num_hidden_layers)
+        return {ours: theirs.replace("{N}", layers) for ours, theirs in self.native.names.items()}
 
     @cached_property
     def model(self) -> PreTrainedModel:

@@ -52,11 +52,6 @@ class NativeModule:
     is_first_of_several: bool = False
     """Whether engines run the first of several modules alone."""
 
-    def checkpoint_names(self, target_config: PreTrainedConfig) -> dict[str, str]:
-        """Returns the checkpoint's prefix for each prefix of the head's tensors."""
-        layers = str(target_config.num_hidden_layers)
-        return {ours: theirs.replace("{N}", layers) for ours, theirs in self.names.items()}
-
 
 _BEHIND_LAYERS = {
     **{f"{part}.": f"model.layers.{{N}}.{part}." for part in ("enorm", "hnorm", "eh_proj")},

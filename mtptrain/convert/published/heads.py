@@ -38,7 +38,7 @@ from mtptrain.convert.published.inferred_settings import (
     layer_sizes,
     mask_token_id,
 )
-from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, medusa_tensors
+from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, own_name
 from mtptrain.convert.sglang import SglangEagle, SglangMtp
 from mtptrain.convert.target_files import INDEX
 from mtptrain.convert.vllm import (
@@ -143,7 +143,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         return _deepseek_mtp(directory, files, names, target_config)
     if is_medusa(config, names):
         config = read_config(directory, "medusa", target_config)
-        medusa = medusa_tensors(read_tensors(files))
+        medusa = renamed(read_tensors(files), own_name)
         check_lm_heads(directory, medusa, target_config)
         return PublishedHead(directory, "medusa", medusa_settings(directory, config, medusa), medusa, None, None)
     architecture = _architecture(config)

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mtptrain.convert.base import Tensors, renamed
+from mtptrain.convert.base import Tensors
 from mtptrain.utils.errors import UserError
 
 FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
@@ -24,12 +24,8 @@ def is_medusa(config: dict[str, Any], names: set[str]) -> bool:
     )
 
 
-def medusa_tensors(tensors: Tensors) -> Tensors:
-    """Returns the tensors under the names that vLLM and our own heads use."""
-    return renamed(tensors, _own_name)
-
-
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
+    """Returns the name that vLLM and our own heads use for a tensor of a Medusa head."""
     match = FASTER_DECODING.match(name)
     if match is not None:
         depth, layer, is_layer, kind = match.groups()
