@@ -62,13 +62,7 @@ class Phase:
     lr_scale: float
 
 
-TARGET_SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+HIDDEN_SIZE, LAYERS = 256, 6
 # Short rows are cheap, but a model fails beyond the length of its rows, so training ends with rows of the whole
 # context. The last positions of a row are trained least, so a short second phase uses rows longer than the context that
 # the model supports.
@@ -77,13 +71,7 @@ PHASES = (
     Phase(800_000, {0.0: 3 * CONTEXT_TOKENS // 2}, lr_scale=0.08),
 )
 # The draft model has two narrow layers, and is trained on fewer tokens with the target's tokenizer.
-DRAFT_SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+DRAFT_HIDDEN_SIZE, DRAFT_LAYERS = 128, 2
 DRAFT_PHASES = (Phase(4_000_000, {0.0: 256}, lr_scale=1.0),)
 # Generated files of the library: documentation as one string, and character tables.
 GENERATED = ("pydoc_data/*", "encodings/*")
@@ -271,14 +259,15 @@ def arguments() -> tuple[argparse.Namespace, dict[str, int], tuple[Phase, ...]]:
         parser.error("--draft-for: must differ from --output-dir, and cannot be combined with --from-phase")
     if args.hidden_size is not None and (args.hidden_size < 64 or args.hidden_size % 64):
         parser.error(f"--hidden-size: must be a multiple of 64, but is {args.hidden_size}")
-    sizes, phases = (TARGET_SIZES, PHASES) if args.draft_for is None else (DRAFT_SIZES, DRAFT_PHASES)
-    if args.hidden_size is not None:
-        sizes = sizes | sizes_of(args.hidden_size)
-    if args.layers is not None:
-        sizes = sizes | {"num_hidden_layers": args.layers}
+    phases: tuple[Phase, ...] = PHASES
+    hidden_size, layers = HIDDEN_SIZE, LAYERS
+    if args.draft_for is not None:
+        hidden_size, layers, phases = DRAFT_HIDDEN_SIZE, DRAFT_LAYERS, DRAFT_PHASES
+    hidden_size = hidden_size if args.hidden_size is None else args.hidden_size
+    layers = layers if args.layers is None else args.layers
     if args.tokens is not None:
         phases = (replace(phases[0], tokens=args.tokens), *phases[1:])
-    return args, sizes, phases
+    return args, sizes_of(hidden_size) | {"num_hidden_layers": layers}, phases
 
 
 @errors_as_lines()
