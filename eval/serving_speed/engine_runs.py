@@ -7,7 +7,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from mtptrain.convert.llama_cpp import GgufFormat
 from mtptrain.serving.bench_rows import Row, fastest, warn_of_unequal_work
 from mtptrain.serving.engine import NEUTRAL_SAMPLING, EngineCounts
 from mtptrain.serving.exports import cache_bytes, served_model, speculative_config
-from mtptrain.serving.llama_load import LlamaLoadGenerator
+from mtptrain.serving.llama_load import send_load
 from mtptrain.serving.llama_server import LlamaServer, server_arguments
 from mtptrain.serving.load_generator import Latencies, Load, LoadGenerator
 from mtptrain.serving.openvino_client import OpenvinoModels
@@ -106,18 +106,25 @@ CONVERTED = ".mtptrain_converted_"
 
 It takes as much disk as target and head together.
 """
-AnyLoadGenerator = LoadGenerator | LlamaLoadGenerator | nullcontext[None]
-"""The program that sends requests to a server; none for an engine without one."""
+Send = Callable[[Load, Callable[[int], None]], Latencies]
+"""Sends the requests of a load, as `LoadGenerator.run` does."""
 
 
-def load_generator(bench: Bench) -> AnyLoadGenerator:
-    """Returns the load generator of the engine. Entering it starts it."""
-    if bench.engine is ServingEngine.llama_cpp:
-        return LlamaLoadGenerator()
-    if bench.engine is ServingEngine.openvino:
-        return nullcontext()
+@contextmanager
+def started_sender(bench: Bench) -> Iterator[Send]:
+    """Yields what sends requests to the engine's server. For vLLM, this is a worker, which runs until the end.
+
+    Raises:
+        UserError: the worker ended, or its vLLM would not use this machine's GPU.
+    """
+    if bench.engine is not ServingEngine.vllm:
+        yield send_load  # for llama.cpp; OpenVINO's worker needs none
+        return
     assert bench.program is not None
-    return LoadGenerator([bench.program, BENCH_WORKER, "load"], bench.output_dir / "load.log")
+    with LoadGenerator([bench.program, BENCH_WORKER, "load"], bench.output_dir / "load.log") as generator:
+        if bench.server is None:
+            check_device(generator)
+        yield generator.run
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class LoadedServer:
     """A server and what sends requests to it."""
 
     server: VllmServer | LlamaServer
-    generator: LoadGenerator | LlamaLoadGenerator
+    client: Send
 
     @property
     def version(self) -> str:
@@ -136,7 +143,7 @@ class LoadedServer:
         # llama.cpp serves one model, and has no name for it.
         load = replace(load, url=self.server.url, model=getattr(self.server, "model", ""))
         before = self.server.counters()
-        latencies = self.generator.run(load, finished)
+        latencies = self.client(load, finished)
         return latencies, self.server.counts_since(before, load.num_requests)
 
 
@@ -159,21 +166,14 @@ def measure(bench: Bench) -> tuple[list[Row], str]:
         shutil.rmtree(left)
     # OpenVINO converts both models once, for all engines.
     with (
-        load_generator(bench) as generator,
+        started_sender(bench) as send,
         tempfile.TemporaryDirectory(prefix=CONVERTED, dir=bench.output_dir) as converted,
     ):
-        if bench.server is None and isinstance(generator, LoadGenerator):
-            check_device(generator)
-        return measure_engines(bench, generator, Path(converted))
+        return measure_engines(bench, send, Path(converted))
 
 
-def measure_engines(
-    bench: Bench, generator: LoadGenerator | LlamaLoadGenerator | None, converted: Path
-) -> tuple[list[Row], str]:
-    """Returns the rows and the version that `measure` returns, with a load generator that has been started.
-
-    OpenVINO converts its models into the folder `converted`.
-    """
+def measure_engines(bench: Bench, send: Send, converted: Path) -> tuple[list[Row], str]:
+    """Returns the rows and the version that `measure` returns. OpenVINO converts its models into `converted`."""
     settings = bench.config.serving_bench
     write_json(bench.prompts_path, bench.prompts)
     choices: list[int | None] = [*bench.choices] if bench.server is None else [None]
@@ -184,7 +184,7 @@ def measure_engines(
         for num_drafts in choices:
             name = "server" if num_drafts is None else f"K{num_drafts}"
             bar.set_description(f"{name} starts")
-            with started_engine(bench, num_drafts, generator, converted) as loaded:
+            with started_engine(bench, num_drafts, send, converted) as loaded:
                 version = loaded.version
                 if settings.warmup_requests:
                     load = make_load(bench, f"{name}_warmup", max(settings.concurrency))
@@ -210,12 +210,11 @@ def advance(bar: Any) -> Callable[[int], None]:
 
 @contextmanager
 def started_engine(
-    bench: Bench, num_drafts: int | None, generator: LoadGenerator | LlamaLoadGenerator | None, converted: Path
+    bench: Bench, num_drafts: int | None, send: Send, converted: Path
 ) -> Iterator[LoadedServer | OpenvinoEngine]:
     """Runs an engine with K drafts per round, or yields the running server."""
     if bench.server is not None:
-        assert generator is not None
-        yield LoadedServer(bench.server, generator)
+        yield LoadedServer(bench.server, send)
         return
     assert bench.program is not None and num_drafts is not None
     log_path, timeout_s = bench.output_dir / f"server_K{num_drafts}.log", bench.config.serving_bench.start_timeout_s
@@ -226,16 +225,15 @@ def started_engine(
             models.warn_of_untested(openvino.version)
             yield openvino
         return
-    assert generator is not None
     if bench.engine is ServingEngine.llama_cpp:
         command = ["run", str(bench.program), *llama_arguments(bench, num_drafts)]
         with ManagedServer(sys.executable, command, log_path, timeout_s, LlamaServer, "llama-server") as llama:
-            yield LoadedServer(llama, generator)
+            yield LoadedServer(llama, send)
     else:
         command = ["serve", *vllm_arguments(bench, num_drafts)]
         connect = partial(VllmServer, is_ours=True)
         with ManagedServer(bench.program, command, log_path, timeout_s, connect, "vllm serve") as server:
-            yield LoadedServer(server, generator)
+            yield LoadedServer(server, send)
 
 
 def llama_arguments(bench: Bench, num_drafts: int) -> list[str]:

@@ -32,58 +32,49 @@ class _Answer:
     num_tokens: int
 
 
-class LlamaLoadGenerator:
-    """Runs one load after another in threads. The context manager has the form of `LoadGenerator`'s."""
+def send_load(load: Load, finished: Callable[[int], None] = lambda _: None) -> Latencies:
+    """Send the requests in threads and return their latencies, as `LoadGenerator.run` does.
 
-    def __enter__(self) -> "LlamaLoadGenerator":
-        return self
+    Writes `load.result_path` with the entries of a result of `vllm bench serve`.
 
-    def __exit__(self, *error: object) -> None:
-        """Do nothing: there is nothing to end."""
-
-    def run(self, load: Load, finished: Callable[[int], None] = lambda _: None) -> Latencies:
-        """Send the requests and return their latencies. Call `finished` with the number of requests finished so far.
-
-        Writes `load.result_path` with the entries of a result of `vllm bench serve`.
-
-        Raises:
-            UserError: a request failed.
-        """
-        prompts = json.loads(Path(load.prompts_path).read_text())
-        # The server closes the connection after each stream. A client that kept it might send the next request before
-        # it notices, and that request would fail.
-        limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)
-        pool = ThreadPoolExecutor(load.concurrency)
-        try:
-            with httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits, mounts=NO_PROXY) as client:
-                start = time.perf_counter()
-                jobs = [
-                    pool.submit(_ask, client, load, prompts[index % len(prompts)], load.seed + index)
-                    for index in range(load.num_requests)
-                ]
-                for done, job in enumerate(as_completed(jobs), 1):
-                    job.result()  # raises its error
-                    finished(done)
-                duration = time.perf_counter() - start
-        except (httpx.HTTPError, LookupError, ValueError) as error:
-            raise UserError(
-                f"{hide_passwords(load.url)}: the server must answer every request, but one failed at concurrency "
-                f"{load.concurrency}: {error}; see the server's log"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after an error, none of the others is worth waiting for
-        answers = [job.result() for job in jobs]
-        result = {
-            "completed": len(answers),
-            "total_output_tokens": sum(answer.num_tokens for answer in answers),
-            "duration": duration,
-            "ttfts": [answer.steps[0] - answer.start for answer in answers],
-            "latencies": [answer.end - answer.start for answer in answers],
-            "output_lens": [answer.num_tokens for answer in answers],
-            "itls": [[later - step for step, later in pairwise(answer.steps)] for answer in answers],
-        }
-        write_json(Path(load.result_path), result)
-        return Latencies.read(Path(load.result_path))
+    Raises:
+        UserError: a request failed.
+    """
+    prompts = json.loads(Path(load.prompts_path).read_text())
+    # The server closes the connection after each stream. A client that kept it might send the next request before
+    # it notices, and that request would fail.
+    limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)
+    pool = ThreadPoolExecutor(load.concurrency)
+    try:
+        with httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits, mounts=NO_PROXY) as client:
+            start = time.perf_counter()
+            jobs = [
+                pool.submit(_ask, client, load, prompts[index % len(prompts)], load.seed + index)
+                for index in range(load.num_requests)
+            ]
+            for done, job in enumerate(as_completed(jobs), 1):
+                job.result()  # raises its error
+                finished(done)
+            duration = time.perf_counter() - start
+    except (httpx.HTTPError, LookupError, ValueError) as error:
+        raise UserError(
+            f"{hide_passwords(load.url)}: the server must answer every request, but one failed at concurrency "
+            f"{load.concurrency}: {error}; see the server's log"
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after an error, none of the others is worth waiting for
+    answers = [job.result() for job in jobs]
+    result = {
+        "completed": len(answers),
+        "total_output_tokens": sum(answer.num_tokens for answer in answers),
+        "duration": duration,
+        "ttfts": [answer.steps[0] - answer.start for answer in answers],
+        "latencies": [answer.end - answer.start for answer in answers],
+        "output_lens": [answer.num_tokens for answer in answers],
+        "itls": [[later - step for step, later in pairwise(answer.steps)] for answer in answers],
+    }
+    write_json(Path(load.result_path), result)
+    return Latencies.read(Path(load.result_path))
 
 
 def _ask(client: httpx.Client, load: Load, prompt: list[int], seed: int) -> _Answer:

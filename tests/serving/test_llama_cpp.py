@@ -14,7 +14,7 @@ from gguf import GGUFReader
 from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
-from mtptrain.serving.llama_load import LlamaLoadGenerator
+from mtptrain.serving.llama_load import send_load
 from mtptrain.serving.llama_server import LlamaServer, server_arguments
 from mtptrain.serving.load_generator import Load
 from mtptrain.serving.server_process import ManagedServer
@@ -240,7 +240,7 @@ def test_many_requests_of_a_bench_are_all_answered_and_their_steps_counted(
     with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
         before = server.counters()
         load = Load("load", server.url, "", str(tmp_path / "prompts.json"), 60, 2, 24, sampling, True, 0, "")
-        found = LlamaLoadGenerator().run(replace(load, result_path=str(tmp_path / "result.json")))
+        found = send_load(replace(load, result_path=str(tmp_path / "result.json")))
         counts = server.counts_since(before, 60)
     assert (found.requests, found.output_tokens) == (60, 1440)
     assert (counts is not None and counts.rounds > 0) == drafts

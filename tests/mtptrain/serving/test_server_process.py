@@ -16,7 +16,7 @@ import pytest
 
 from mtptrain.serving import engine_server
 from mtptrain.serving.engine_server import EngineServer
-from mtptrain.serving.llama_load import LlamaLoadGenerator
+from mtptrain.serving.llama_load import send_load
 from mtptrain.serving.llama_server import LlamaProcess, LlamaServer
 from mtptrain.serving.load_generator import Load, LoadGenerator
 from mtptrain.serving.openvino_client import WORKER as OPENVINO_WORKER
@@ -147,7 +147,7 @@ def send_prompt(prompt: list[int], url: str, directory: Path) -> dict[str, Any]:
     paths = {"prompts_path": str(directory / "prompts.json"), "result_path": str(directory / "result.json")}
     load = Load("load", url, "", num_requests=1, concurrency=1, max_new_tokens=7, sampling={}, ignore_eos=True, seed=0,
                 **paths)  # fmt: skip
-    LlamaLoadGenerator().run(load)
+    send_load(load)
     result: dict[str, Any] = json.loads((directory / "result.json").read_text())
     return result
 
