@@ -1,5 +1,7 @@
 """Finds the engines of this machine, and says what is known of their versions."""
 
+from collections.abc import Callable
+
 from mtptrain.serving.exports import WRITTEN_FOR
 from mtptrain.serving.llama_server import find_llama_server, llama_version
 from mtptrain.serving.openvino_client import find_openvino_python, openvino_version
@@ -12,33 +14,23 @@ KNOWN = {
     ("vLLM", "0.33"): "not tested; it has no medusa",
 }
 """Facts about versions of engines."""
+FOUND: dict[str, tuple[str, Callable[[ServingConfig], str | None]]] = {
+    "vLLM": ("vllm", lambda serving: vllm_version(find_python(serving.python, warns=False))),
+    "llama.cpp": ("llama_cpp", lambda serving: llama_version(find_llama_server(serving.llama_server))),
+    "OpenVINO GenAI": ("openvino", lambda serving: openvino_version(find_openvino_python(serving.openvino_python))),
+}
+"""Each engine by the name that users know, with its key in `WRITTEN_FOR`, and what finds its version."""
 
 
 def describe_engines(serving: ServingConfig) -> str:
     """Returns a line for each engine that can be started here: its version, and what is known of it."""
     lines = []
-    for name, engine, find in (
-        ("vLLM", "vllm", _vllm),
-        ("llama.cpp", "llama_cpp", _llama_cpp),
-        ("OpenVINO GenAI", "openvino", _openvino),
-    ):
+    for name, (engine, find) in FOUND.items():
         try:
-            version = find(serving)
+            version = find(serving) or "of an unknown version"
         except (UserError, OSError) as error:  # OSError: a Python that cannot be run
             lines.append(f"{name}: not found ({str(error).rpartition('; ')[2]})")
             continue
         known = KNOWN.get((name, ".".join(version.split(".")[:2])), f"tested is {WRITTEN_FOR[engine]}")
         lines.append(f"{name} {version}: {known}")
     return "\n".join(lines)
-
-
-def _vllm(serving: ServingConfig) -> str:
-    return vllm_version(find_python(serving.python, warns=False)) or "of an unknown version"
-
-
-def _openvino(serving: ServingConfig) -> str:
-    return openvino_version(find_openvino_python(serving.openvino_python))
-
-
-def _llama_cpp(serving: ServingConfig) -> str:
-    return llama_version(find_llama_server(serving.llama_server)) or "of an unknown version"

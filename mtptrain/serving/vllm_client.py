@@ -65,13 +65,14 @@ def find_python(python: str | None, *, warns: bool = True) -> Path:
         UserError: the interpreter does not exist, or vLLM is not installed for it.
     """
     path = DEFAULT_PYTHON if python is None else Path(python)
-    install = how_to_install(".venv-vllm", f"install vllm=={WRITTEN_FOR['vllm']}.* into an environment of its own")
-    advice = f"{install}, or set serving.python to the Python of an environment with vLLM"
-    if not path.is_file():
-        raise UserError(f"serving.python: must be a Python with vLLM, but {path} does not exist; {advice}")
-    version = vllm_version(path)
+    version = vllm_version(path) if path.is_file() else None
     if version is None:
-        raise UserError(f"serving.python: must be a Python with vLLM, but {path} has none; {advice}")
+        install = how_to_install(".venv-vllm", f"install vllm=={WRITTEN_FOR['vllm']}.* into an environment of its own")
+        does = "has none" if path.is_file() else "does not exist"
+        raise UserError(
+            f"serving.python: must be a Python with vLLM, but {path} {does}; {install}, or set serving.python to the "
+            "Python of an environment with vLLM"
+        )
     if version and warns:
         warn_of_untested_vllm(version, f"serving.python={path}")
     return path
