@@ -49,6 +49,21 @@ from ..report_page import write_run_page
 
 DecodingRow = dict[str, Any]
 """The figures for one batch size and K."""
+COLUMNS = {
+    "batch": ("batch_size", "d"),
+    "prompts": ("num_prompts", "d"),
+    "K": ("num_speculative_tokens", "d"),
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "speed-up": ("speed_up", ".2f"),
+    "with prompt": ("speed_up_with_prompt", ".2f"),
+    "refilled": ("refilled_speed_up", ".2f"),
+    "break-even": ("break_even_speed_up", ".2f"),
+    "tokens/round": ("tokens_per_own_round", ".2f"),
+    "draft ms": ("draft_ms", ".2f"),
+    "verify ms": ("verify_ms", ".2f"),
+    "choose ms": ("choose_ms", ".2f"),
+}
+"""The columns of the printed table, with the entry of a row and its format."""
 
 
 @program
@@ -175,36 +190,14 @@ def recommended(rows: Sequence[DecodingRow], batch_size: int) -> int:
 
 def print_table(rows: Sequence[DecodingRow]) -> None:
     table, has_costs = Table(title="Decoding"), any(row["break_even_speed_up"] for row in rows)
-    for column in (
-        "batch",
-        "prompts",
-        "K",
-        "tokens/s",
-        "speed-up",
-        "with prompt",
-        "refilled",
-        *(["break-even"] if has_costs else []),
-        "tokens/round",
-        "draft ms",
-        "verify ms",
-        "choose ms",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = {name: column for name, column in COLUMNS.items() if has_costs or name != "break-even"}
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        num_drafts, gain = row["num_speculative_tokens"], row["break_even_speed_up"]
-        is_best = num_drafts == recommended(rows, row["batch_size"])
-        table.add_row(
-            str(row["batch_size"]),
-            str(row["num_prompts"]),
-            f"{num_drafts or 'none'}{' *' if is_best else ''}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['speed_up']:.2f}",
-            f"{row['speed_up_with_prompt']:.2f}",
-            f"{row['refilled_speed_up']:.2f}",
-            *(["" if gain is None else f"{gain:.2f}"] if has_costs else []),
-            f"{row['tokens_per_own_round']:.2f}",
-            *(f"{row[f'{name}_ms']:.2f}" for name in ("draft", "verify", "choose")),
-        )
+        cells = {name: "" if row[key] is None else format(row[key], form) for name, (key, form) in columns.items()}
+        is_best = row["num_speculative_tokens"] == recommended(rows, row["batch_size"])
+        cells["K"] = f"{row['num_speculative_tokens'] or 'none'}{' *' if is_best else ''}"
+        table.add_row(*cells.values())
     console = wide_console(130)
     console.print(table)
     console.print("* the K that decodes fastest")
