@@ -59,6 +59,12 @@ from .examples import examples
 from .measurement import Candidate, Measured, Measurement
 from .report_page import Section, held_out_section, write_run_page
 
+REPORTED_SETTINGS = (
+    *("num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens", "dtype"),
+    *("seed", "batch_size", "batch_tokens"),
+)
+"""Settings of `acceptance` that a report repeats under their own names."""
+
 
 @program
 def main(cfg: DictConfig) -> None:
@@ -201,16 +207,7 @@ def report(run: Run, found: RunHead, prompts: Prompts, ranks: Ranks, measured: d
     return {
         "command": command(),
         **described.pop("head"),
-        "num_speculative_tokens": settings.num_speculative_tokens,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "sample_drafts": settings.sample_drafts,
-        "max_new_tokens": settings.max_new_tokens,
-        "dtype": str(settings.dtype),
-        "seed": settings.seed,
-        "batch_size": settings.batch_size,
-        "batch_tokens": settings.batch_tokens,
+        **{name: getattr(settings, name) for name in REPORTED_SETTINGS},
         "num_ranks": ranks.world_size,
         "device": device_name(ranks.device),
         "tree": f"{settings.tree_nodes} nodes, top {settings.tree_top_k}",
@@ -271,16 +268,8 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     )
     table = Table(title=f"{title}, up to {settings.max_new_tokens} new tokens")
     table.add_column("", no_wrap=True)
-    for column in (
-        "length",
-        "rate",
-        *(f"at {depth}" for depth in depths),
-        "per step",
-        "prompts",
-        "tokens/s",
-        "draft",
-        "verify",
-    ):
+    rates_at = (f"at {depth}" for depth in depths)
+    for column in ("length", "rate", *rates_at, "per step", "prompts", "tokens/s", "draft", "verify"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, each in measured.items():
         speed = [
