@@ -51,7 +51,6 @@ class DraftQuality:
     def __call__(self, seen: Round) -> None:
         draft = seen.draft
         assert draft.logits is not None, "only drafts of a head have logits"
-        depths = torch.arange(self.num_depths, device=draft.tokens.device)
         draft_probs = self.head.over_target_vocab(  # [B, K, V]
             self.sampler.probs(torch.stack(draft.logits, 1)), self.vocab_size
         )
@@ -59,8 +58,7 @@ class DraftQuality:
         confidence = draft.confidences
         if confidence is None:
             confidence = draft_probs.gather(2, draft.tokens[..., None])[..., 0]
-        is_reached = (depths <= seen.accepted.count[:, None]) & seen.is_active[:, None]
-        is_accepted = depths < seen.accepted.count[:, None]
+        is_reached, is_accepted = seen.outcomes()
         figures = torch.stack(
             [torch.ones_like(overlap), overlap, is_accepted.to(overlap), confidence], 2
         ).double()  # [B, K, 4]

@@ -36,10 +36,8 @@ class Confidences:
 
     def __call__(self, seen: Round) -> None:
         assert seen.draft.confidences is not None, "only drafts of a head with a confidence have one"
-        depths = torch.arange(seen.draft.tokens.shape[1], device=seen.draft.tokens.device)
-        count = seen.accepted.count[:, None]
-        is_reached = (depths <= count) & seen.is_active[:, None]  # all drafts before it were accepted
-        self._rounds.append(torch.stack([seen.draft.confidences.double(), depths < count, is_reached], -1))
+        is_reached, is_accepted = seen.outcomes()
+        self._rounds.append(torch.stack([seen.draft.confidences.double(), is_accepted, is_reached], -1))
 
     def drafts(self) -> torch.Tensor:
         """Returns the confidence of each draft, and 1 if it was accepted or else 0, f64[N, 2]."""

@@ -147,6 +147,15 @@ class Round:
     is_active: torch.Tensor
     """bool[B]: the sequences that are not finished."""
 
+    def outcomes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns, for each draft of a chain, whether it counts and whether it was accepted, each bool[B, K].
+
+        A draft counts if all drafts before it were accepted and its sequence is not finished.
+        """
+        depths = torch.arange(self.draft.tokens.shape[1], device=self.draft.tokens.device)
+        count = self.accepted.count[:, None]
+        return (depths <= count) & self.is_active[:, None], depths < count
+
 
 PHASES = ("prompt", "draft", "verify", "choose", "cache")
 """Phases of decoding: reading the prompts; drafting; reading the drafts; accepting and sampling; moving the accepted
