@@ -22,13 +22,7 @@ from mtptrain.hidden_states.extraction.vllm_streams import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.planning.costs import MicroBatch, StepCosts, TargetCosts, head_parameters, step_costs, target_costs
 from mtptrain.planning.decoding_memory import draft_model_bytes, validation_bytes
-from mtptrain.planning.workload import (
-    Workload,
-    count_trained_tokens,
-    count_workload,
-    estimate_steps,
-    read_train_documents,
-)
+from mtptrain.planning.workload import Workload, count_workload, estimate_steps, read_train_documents
 from mtptrain.settings.precision import compute_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import gguf_of
@@ -145,7 +139,8 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
         for length in {workload.longest_tokens, round(workload.mean_tokens)}
     }
     activations = costs_by_length[workload.longest_tokens].peak_bytes
-    trained_tokens = count_trained_tokens(config, workload.tokens)
+    step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
+    trained_tokens = config.train.max_steps * step_tokens or config.train.epochs * workload.tokens
     step_flops = costs_by_length[round(workload.mean_tokens)].flops
     return Plan(
         workload=workload,

@@ -53,15 +53,6 @@ def count_workload(config: PipelineConfig, documents: Documents | None) -> Workl
     )
 
 
-def count_trained_tokens(config: PipelineConfig, tokens: int) -> int:
-    """Returns the number of tokens in all training steps, for a training set of `tokens` tokens.
-
-    With `train.max_steps`, all steps are assumed to be full.
-    """
-    step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
-    return config.train.max_steps * step_tokens or config.train.epochs * tokens
-
-
 def estimate_steps(config: PipelineConfig, documents: Documents | None, tokens: int) -> int:
     """Returns the number of training steps, for a training set of `tokens` tokens.
 
