@@ -80,17 +80,13 @@ def heads_to_measure(stage_dir: Path) -> dict[int, Path]:
     best = stage_dir / "best/head.json"
     facts = read_sealed(best, RESTORE) if best.is_file() else {}
     if "acceptance_length" in facts:
-        refuse_two_heads(heads.setdefault(facts["step"], best.parent), best.parent)
+        kept = heads.setdefault(facts["step"], best.parent)
+        if file_sha256(kept / WEIGHTS) != file_sha256(best.with_name(WEIGHTS)):
+            raise UserError(
+                f"{best.parent}: must be the same head as {kept}, which is of the same step, but has other weights; "
+                "move one of the two away"
+            )
     return dict(sorted(heads.items()))
-
-
-def refuse_two_heads(kept: Path, best: Path) -> None:
-    """Raises UserError if two heads of the same step have different weights."""
-    if file_sha256(kept / WEIGHTS) != file_sha256(best / WEIGHTS):
-        raise UserError(
-            f"{best}: must be the same head as {kept}, which is of the same step, but has other weights; move one of "
-            "the two away"
-        )
 
 
 def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dict[int, Validated]:
