@@ -36,7 +36,7 @@ from mtptrain.utils.files import write_json
 
 from .checks.findings import Check, Outcome, Row, print_rows, run_check
 from .checks.numerics import check_attention, check_decode, check_loss
-from .checks.pipeline import RunStage, Stages, run_in_subprocess
+from .checks.pipeline import Stages
 
 COMMON = ("train.log_every=1", "train.tracker=none", "train.validate_every=0", "train.warmup_steps=5")
 SIZES = {
@@ -92,7 +92,7 @@ def check_all(config: PipelineConfig, directory: Path, device: torch.device) -> 
     claim_stage_dir(directory, config)
     work_dir = Path(tempfile.mkdtemp(prefix="check_", dir=directory))  # an older one may hold files of somebody
     inner = load_config(compose("pipeline", [*overrides, f"run_dir={quoted(work_dir / 'run')}"]))
-    rows = run_all(inner, overrides, config.check.size, device, run_in_subprocess)
+    rows = run_all(inner, overrides, config.check.size, device)
     write_provenance(directory, config, "report.json")
     code = report(rows, directory, device)
     if code:
@@ -107,14 +107,12 @@ def forwarded(given: Sequence[str]) -> list[str]:
     return [override for override in given if not override.lstrip("+~").startswith(("check.", "run_dir="))]
 
 
-def run_all(
-    config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device, run: RunStage
-) -> list[Row]:
+def run_all(config: PipelineConfig, overrides: Sequence[str], size: CheckSize, device: torch.device) -> list[Row]:
     """Runs every check in order, prints each result as it comes, and returns all rows."""
     Path(config.run_dir).mkdir(parents=True)
     set_compilation(size is CheckSize.full)
     rows = []
-    for name, check in checks_of(Stages(config, overrides, device, run), size, device).items():
+    for name, check in checks_of(Stages(config, overrides, device), size, device).items():
         row = run_check(name, check)
         print(f"{row.outcome:8}{name}: {row.shown}", flush=True)
         rows.append(row)

@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ from .findings import Finding, Outcome, at_most, judged, measured, skipped
 from .numerics import relative_error
 from .processes import kill_tree
 
-RunStage = Callable[[str, list[str], int], subprocess.CompletedProcess[str]]
-"""Runs `mtptrain STAGE` with overrides on the given number of ranks, until it has ended."""
 LIMIT_S = 600
 """Time limit of one program in seconds, so that a hanging check does not block the others."""
 COMPARED_DOCUMENTS = 8
@@ -66,15 +64,14 @@ def run_in_subprocess(stage: str, overrides: list[str], num_ranks: int) -> subpr
 class Stages:
     """Runs the programs of the pipeline one after the other, in a separate run folder."""
 
-    def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device, run: RunStage) -> None:
+    def __init__(self, config: PipelineConfig, overrides: Sequence[str], device: torch.device) -> None:
         """
         Args:
             config: the settings that result from `overrides`, with the run_dir that the programs write to.
             overrides: command-line overrides for every program, without run_dir.
             device: the device that the checks compute on.
-            run: runs one stage.
         """
-        self.config, self.overrides, self.device, self._run = config, list(overrides), device, run
+        self.config, self.overrides, self.device = config, list(overrides), device
         self.directory = Path(config.run_dir)
         self.num_ranks = min(2, max(1, torch.cuda.device_count()))
 
@@ -86,7 +83,7 @@ class Stages:
                 `<run folder>_<stage>.log` next to the run folder.
         """
         directory = run_dir or self.directory
-        result = self._run(stage, [*self.overrides, f"run_dir={quoted(directory)}", *overrides], num_ranks)
+        result = run_in_subprocess(stage, [*self.overrides, f"run_dir={quoted(directory)}", *overrides], num_ranks)
         log = directory.with_name(f"{directory.name}_{stage}.log")
         log.write_text(result.stdout + result.stderr)
         if result.returncode:

@@ -31,11 +31,7 @@ SMALL = (
     "acceptance.prompt_tokens=32",
     "serving.python=/nowhere",
 )
-NEEDS_MORE = {
-    "extraction by vLLM",
-    "extraction by vLLM, tensor parallel",
-    "served by vLLM",
-}
+NEEDS_MORE = {"extraction by vLLM", "extraction by vLLM, tensor parallel", "served by vLLM"}
 """Names of the checks that need another Python environment, and are skipped here."""
 
 
@@ -47,6 +43,7 @@ def run_quickly(stage: str, overrides: list[str], num_ranks: int) -> subprocess.
 def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pipeline, "run_in_subprocess", run_quickly)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     files = write_text_files(tmp_path / "files")
@@ -59,7 +56,7 @@ def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
         f"prompts.paths=[{files}]",
     ]
     config = make_config(*overrides[1:], f"run_dir={tmp_path}/gpu_check/run")
-    rows = run_all(config, overrides, CheckSize.tiny, CPU, run_quickly)
+    rows = run_all(config, overrides, CheckSize.tiny, CPU)
     assert [(row.name, row.reason) for row in rows if row.outcome is Outcome.failed] == []
     assert {row.name for row in rows if row.outcome is Outcome.skipped} == NEEDS_MORE
     assert all(row.figure for row in rows if row.outcome is Outcome.passed)
@@ -73,15 +70,16 @@ def test_every_check_runs_and_passes_on_a_cpu_or_says_why_it_did_not(
 def test_the_page_has_a_row_for_each_check_in_their_order(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/gpu_check.md").read_text()
     rows = re.findall(r"^\| (?!row )([^|]+) \|", page, re.MULTILINE)
-    stages = Stages(make_config(f"run_dir={tmp_path}"), [], CPU, run_quickly)
+    stages = Stages(make_config(f"run_dir={tmp_path}"), [], CPU)
     assert rows == list(checks_of(stages, CheckSize.full, CPU))
 
 
-def test_a_stage_that_fails_names_the_log_of_its_own_run(tmp_path: Path) -> None:
+def test_a_stage_that_fails_names_the_log_of_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(stage: str, overrides: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], 1, f"{overrides}\n", "error: no space\n\n")
 
-    stages = Stages(make_config(f"run_dir={tmp_path}/run"), [], CPU, fail)
+    monkeypatch.setattr(pipeline, "run_in_subprocess", fail)
+    stages = Stages(make_config(f"run_dir={tmp_path}/run"), [], CPU)
     for name in ("run", "resumed"):
         match = rf"^mtptrain train: must exit with 0, but exited with 1: error: no space; see .*/{name}_train\.log$"
         with pytest.raises(UserError, match=match):
