@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,6 @@ from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.data.questions import question_group
 from mtptrain.decoding.prompts import (
     HeldOut,
-    check_num_drafts,
     held_out_documents,
     held_out_prompts,
     read_prompts,
@@ -149,13 +147,6 @@ def test_two_files_are_enough_and_one_is_not(tmp_path: Path) -> None:
         held_out_documents(one, HeldOut.choosing)
 
 
-def test_no_prompt_at_all_is_an_error() -> None:
-    message = r"acceptance\.prompt_tokens: held-out documents must hold a prompt of 200 tokens .* none of 1 does"
-    text = Documents.from_list([(0, list(range(100)), [1] * 100)])
-    with pytest.raises(ValueError, match=message):
-        held_out_prompts(text, num_prompts=10, prompt_tokens=200, max_new_tokens=32, context_tokens=128)
-
-
 def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     rows = [
@@ -164,12 +155,13 @@ def test_a_prompts_file_takes_token_ids_text_and_messages(tmp_path: Path) -> Non
         {"id": "c", "messages": [{"role": "user", "content": "hi"}]},
         {"question_id": 81, "category": "writing", "turns": ["hello", "shorter"]},
         {"id": None, "question_id": 82, "category": None, "text": "def f", "messages": None},
+        {"id": "flags", "text": "hi", "weight": 0, "train": False},  # say that a row is not to be trained
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     tokenizer = make_tokenizer()
     read = read_prompts_file(path, tokenizer, 260)
     prompts = read.input_ids
-    assert list(prompts) == ["a", "7", "c", "81", "82"]
+    assert list(prompts) == ["a", "7", "c", "81", "82", "flags"]
     assert prompts["a"] == [1, 2, 3]
     assert tokenizer.decode(prompts["7"]) == "def f"
     assert tokenizer.decode(prompts["c"]) == "<user>hi<|end|><assistant>"
@@ -224,13 +216,7 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
             '{"id": 1}',
             r":1: a line must have `id` and exactly one of `input_ids`, `text`, `messages`, `turns`, but has \['id'\]",
         ),
-        ('{"text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
         ('{"id": null, "text": "a"}', r":1: a line must have `id` .* but has \['text'\]"),
-        (
-            '{"id": 1, "text": "a", "category": "\\ud83d"}',
-            r":1: texts must be valid Unicode, .*\\ud83d.*; correct",
-        ),
-        ('{"id": 1, "text": "a", "other": ' + "[" * 100_000, r":1: must be JSON, but is nested too deep"),
         ("[1]", r":1: a line must have `id` .* but has list"),
         ('{"id": 1, "text": "a", "input_ids": [1]}', r"but has \['id', 'input_ids', 'text'\]"),
         ('{"id": 1, "turns": []}', r":1: turns must be a list of at least one string, but is \[\]; correct it"),
@@ -245,17 +231,14 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', r":2: ids must be unique, but '1' occurs twice"),
         pytest.param("[" * 10**5 + "]" * 10**5, ":1: must be JSON, but is nested too deep to be read", id="nested"),
         pytest.param('{"id": ' + "1" * 5000 + "}", r":1: must be JSON, but is not \(Exceeds the limit", id="digits"),
-        ('{"id": 1, "text": "\\ud800"}', ":1: texts must be valid Unicode, but one is not"),
-        ('{"id": 1, "turns": ["\\ud800"]}', ":1: texts must be valid Unicode, but one is not"),
-        ('{"id": "\\ud800", "text": "a"}', ":1: texts must be valid Unicode, but one is not"),
-        ('{"id": 1, "text": "a", "category": "\\ud800"}', ":1: texts must be valid Unicode, but one is not"),
+        ('{"id": 1, "turns": ["\\ud83d"]}', r":1: texts must be valid Unicode, .*\\ud83d.*; correct"),
         ('{"id": 1, "text": "a"}\n{"id": 2, "text": "\xf6"}', r":2: must be UTF-8, but is not \('utf-8' codec"),
     ],
 )
 def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(content, encoding="latin-1")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{path}.*{message}"):
         read_prompts_file(path, make_tokenizer(), 260)
 
 
@@ -296,13 +279,6 @@ def test_a_system_prompt_in_a_column_is_honoured_and_other_columns_may_describe_
     assert read["1"] == read["2"] and "Be brief." in tokenizer.decode(read["1"])
 
 
-def test_a_row_that_is_not_to_be_trained_is_a_prompt(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"id": "a", "text": "hi", "weight": 0}, {"id": "b", "turns": ["hi"], "train": False}]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert list(read_prompts_file(path, make_tokenizer(), 260).input_ids) == ["a", "b"]
-
-
 def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_data(
     config_for: Callable[..., PipelineConfig], tmp_path: Path
 ) -> None:
@@ -323,20 +299,6 @@ def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_d
         Run(config).measured_prompts()
 
 
-def test_a_prompts_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes('{"id": 1, "text": "é"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"^{path}:1: must be UTF-8, but is not \(.*\); correct it"):
-        read_prompts_file(path, make_tokenizer(), 260)
-
-
-def test_a_prompts_file_in_utf16_is_refused_with_its_first_line(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}\n', encoding="utf-16")
-    with pytest.raises(ValueError, match=rf"^{path}:1: must be UTF-8"):
-        read_prompts_file(path, make_tokenizer(), 260)
-
-
 def test_a_prompts_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.touch()
@@ -345,21 +307,10 @@ def test_a_prompts_file_that_is_too_large_is_refused_before_it_is_read(tmp_path:
         read_prompts_file(path, make_tokenizer(), 260)
 
 
-@pytest.mark.parametrize("path", ["/", "/dev/null"])
-def test_a_prompts_file_that_is_not_a_file_is_told_from_a_missing_one(path: str) -> None:
-    with pytest.raises(UserError, match=rf"^acceptance\.prompts_file: must be .*, but {path} is not a file; cor"):
+@pytest.mark.parametrize(("path", "does"), [("/", "is not a"), ("/dev/null", "is not a"), ("/none", "does not exist")])
+def test_a_prompts_file_that_is_not_a_file_is_told_from_a_missing_one(path: str, does: str) -> None:
+    with pytest.raises(UserError, match=rf"^acceptance\.prompts_file: must be a jsonl file, but {path} {does}.*; cor"):
         read_prompts_file(Path(path), make_tokenizer(), 260)
-
-
-def test_the_drafts_must_fit_the_context_after_the_longest_prompt() -> None:
-    prompts = {"a": [1] * 10, "b": [1] * 100}
-    check_num_drafts(prompts, 28, 128)
-    with pytest.raises(
-        ValueError,
-        match=r"^acceptance\.num_speculative_tokens: must be at most 28, so that the drafts after the longest prompt "
-        "of 100 tokens fit a context of 128 tokens, but is 29; lower it",
-    ):
-        check_num_drafts(prompts, 29, 128)
 
 
 def test_prompts_that_leave_no_tokens_to_spare_are_refused_with_the_targets_own_context(
@@ -368,37 +319,29 @@ def test_prompts_that_leave_no_tokens_to_spare_are_refused_with_the_targets_own_
     """The tiny target's context has 512 tokens, of which a caller keeps 10 free."""
     write_held_out(tmp_path, ("a", 0, 0, [1] * 400))
     path, target = tmp_path / "prompts.jsonl", TargetFiles(tiny_target)
-    path.write_text(json.dumps({"id": "a", "input_ids": [1] * 400}))
-    from_file = AcceptanceConfig(prompts_file=str(path), max_new_tokens=102)
-    assert read_prompts(from_file, target, tmp_path / "none", spare_tokens=10).input_ids == {"a": [1] * 400}
+    prompts = {"a": [1] * 400, "b": [1] * 10}
+    path.write_text("".join(json.dumps({"id": name, "input_ids": ids}) + "\n" for name, ids in prompts.items()))
+    from_file = AcceptanceConfig(prompts_file=str(path), max_new_tokens=102, num_speculative_tokens=102)
+    assert read_prompts(from_file, target, tmp_path / "none", spare_tokens=10).input_ids == prompts
     message = (
         r"id a: prompt and answer must fit the target's context of 512 tokens with 10 to spare, but are 400 \+ 103"
     )
     with pytest.raises(UserError, match=message):
         read_prompts(replace(from_file, max_new_tokens=103), target, tmp_path / "none", spare_tokens=10)
-    message = r"must be at most 102, .* of 400 tokens fit a context of 512 tokens with 10 to spare, but is 103; lower"
+    message = (
+        r"^acceptance\.num_speculative_tokens: must be at most 102, so that the drafts after the longest prompt of 400 "
+        "tokens fit a context of 512 tokens with 10 to spare, but is 103; lower it"
+    )
     with pytest.raises(UserError, match=message):
         read_prompts(replace(from_file, num_speculative_tokens=103), target, tmp_path / "none", spare_tokens=10)
     from_documents = AcceptanceConfig(prompt_tokens=400, max_new_tokens=102)
     assert len(read_prompts(from_documents, target, tmp_path, spare_tokens=10).input_ids["0"]) == 400
-    message = r"leaves room for 103 new tokens in a context of 512 tokens with 10 to spare, but none of 1 does"
+    message = (
+        r"^acceptance\.prompt_tokens: held-out documents must hold a prompt of 400 tokens .* leaves room for 103 new "
+        "tokens in a context of 512 tokens with 10 to spare, but none of 1 does"
+    )
     with pytest.raises(UserError, match=message):
         read_prompts(replace(from_documents, max_new_tokens=103), target, tmp_path, spare_tokens=10)
-
-
-def test_a_missing_prompts_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "none.jsonl"
-    with pytest.raises(
-        UserError, match=re.escape(f"acceptance.prompts_file: must be a jsonl file, but {path} does not exist")
-    ):
-        read_prompts_file(path, make_tokenizer(), 260)
-
-
-def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"id": 1, "messages": [{"role": "user", "content": "hi"}]}')
-    with pytest.raises(ValueError, match="chat template"):
-        read_prompts_file(path, make_tokenizer(chat_template=None), 260)
 
 
 @pytest.mark.parametrize("document_id", [-1, 7])
