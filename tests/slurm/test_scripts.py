@@ -17,49 +17,49 @@ from tests.slurm.stand import PLAN, Stand, array_of
 SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in {".sh", ".sbatch"})
 
 
-@pytest.mark.parametrize(
-    ("override", "code", "expected"),
-    [
-        (
-            "train.epochs=0",
-            1,
-            "train.epochs: must be a number of at least 1, but is 0; correct it in the recipe or on the command line",
-        ),
-        (
-            "plan=true",
-            1,
-            "plan: must be false for jobs, but is true; run mtptrain hidden-states with the same settings",
-        ),
-        (
-            "verify=true",
-            1,
-            "verify: must be false for jobs, but is true; run mtptrain hidden-states with the same settings",
-        ),
-        (
-            "train.stream=true",
-            1,
-            "train.stream: must be false for a chain of jobs, in which training waits for hidden-states to end, but is "
-            "true; submit slurm/hidden_states.sbatch and slurm/train.sbatch, so that both run at the same time",
-        ),
-        (
-            "train.lrr=1",
-            2,
-            "train.lrr: must be the name of a setting, but no setting has this name; did you mean train.lr?",
-        ),
-    ],
-)
-def test_a_wrong_setting_is_refused_in_one_line_before_anything_is_queued(
-    stand: Stand, override: str, code: int, expected: str
+FOR_JOBS = "must be false for jobs, but is true; run mtptrain hidden-states with the same settings"
+COMES_FIRST = "options of sbatch must come first, each as one word (--time=12:00:00), but this one follows"
+NODES_MUST = "error: NODES: must be a number of at least 1, or a range such as 1-2, but is"
+NPROC_MUST = "must be a number of at least 1, but is"
+RANKS_OF_A_STEP = "train.micro_batches_per_step: must be a multiple of the number of ranks"
+REFUSED: list[tuple[str, dict[str, str], str]] = [
+    ("train.epochs=0", {}, "error: train.epochs: must be a number of at least 1, but is 0; correct it in the"),
+    ("plan=true", {}, f"error: plan: {FOR_JOBS}"),
+    ("verify=true", {}, f"error: verify: {FOR_JOBS}"),
+    ("train.stream=true", {}, "error: train.stream: must be false for a chain of jobs, in which training waits for"),
+    ("train.lrr=1", {}, "error: train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
+    ("--nodes=2", {}, "--nodes=2: the number of nodes for training must be set by NODES, as in NODES=2,"),
+    ("recipe=quickstart --time=30", {}, f"--time=30: {COMES_FIRST} 'recipe=quickstart'; join it or move it"),
+    ("--partition gpu --time 12:00:00", {}, f"--time: {COMES_FIRST} 'gpu'; join it or move it"),
+    ("", {"SKIP": "prompts,train"}, "error: SKIP: must name only stages among responses prompts draft_vocab"),
+    (
+        "",
+        {"SKIP": "responses prompts draft_vocab hidden_states train acceptance export"},
+        "SKIP: must leave at least one stage, but is 'responses prompts",
+    ),
+    ("train.micro_batches_per_step=8", {"NODES": "2"}, f"error: {RANKS_OF_A_STEP}, 16, but is 8"),
+    ("train.micro_batches_per_step=8", {"NODES": "1-2"}, f"error: {RANKS_OF_A_STEP}, 16, but is 8"),
+    ("train.micro_batches_per_step=8", {"NODES": "3", "NPROC": "1"}, f"error: {RANKS_OF_A_STEP}, 3, but is 8"),
+    ("train.micro_batches_per_step=4", {"NODES": ""}, f"error: {RANKS_OF_A_STEP}, 8, but is 4; set it to 8"),
+    ("train.micro_batches_per_step=4", {"NPROC": "gpu"}, f"error: {RANKS_OF_A_STEP}, 8, but is 4; set it to 8"),
+    ("", {"NODES": "two"}, f"{NODES_MUST} 'two'; correct it"),
+    ("", {"NODES": "0"}, f"{NODES_MUST} '0'; correct it"),
+    ("", {"NODES": "2-1"}, f"{NODES_MUST} '2-1'; correct it"),
+    ("", {"NPROC": "0"}, f"error: NPROC: {NPROC_MUST} '0'; set it, or leave it out"),
+    ("", {"NPROC": "four"}, f"error: NPROC: {NPROC_MUST} 'four'; set it, or leave it out"),
+    ("", {"NPROC_train": "²", "NPROC": "1"}, f"error: NPROC_train: {NPROC_MUST} '²'; set it, or leave it out"),
+    ("", {"SKIP": "train", "ARRAY_TASKS": "0"}, "ARRAY_TASKS: must be a number of at least 1, but is '0'; correct it"),
+]
+"""Words of the command line and variables, and the beginning of the message."""
+
+
+@pytest.mark.parametrize(("words", "variables", "expected"), REFUSED)
+def test_what_is_wrong_is_refused_in_one_line_before_anything_is_queued(
+    stand: Stand, words: str, variables: dict[str, str], expected: str
 ) -> None:
-    result = stand.run("pipeline.sh", "recipe=quickstart", override, MTPTRAIN_PYTHON=sys.executable)
-    assert (result.returncode, result.stdout, result.stderr) == (code, "", f"error: {expected}\n")
-    assert stand.asked("sbatch") == []
-
-
-def test_the_number_of_nodes_is_no_option_of_every_job(stand: Stand) -> None:
-    result = stand.run("pipeline.sh", "--nodes=2", "recipe=quickstart", MTPTRAIN_PYTHON=sys.executable)
-    assert result.returncode == 1
-    assert result.stderr.startswith("--nodes=2: the number of nodes for training must be set by NODES, as in NODES=2,")
+    result = stand.run("pipeline.sh", *words.split(), "recipe=quickstart", MTPTRAIN_PYTHON=sys.executable, **variables)
+    assert result.returncode == (2 if "train.lrr" in words else 1) and result.stdout == ""
+    assert result.stderr.startswith(expected) and result.stderr.count("\n") == 1
     assert stand.asked("sbatch") == []
 
 
@@ -90,25 +90,6 @@ def test_hardware_that_differs_from_job_to_job_is_warned_of(stand: Stand, hardwa
     assert ("WARNING hardware: should be" in result.stderr) == is_warned and len(stand.asked("sbatch")) > 3
 
 
-@pytest.mark.parametrize(
-    ("words", "option", "before"),
-    [
-        (["recipe=quickstart", "--time=30"], "--time=30", "recipe=quickstart"),
-        (["--partition", "gpu", "--time", "12:00:00", "recipe=quickstart"], "--time", "gpu"),
-    ],
-)
-def test_an_option_that_does_not_come_first_is_refused_before_anything_is_queued(
-    stand: Stand, words: list[str], option: str, before: str
-) -> None:
-    result = stand.run("pipeline.sh", *words, MTPTRAIN_PYTHON=sys.executable)
-    expected = (
-        f"{option}: options of sbatch must come first, each as one word (--time=12:00:00), but this one follows "
-        f"'{before}'; join it or move it\n"
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (1, "", expected)
-    assert stand.asked("sbatch") == []
-
-
 def test_a_dependency_that_is_given_holds_for_the_first_job_alone(stand: Stand) -> None:
     result = stand.run(
         "pipeline.sh", "--dependency=afterok:77", "--time=30", "recipe=quickstart", GPU_OPTIONS="--dependency=singleton"
@@ -132,28 +113,6 @@ def test_answers_of_a_server_are_one_process_that_is_asked_to_stop_ahead_of_time
 def test_one_process_chooses_the_head_whatever_the_ranks_of_the_others(stand: Stand) -> None:
     assert stand.run("choose_head.sbatch", "recipe=quickstart", NPROC="8").returncode == 0
     assert re.search(r"--nproc-per-node 1 .* -m mtptrain choose-head recipe=quickstart$", stand.asked("srun")[0])
-
-
-@pytest.mark.parametrize(
-    ("skip", "expected"),
-    [
-        (
-            "prompts,hidden_states",
-            "SKIP: must name only stages among responses prompts .* export, but holds 'prompts,hidden_states'",
-        ),
-        (
-            "responses prompts draft_vocab hidden_states train acceptance export",
-            "SKIP: must leave at least one stage, but is 'responses prompts",
-        ),
-    ],
-)
-def test_words_that_leave_no_chain_are_refused_before_anything_is_queued(
-    stand: Stand, skip: str, expected: str
-) -> None:
-    result = stand.run("pipeline.sh", "recipe=quickstart", MTPTRAIN_PYTHON=sys.executable, SKIP=skip)
-    assert result.returncode == 1
-    assert re.search(expected, result.stderr)
-    assert stand.asked("sbatch") == []
 
 
 def test_a_stage_that_the_settings_leave_out_may_be_skipped_too(stand: Stand) -> None:
@@ -212,47 +171,6 @@ def test_a_job_that_stops_again_with_nothing_finished_fails_and_says_so(stand: S
         "the queue; give it a longer --time\n"
     ) in result.stderr
     assert "task 2 of 0-3 has failed with exit code 1" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("variables", "num_ranks"), [({"NODES": "2"}, 16), ({"NODES": "1-2"}, 16), ({"NODES": "3", "NPROC": "1"}, 3)]
-)
-def test_nodes_whose_ranks_cannot_share_a_step_are_refused_before_anything_is_queued(
-    stand: Stand, variables: dict[str, str], num_ranks: int
-) -> None:
-    result = stand.run("pipeline.sh", "recipe=llama3_1_8b_mtp", **variables, MTPTRAIN_PYTHON=sys.executable)
-    assert result.returncode == 1
-    assert (
-        f"train.micro_batches_per_step: must be a multiple of the number of ranks, {num_ranks}, but is 8"
-        in result.stderr
-    )
-    assert stand.asked("sbatch") == []
-
-
-NODES_MUST = "error: NODES: must be a number of at least 1, or a range such as 1-2, but is"
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"NODES": "two"}, f"{NODES_MUST} 'two'; correct it"),
-        ({"NODES": "0"}, f"{NODES_MUST} '0'; correct it"),
-        ({"NODES": "2-1"}, f"{NODES_MUST} '2-1'; correct it"),
-        ({"NODES": ""}, "micro_batches_per_step: must be a multiple of the number of ranks, 8, but is 4; set it to 8"),
-        ({"NPROC": "0"}, "error: NPROC: must be a number of at least 1, but is '0'; set it, or leave it out"),
-        ({"NPROC_train": "²", "NPROC": "1"}, "error: NPROC_train: must be a number of at least 1, but is '²'; set it,"),
-        ({"NPROC": "four"}, "error: NPROC: must be a number of at least 1, but is 'four'; set it, or leave it out"),
-        ({"NPROC": "gpu"}, "micro_batches_per_step: must be a multiple of the number of ranks, 8, but is 4; set it to"),
-        ({"SKIP": "train", "ARRAY_TASKS": "0"}, "ARRAY_TASKS: must be a number of at least 1, but is '0'; correct it"),
-    ],
-)
-def test_nodes_and_tasks_that_are_no_numbers_or_do_not_fit_are_refused_before_anything_is_queued(
-    stand: Stand, variables: dict[str, str], expected: str
-) -> None:
-    settings = "recipe=llama3_1_8b_mtp", "train.micro_batches_per_step=4"
-    result = stand.run("pipeline.sh", *settings, **variables, MTPTRAIN_PYTHON=sys.executable)
-    assert result.returncode == 1 and expected in result.stderr
-    assert stand.asked("sbatch") == []
 
 
 def test_a_container_runs_every_step_with_the_checkout_the_folder_and_the_users_mounts(stand: Stand) -> None:
