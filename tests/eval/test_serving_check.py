@@ -40,38 +40,41 @@ def test_a_head_with_too_short_a_context_is_refused_before_anything_decodes(
         find_engine(run, {"chat": list(range(10))}, tmp_path)
 
 
-def test_a_folder_without_an_export_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"serving\.json: must exist, but does not; run mtptrain export"):
-        read_serving_facts(tmp_path, "vllm", "of this run")
-
-
 FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256": "before"}
 """The facts of an earlier export, with an entry that exports no longer have."""
 
 
-def test_an_export_for_another_engine_is_refused(tmp_path: Path) -> None:
-    write_sealed(tmp_path / "serving.json", {**FACTS, "engine": "sglang"})
-    with pytest.raises(
-        ValueError, match=r"serving\.json: engine must be vllm, but is sglang; run mtptrain export with"
-    ):
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (None, r"must exist, but does not; run mtptrain export"),
+        (FACTS | {"engine": "sglang"}, r"engine must be vllm, but is sglang; run mtptrain export with"),
+        (FACTS, r"head_sha256 must be of this run, .* but is before, the hash of another head; run mtptrain"),
+    ],
+)
+def test_a_folder_without_the_export_of_this_head_for_this_engine_is_refused(
+    tmp_path: Path, facts: dict[str, object] | None, message: str
+) -> None:
+    if facts is not None:
+        write_sealed(tmp_path / "serving.json", facts)
+    with pytest.raises(UserError, match=rf"serving\.json: {message}"):
         read_serving_facts(tmp_path, "vllm", "of this run")
 
 
-def test_an_export_of_another_head_is_refused(tmp_path: Path) -> None:
-    write_sealed(tmp_path / "serving.json", FACTS)
-    with pytest.raises(
-        ValueError, match=r"head_sha256 must be of this run, .* but is before, the hash of another head; run mtptrain"
-    ):
-        read_serving_facts(tmp_path, "vllm", "of this run")
+ENGINE = VllmProcess(Path(), GenerateJob("", "", (), 1, 1))
+
+
+def compared(plain: list[int], by_round: list[list[int]] | None) -> Comparison:
+    """Compares an answer of ours, of which one draft was accepted, with an engine that accepted none in two rounds."""
+    ours = OurRun([Generation([3, 4], 1, 0, 1, [1])], [plain], (), "00")
+    counts = EngineCounts(rounds=2, drafted=1, accepted_at=[0])
+    theirs = EngineRun("0.32.0", [plain], counts, by_round)
+    return Comparison(ours, counts_of_all_rounds(ours.drafted), theirs, counts)
 
 
 def test_a_difference_names_its_prompt_once_by_its_id() -> None:
-    ours = OurRun([Generation([3, 4], 1, 0, 1, [1])], [[3, 4]], (), "00")
-    counts = EngineCounts(rounds=2, drafted=1, accepted_at=[0])
-    theirs = EngineRun("0.32.0", [[3, 4]], counts, [[0, 0]])
-    comparison = Comparison(ours, counts_of_all_rounds(ours.drafted), theirs, counts)
     divergence = Divergence("draft", 0, 1, 4, 9, 2.0, 0.25)
-    found = what_differs(["chat 7"], comparison, divergence, VllmProcess(Path(), GenerateJob("", "", (), 1, 1)))
+    found = what_differs(["chat 7"], compared([3, 4], [[0, 0]]), divergence, ENGINE)
     assert "rounds (1 here, 2 there), accepted at 0 (1 here, 0 there)" in found
     first = "The first difference, for prompt id chat 7: draft token 1 is 4 for us and probably 9 for the engine; our"
     assert first in found
@@ -88,8 +91,4 @@ def test_a_difference_names_its_prompt_once_by_its_id() -> None:
 def test_a_difference_without_a_first_token_says_why(
     plain: list[int], by_round: list[list[int]] | None, reason: str
 ) -> None:
-    ours = OurRun([Generation([3, 4], 1, 0, 1, [1])], [plain], (), "00")
-    counts = EngineCounts(rounds=2, drafted=1, accepted_at=[0])
-    comparison = Comparison(ours, counts_of_all_rounds(ours.drafted), EngineRun("1", [plain], counts, by_round), counts)
-    engine = VllmProcess(None, GenerateJob("", "", (), 1, 1))
-    assert f". {reason}" in what_differs(["chat 7"], comparison, None, engine)
+    assert f". {reason}" in what_differs(["chat 7"], compared(plain, by_round), None, ENGINE)
