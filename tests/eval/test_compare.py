@@ -169,26 +169,16 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
 
 
 def test_decoding_speed_of_the_run_is_shown_on_its_page_with_its_command(tmp_path: Path) -> None:
-    row = dict.fromkeys(
-        (
-            "tokens_per_s",
-            "speed_up",
-            "speed_up_with_prompt",
-            "refilled_speed_up",
-            "tokens_per_own_round",
-        ),
-        1.25,
-    )
+    speeds = ("tokens_per_s", "speed_up", "speed_up_with_prompt", "refilled_speed_up", "tokens_per_own_round")
+    row = dict.fromkeys(speeds, 1.25)
     row |= {"batch_size": 8, "num_speculative_tokens": 3, "draft_ms": 2.0, "verify_ms": 3.0}
-    decoding = {
-        **MEASURED,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "sample_drafts": False,
-        "rows": [row],
-        "command": "bench it",
-    }
+    others = ((8, 0, 1.0), (1, 0, 1.0), (1, 3, 0.8))
+    rows = [
+        row | {"batch_size": size, "num_speculative_tokens": depths, "speed_up": speed_up}
+        for size, depths, speed_up in others
+    ]
+    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "sample_drafts": False}
+    decoding = {**MEASURED, **sampling, "rows": [row, *rows], "command": "bench it"}
     write_report(tmp_path / "acceptance/report.json", [8, 6], head_sha256="cc", command="measure it")
     write_other_report(tmp_path, "bench_decode/report.json", decoding)
     page = page_of(tmp_path)
@@ -197,6 +187,8 @@ def test_decoding_speed_of_the_run_is_shown_on_its_page_with_its_command(tmp_pat
         in page
     )
     assert page.count("<svg>a chart</svg>") == 1
+    fastest = "K = 3 (1.25 times plain decoding) at batch size 8, K = 0 (1.00 times plain decoding) at batch size 1"
+    assert f"Fastest here: {fastest}." in page
     assert all(f"<pre>{command}</pre>" in page for command in ("measure it", "bench it"))
     write_other_report(tmp_path, "bench_decode/report.json", {**decoding, "head_sha256": "dd"})
     assert "bench it" not in page_of(tmp_path)

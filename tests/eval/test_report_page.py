@@ -1,26 +1,20 @@
 """Tests the page of a measurement: the order of its parts, its verdict, plots and example answers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from eval.examples import accepted_flags, examples, pieces
+from eval.examples import examples, pieces
 from eval.measurement import DecodedPrompt, Measured
-from eval.report_page import fastest_choices, render_page, verdict
+from eval.report_page import render_page, verdict
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.speculate import Generation
 from tests.conftest import make_tokenizer
 from tests.eval.test_compare import write_report
-
-
-def test_the_first_token_and_each_bonus_token_are_the_targets_own() -> None:
-    generation = Generation(list(range(7)), 3, 0, 9, [2, 1, 0], [2, 0, 1])
-    assert accepted_flags(generation) == [False, True, True, False, False, True, False]
-    cut = Generation(list(range(3)), 1, 0, 3, [1, 1, 1], [3])
-    assert accepted_flags(cut) == [False, True, True]
 
 
 def measured(answers: dict[str, Generation]) -> Measured:
@@ -51,7 +45,6 @@ def byte_pieces() -> PreTrainedTokenizerFast:
 def test_pieces_keep_the_spaces_between_them_and_characters_whose_bytes_lie_in_several() -> None:
     snow = [3 + byte for byte in "\u2603".encode()]  # three bytes
     generation = Generation([0, 1, *snow, 2], 3, 0, 9, [2, 1, 0], [1, 1, 0])
-    assert accepted_flags(generation) == [False, True, False, True, False, False]
     shown = [("Hi", False), (" there", True), ("\u2603!", False)]
     assert pieces(generation, byte_pieces()) == shown
 
@@ -60,12 +53,15 @@ HOSTILE = "<script>$x_$ &"
 
 
 def test_examples_are_whole_answers_whose_accepted_drafts_are_marked() -> None:
-    answers = {"low": answer("abcd", 0, 0, 0), "mid": answer("abcdef", 1, 1, 0), "high": answer(HOSTILE, 3, 3, 3, 0)}
+    """The answer `mid` ends within the accepted drafts of its last round."""
+    mid = answer("abcdefgh", 1, 1, 2)
+    answers = {"low": answer("abcd", 0, 0, 0), "mid": replace(mid, tokens=mid.tokens[:6])}
+    answers["high"] = answer(HOSTILE, 3, 3, 3, 0)
     prompts = {name: make_tokenizer()(f"to {name}: ")["input_ids"] for name in answers}
     shown = examples(measured(answers), prompts, make_tokenizer())
     assert [each["id"] for each in shown] == ["low", "mid", "high"]
     assert shown[1]["prompt"] == "to mid: "
-    assert shown[1]["pieces"] == [("a", False), ("b", True), ("c", False), ("d", True), ("ef", False)]
+    assert shown[1]["pieces"] == [("a", False), ("b", True), ("c", False), ("d", True), ("e", False), ("f", True)]
     assert "".join(text for text, _ in shown[2]["pieces"]) == HOSTILE
 
 
@@ -113,14 +109,3 @@ def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain(
     slow = verdict({"a": figures(2.0, low, 9.0), "b": figures(2.5, high, 6.0)}, has_speed=True)
     assert slow[1:] == ["The fastest was a, at 9 tokens/s; b gave 6 tokens/s."]
     assert verdict({"a": figures(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]
-
-
-def test_the_fastest_k_of_each_batch_size_is_named() -> None:
-    rows = [
-        {"batch_size": size, "num_speculative_tokens": depths, "speed_up": speed_up}
-        for size, depths, speed_up in ((1, 0, 1.0), (1, 3, 1.7), (1, 5, 1.6), (8, 0, 1.0), (8, 3, 0.8))
-    ]
-    assert fastest_choices(rows) == (
-        "Fastest here: K = 3 (1.70 times plain decoding) at batch size 1, K = 0 (1.00 times plain decoding) at batch "
-        "size 8."
-    )
