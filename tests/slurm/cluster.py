@@ -78,19 +78,8 @@ class Node:
         """Start the node's first process, which waits for the network and then runs `command`."""
         (directory / f"hosts_{name}").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         # A node is killed when the tests end, even if they crash.
-        unshare = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "unshare",
-            "--net",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        ]
+        unshare = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
+        unshare += ["--kill-child", "--mount-proc"]
         with (directory / f"daemon_{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 [*unshare, "sh", "-ec", START_NODE, "sh", name, str(directory), *command],
@@ -218,6 +207,12 @@ def address_of(name: str) -> str:
     return f"{NETWORK}.{1 + ord(name) - ord('a')}"
 
 
+def environment_without_slurm() -> dict[str, str]:
+    """Returns this process's variables without those that Slurm and its scripts read."""
+    ours = ("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
 @contextmanager
 def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[Slurm]:
     """Yields a cluster whose nodes are named by the letters of `names`, or skips the test if none can run.
@@ -234,11 +229,7 @@ def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[S
     conf = SLURM_CONF.format(directory=directory, controller=CONTROLLER_ADDRESS, nodes=nodes, settings=settings)
     (directory / "slurm.conf").write_text(conf)
     (directory / "gres.conf").write_text(f"Name=gpu File={directory}/dev/nvidia[0-7]\n")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "SBATCH_", "NPROC", "MTPTRAIN_"))
-    }
+    environment = environment_without_slurm()
     environment |= {"SLURM_CONF": f"{directory}/slurm.conf", "MTPTRAIN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment |= {"MTPTRAIN_LOCAL_RUN_DIR": "0"}  # the nodes share the folder, whatever the type of its file system
     slurm = Slurm(
@@ -265,15 +256,9 @@ def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[S
 
 def start_controller(directory: Path) -> str:
     """Returns a shell command that runs munged, then slurmctld."""
-    files = {
-        "key": "munge.key",
-        "socket": "munge.socket",
-        "pid": "munged.pid",
-        "seed": "munge.seed",
-        "log": "munged.log",
-    }
-    options = [f"--{name}{'' if name == 'socket' else '-file'}={directory}/{file}" for name, file in files.items()]
-    return f"munged --force {' '.join(options)} && exec slurmctld -D -i"
+    files = {"key": "munge.key", "pid": "munged.pid", "seed": "munge.seed", "log": "munged.log"}
+    options = [f"--{name}-file={directory}/{file}" for name, file in files.items()]
+    return f"munged --force --socket={directory}/munge.socket {' '.join(options)} && exec slurmctld -D -i"
 
 
 def require_programs() -> None:
