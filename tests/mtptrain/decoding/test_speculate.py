@@ -134,19 +134,13 @@ def test_nothing_is_compiled_for_the_shapes_of_a_round(target: Target) -> None:
         compile_module.set_compilation(False)
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [1, 3, 5])
-def test_a_draft_that_is_the_target_is_accepted_whole(target: Target, num_speculative_tokens: int) -> None:
-    drafter = TargetCopy(target, num_speculative_tokens)
-    for generation in decode(target, drafter, random_prompts(8), num_speculative_tokens=num_speculative_tokens):
-        assert generation.rounds == math.ceil(23 / (num_speculative_tokens + 1))
-        assert generation.accepted_at == [generation.rounds] * num_speculative_tokens
-
-
-def test_a_sampled_draft_that_is_the_target_is_accepted_whole(target: Target) -> None:
-    sampler = Sampler(1.0)
-    for generation in decode(target, TargetCopy(target, 3), random_prompts(8), sampler=sampler):
+@pytest.mark.parametrize(("num_drafts", "temperature"), [(1, 0.0), (3, 0.0), (5, 0.0), (3, 1.0)])
+def test_a_draft_that_is_the_target_is_accepted_whole(target: Target, num_drafts: int, temperature: float) -> None:
+    settings = {"num_speculative_tokens": num_drafts, "sampler": Sampler(temperature)}
+    for generation in decode(target, TargetCopy(target, num_drafts), random_prompts(8), **settings):
         # The copy's logits come from another batch shape, so a uniform sample within 1e-6 of 1 could reject a draft.
-        assert generation.accepted_at == [generation.rounds] * 3
+        assert generation.accepted_at == [generation.rounds] * num_drafts
+        assert temperature or generation.rounds == math.ceil(23 / (num_drafts + 1))
 
 
 def test_a_random_heads_drafts_are_mostly_rejected_and_counted_so(target: Target) -> None:
