@@ -22,17 +22,8 @@ from tests.serving.ours import OnDisk
 NUM_PROMPTS, NUM_REQUESTS = 4, 6
 KEYS = {
     *("num_speculative_tokens", "concurrency", "requests", "output_tokens", "duration_s", "ttft_ms", "tpot_ms"),
-    *(
-        "itl_ms",
-        "output_tokens_per_s",
-        "speed_up",
-        "predicted_speed_up",
-        "step_ms",
-        "rounds",
-        "drafted",
-        "accepted_at",
-        "acceptance_length",
-    ),
+    *("itl_ms", "output_tokens_per_s", "speed_up", "predicted_speed_up", "step_ms", "rounds", "drafted"),
+    *("accepted_at", "acceptance_length"),
 }
 
 
