@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.serving.worker import run_worker
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import SPIN_COUNT
-from tests.programs import is_running, wait_until_ended
+from tests.programs import fake_python, is_running, wait_until_ended
 
 PYTHON = Path(sys.executable)
 ROOT = Path(__file__).parents[3]
@@ -169,14 +168,6 @@ def test_the_messages_of_a_stream_that_have_the_same_time_are_one_step(tmp_path:
     assert len(gaps) == 2
 
 
-def sleeping_python(directory: Path) -> Path:
-    """Returns the path of a fake Python that ignores its arguments, starts a sleeping child and waits."""
-    path = directory / "python"
-    path.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {directory}/child\nwait\n")
-    path.chmod(0o755)
-    return path
-
-
 def start_vllm(python: Path, log_path: Path) -> None:
     ManagedServer(python, ["serve", "target"], log_path, 1, VllmServer, "vllm serve").__enter__()
 
@@ -189,38 +180,10 @@ def generate_by_llama_cpp(program: Path, log_path: Path) -> None:
 def test_a_server_that_does_not_answer_in_time_is_killed_with_its_children(
     tmp_path: Path, start: Callable[[Path, Path], None]
 ) -> None:
-    python = sleeping_python(tmp_path)
+    python = fake_python(tmp_path, f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/child\nwait\n")
     with pytest.raises(UserError, match=r"serving_bench\.start_timeout_s: the server must answer within 1 s, but"):
         start(python, tmp_path / "server.log")
     wait_until_ended(int((tmp_path / "child").read_text()))
-
-
-def test_a_worker_ends_with_its_children_when_its_parent_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "vllm").mkdir()  # a fake engine that starts a child and never answers
-    (tmp_path / "vllm/__init__.py").write_text("")
-    entry = tmp_path / "vllm/entrypoints/openai/api_server.py"
-    entry.parent.mkdir(parents=True)
-    entry.write_text(
-        textwrap.dedent(f"""
-        import subprocess, sys
-        assert sys.argv[1:] == ["--model", "target"]
-        child = subprocess.Popen(["sleep", "300"])
-        open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
-        child.wait()
-        """)
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, sys.executable, str(BENCH_WORKER)],
-        env=dict(os.environ, PYTHONPATH=str(tmp_path)),
-    )
-    check_end_with_parent(parent, tmp_path / "child")
-
-
-PARENT = """
-import subprocess, sys
-worker = [sys.argv[1], sys.argv[2], "serve", "target"]
-subprocess.Popen(worker, stdin=subprocess.PIPE, start_new_session=True).wait()
-"""
 
 
 def check_end_with_parent(parent: subprocess.Popen[bytes], pid_path: Path) -> None:
@@ -258,13 +221,23 @@ OPENVINO = {
     "openvino_genai.py": "",
     "optimum/commands/optimum_cli.py": "import sleeping; sleeping.sleep()",
 }
+SERVER_OF_VLLM = """
+import subprocess, sys
+
+assert sys.argv[1:] == ["--model", "target"]
+subprocess.run([sys.executable, "-c", "import sleeping; sleeping.sleep()"])
+"""
 CONVERTED = {"target": "t", "head": "h", "converted_target": "/none/t", "converted_head": "/none/h", "weights": "fp32"}
 RUN_WORKER = """
 import json, sys
 from pathlib import Path
+from mtptrain.serving.server_process import WorkerProcess
 from mtptrain.serving.worker import run_worker
 
-run_worker(Path(sys.executable), Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), "engine")
+worker, mode, job = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+if mode == "serve":
+    WorkerProcess([sys.executable, worker, mode, job], Path(sys.argv[4])).process.wait()
+run_worker(Path(sys.executable), worker, mode, job, "engine")
 """
 
 
@@ -273,10 +246,11 @@ run_worker(Path(sys.executable), Path(sys.argv[1]), sys.argv[2], json.loads(sys.
     [
         (VLLM_WORKER, "generate", {"vllm.py": VLLM}, [asdict(JOB)]),
         (OPENVINO_WORKER, "decode", OPENVINO, CONVERTED),
+        (BENCH_WORKER, "serve", {"vllm/entrypoints/openai/api_server.py": SERVER_OF_VLLM}, "target"),
     ],
-    ids=["vllm", "openvino, while it converts"],
+    ids=["vllm", "openvino, while it converts", "a child of vllm serve"],
 )
-def test_an_engine_that_decodes_ends_when_its_parent_is_killed(
+def test_an_engine_ends_with_its_children_when_its_parent_is_killed(
     tmp_path: Path, worker: Path, mode: str, engine: dict[str, str], job: object
 ) -> None:
     for name, text in (engine | {"sleeping.py": SLEEP.format(path=str(tmp_path / "child"))}).items():
@@ -284,7 +258,7 @@ def test_an_engine_that_decodes_ends_when_its_parent_is_killed(
         (tmp_path / name).write_text(text)
     check_end_with_parent(
         subprocess.Popen(
-            [sys.executable, "-c", RUN_WORKER, str(worker), mode, json.dumps(job)],
+            [sys.executable, "-c", RUN_WORKER, str(worker), mode, json.dumps(job), str(tmp_path / "log")],
             env=dict(os.environ, PYTHONPATH=f"{tmp_path}:{ROOT}"),
         ),
         tmp_path / "child",
