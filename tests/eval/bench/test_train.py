@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.bench.train import shown
 from eval.bench.train_steps import WORKER, PeerProcess, case_of, plain_losses, random_batch, random_parts
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
@@ -43,10 +42,6 @@ def test_every_candidate_is_measured_and_written(tmp_path: Path) -> None:
     assert step["tokens_per_s"] > 0 and isinstance(figures["prompt_token_cost"], float)
     assert [(row["tokens"], row["supervised"]) for row in figures["lengths"]] == [(1024, 1024), (2048, 1024)]
     assert "*** THE PEER IS LEFT OUT: bench.peer_python must be a Python with speculators" in result.stdout
-
-
-def test_only_bytes_are_shown_in_megabytes() -> None:
-    assert [shown(name, 2_000_000) for name in ("peak_bytes", "tokens")] == ["2 MB", "2000000"]
 
 
 def test_a_peer_that_ended_between_two_steps_is_reported(tmp_path: Path) -> None:
