@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from mtptrain.config import Dtype, HiddenStatesConfig
-from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams, check_vllm_can_extract
+from mtptrain.config import Backend, Dtype, HiddenStatesConfig
+from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams, choose_backend
 from mtptrain.target.families import read_target_config
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
@@ -106,7 +106,7 @@ def test_targets_that_vllm_cannot_extract_from_are_refused_by_name(
 ) -> None:
     name, reason = family.split()[0], re.escape(REFUSED[family])
     with pytest.raises(ValueError, match=rf"but family '{name}' {reason}.*; set hidden_states\.backend=transformers"):
-        check_vllm_can_extract(read_target_config(target_of_family(family)))
+        choose_backend(Backend.vllm, read_target_config(target_of_family(family)))
 
 
 def test_qwen2_with_a_size_of_heads_that_vllm_ignores_is_refused(tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_qwen2_with_a_size_of_heads_that_vllm_ignores_is_refused(tmp_path: Path)
     with pytest.raises(
         ValueError, match=r"family 'qwen2' has head_dim=64, but vLLM uses hidden_size / num_attention_heads=32; set"
     ):
-        check_vllm_can_extract(read_target_config(target_dir))
+        choose_backend(Backend.vllm, read_target_config(target_dir))

@@ -22,7 +22,7 @@ from mtptrain.config import Dtype, HiddenStatesConfig
 from mtptrain.hidden_states.extraction.vllm_streams import (
     ENVIRONMENT,
     VllmStreams,
-    _SentShard,
+    _check_states,
     engine_environment,
     visible_devices,
 )
@@ -283,10 +283,9 @@ PROMPT = np.array([5, 6, 7], dtype=np.int32)
 def test_states_that_are_not_of_every_token_of_the_prompt_are_refused(
     shape: tuple[int, ...], token_ids: list[int], message: str
 ) -> None:
-    shard = _SentShard(7, [PROMPT, PROMPT], Path())
-    shard.check(1, torch.zeros(3, 2, 4), torch.from_numpy(PROMPT), 2)
+    _check_states(7, [PROMPT, PROMPT], 1, torch.zeros(3, 2, 4), torch.from_numpy(PROMPT), 2)
     with pytest.raises(UserError, match=message):
-        shard.check(1, torch.zeros(shape), torch.tensor(token_ids), 2)
+        _check_states(7, [PROMPT, PROMPT], 1, torch.zeros(shape), torch.tensor(token_ids), 2)
 
 
 def test_every_rank_has_gpus_of_its_own() -> None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -61,37 +60,27 @@ def choose_backend(setting: Backend, target_config: PreTrainedConfig) -> Backend
     """Returns the engine that runs the target: vllm or transformers. If `auto` is not vllm, a line on stderr says why.
 
     Raises:
-        UserError: vllm is set, and `check_vllm_can_extract` refuses the target.
+        UserError: vllm is set, and is known not to extract hidden states from the target.
     """
-    if setting is Backend.vllm:
-        check_vllm_can_extract(target_config)
-    if setting is not Backend.auto:
+    if setting is Backend.transformers:
         return setting
-    if reason := _why_not_vllm(target_config):
-        line = f"hidden_states.backend: transformers, because family {target_config.model_type!r} {reason}"
-        print_once(line, "MTPTRAIN_BACKEND")
-        return Backend.transformers
-    return Backend.vllm
-
-
-def check_vllm_can_extract(target_config: PreTrainedConfig) -> None:
-    """Refuse targets from which vLLM is known not to extract hidden states.
-
-    For other families vLLM itself refuses, when it starts, to capture layers that it cannot.
-
-    Raises:
-        UserError: vLLM does not capture the family's layers or does not support its sliding window or head size, or
-            the target has multi-head latent attention.
-    """
-    if reason := _why_not_vllm(target_config):
+    if not (reason := _why_not_vllm(target_config)):
+        return Backend.vllm
+    family = target_config.model_type
+    if setting is Backend.vllm:
         raise UserError(
             "hidden_states.backend: the target must be one that vLLM extracts hidden states from, but family "
-            f"{target_config.model_type!r} {reason}; set hidden_states.backend=transformers"
+            f"{family!r} {reason}; set hidden_states.backend=transformers"
         )
+    print_once(f"hidden_states.backend: transformers, because family {family!r} {reason}", "MTPTRAIN_BACKEND")
+    return Backend.transformers
 
 
 def _why_not_vllm(target_config: PreTrainedConfig) -> str:
-    """Returns what a family has from which vLLM is known not to extract hidden states, or an empty string."""
+    """Returns what a family has from which vLLM is known not to extract hidden states, or an empty string.
+
+    For other families vLLM itself refuses, when it starts, to capture layers that it cannot.
+    """
     family = target_config.model_type
     head_size = target_config.hidden_size // target_config.num_attention_heads
     if family in WITHOUT_STREAMS["vllm"]:
@@ -144,7 +133,7 @@ class VllmStreams:
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
-        check_vllm_can_extract(target_config)
+        choose_backend(Backend.vllm, target_config)
         self._python = find_python(python, warns=False)  # the program has looked for it before, and warned
         self._environment = engine_environment(os.environ, local_rank, settings.tensor_parallel_size)
         self._layer_ids = sorted(set(layers))  # the engine's order
@@ -200,27 +189,27 @@ class VllmStreams:
             OSError: the disk is full.
             UserError: the engine failed, or its states do not match the prompt.
         """
-        running: _SentShard | None = None
+        sent: list[tuple[int, list[Path], Sequence[NDArray[np.int32]]]] = []  # at most the shard that the engine runs
         for number, prompts in enumerate(shards):
-            sent = _SentShard(number, prompts, self.scratch_dir)
-            self._send(
-                {"prompts": [prompt.tolist() for prompt in prompts], "paths": [str(path) for path in sent.paths]}
-            )
-            if running:
-                yield self._read(running)
-            running = sent
-        if running:
-            yield self._read(running)
+            paths = [self.scratch_dir / f"shard_{number:05d}_{index:06d}.safetensors" for index in range(len(prompts))]
+            self._send({"prompts": [prompt.tolist() for prompt in prompts], "paths": list(map(str, paths))})
+            if sent:
+                yield self._read(*sent.pop())
+            sent.append((number, paths, prompts))
+        if sent:
+            yield self._read(*sent.pop())
 
-    def _read(self, shard: "_SentShard") -> Iterator[tuple[int, torch.Tensor]]:
+    def _read(
+        self, shard: int, paths: Sequence[Path], prompts: Sequence[NDArray[np.int32]]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             self._raise_failure()
-        for index, path in enumerate(shard.paths):
+        for index, path in enumerate(paths):
             tensors = load_file(path)
             path.unlink()
             states, token_ids = tensors["hidden_states"], tensors["token_ids"]
-            shard.check(index, states, token_ids, len(self._layer_ids))
+            _check_states(shard, prompts, index, states, token_ids, len(self._layer_ids))
             yield index, states if self._columns == list(range(len(self._layer_ids))) else states[:, self._columns]
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -250,40 +239,27 @@ class VllmStreams:
         )
 
 
-@dataclass(frozen=True)
-class _SentShard:
-    """A shard that was sent to the engine."""
-
-    number: int
-    """Index of the shard among those of this call of `extract`."""
-    prompts: Sequence[NDArray[np.int32]]
-    scratch_dir: Path
-
-    @property
-    def paths(self) -> list[Path]:
-        """The file of each prompt."""
-        return [
-            self.scratch_dir / f"shard_{self.number:05d}_{index:06d}.safetensors" for index in range(len(self.prompts))
-        ]
-
-    def check(self, index: int, states: torch.Tensor, token_ids: torch.Tensor, num_streams: int) -> None:
-        """Check that states [n, layers, H] belong to the tokens of a prompt.
-
-        Raises:
-            UserError: they belong to other tokens, or have another shape.
-        """
-        prompt = self.prompts[index]
-        where = f"vLLM: document {index} of the {len(self.prompts)} in shard {self.number} of this process"
-        advice = "set hidden_states.backend=transformers, or use the version of vLLM that mtptrain was tested with"
-        if len(states) != len(prompt) or states.shape[1] != num_streams:
-            raise UserError(
-                f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has "
-                f"{states.shape[1]} for {len(states)}; {advice}"
-            )
-        if not np.array_equal(token_ids.numpy(), prompt):
-            raise UserError(
-                f"{where} must have the states of its own {len(prompt)} tokens, but has those of other tokens; {advice}"
-            )
+def _check_states(
+    shard: int,
+    prompts: Sequence[NDArray[np.int32]],
+    index: int,
+    states: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_streams: int,
+) -> None:
+    """Raises UserError if states [n, layers, H] belong to other tokens than a prompt's, or have another shape."""
+    prompt = prompts[index]
+    where = f"vLLM: document {index} of the {len(prompts)} in shard {shard} of this process"
+    advice = "set hidden_states.backend=transformers, or use the version of vLLM that mtptrain was tested with"
+    if len(states) != len(prompt) or states.shape[1] != num_streams:
+        raise UserError(
+            f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has {states.shape[1]} "
+            f"for {len(states)}; {advice}"
+        )
+    if not np.array_equal(token_ids.numpy(), prompt):
+        raise UserError(
+            f"{where} must have the states of its own {len(prompt)} tokens, but has those of other tokens; {advice}"
+        )
 
 
 def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_parallel_size: int) -> dict[str, str]:
