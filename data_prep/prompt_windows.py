@@ -4,8 +4,7 @@ An item is a file, a conversation or a row of tokens. A conversation may need se
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
@@ -20,27 +19,12 @@ _BATCH = 64
 """Number of items per call of the tokenizer. Each call uses all cores."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """One document of the output. Its id is its index among all windows."""
-
-    name: str
-    """Name of the item."""
-    group: str
-    split: Split
-    number: int
-    """Index of this window in its encoding, from 0."""
-    turn: int
-    """See `Encoding.turn`."""
-    encoding: Encoding
-    """The tokens of this window."""
-
-
 class Collector:
     """Cuts, splits and counts items in the order they are added."""
 
     def __init__(self, prompts: PromptsConfig, vocab_size: int) -> None:
-        self.windows: list[Window] = []
+        self.windows: list[tuple[DocumentEntry, Encoding]] = []
+        """The documents of the output, and the tokens of each. An id is its index among them."""
         self.refused: dict[str, str] = {}
         # `PromptsReport` describes these counts; `answers_rewritten` is its `rewritten.answers`.
         self.items_cut = 0
@@ -80,11 +64,17 @@ class Collector:
         if split is Split.train and self.is_full:
             self.beyond_max_train_tokens += 1
             return
-        windows = [window for encoding in encodings for window in self._windows(name, group, split, encoding)]
         self.items_cut += any(len(encoding.input_ids) > self._prompts.max_document_tokens for encoding in encodings)
-        kept = [window for window in windows if split is Split.validation or self._fits(window)]
-        self.beyond_max_train_tokens += len(kept) < len(windows)
-        self.windows += kept
+        is_whole = True
+        for encoding in encodings:
+            for number, window in self._windows(encoding):
+                tokens = len(window.input_ids)
+                if split is Split.validation or self._fits(tokens):
+                    entry = DocumentEntry(len(self.windows), name, split, tokens, number, encoding.turn, group)
+                    self.windows.append((entry, window))
+                else:
+                    is_whole = False
+        self.beyond_max_train_tokens += not is_whole
 
     def _is_copy(self, encodings: Sequence[Encoding]) -> bool:
         """Remembers an item, and counts it and returns True if an earlier one has the same tokens and loss mask."""
@@ -98,12 +88,10 @@ class Collector:
         self.copies += is_copy
         return is_copy
 
-    def _windows(self, name: str, group: str, split: Split, encoding: Encoding) -> list[Window]:
-        """Cut an encoding, count its windows, and return those with a supervised token."""
+    def _windows(self, encoding: Encoding) -> list[tuple[int, Encoding]]:
+        """Cut an encoding, count its windows, and return those with a supervised token, with their indices from 0."""
         parts = cut(encoding, self._prompts.max_document_tokens)
-        windows = [
-            Window(name, group, split, i, encoding.turn, part) for i, part in enumerate(parts) if part.loss_mask.any()
-        ]
+        windows = [(number, part) for number, part in enumerate(parts) if part.loss_mask.any()]
         self.tokens_read += len(encoding.input_ids)
         self.windows_cut += len(parts) if len(parts) > 1 else 0
         self.windows_unsupervised += len(parts) - len(windows)
@@ -113,31 +101,17 @@ class Collector:
         self.answers_inserted += encoding.answers_inserted
         return windows
 
-    def _fits(self, window: Window) -> bool:
+    def _fits(self, tokens: int) -> bool:
         """Counts the tokens of a training window and returns True, or closes the split if they exceed the limit."""
-        tokens, limit = len(window.encoding.input_ids), self._prompts.max_train_tokens
+        limit = self._prompts.max_train_tokens
         # A full split stays full even if a shorter window would fit, so that raising the limit only appends windows.
         self.is_full = self.is_full or 0 < limit < self._train_tokens + tokens
         self._train_tokens += 0 if self.is_full else tokens
         return not self.is_full
 
     def documents(self, split: Split) -> Documents:
-        chosen = [(i, window.encoding) for i, window in enumerate(self.windows) if window.split is split]
-        return Documents.from_list([(i, encoding.input_ids, encoding.loss_mask) for i, encoding in chosen])
-
-    def entries(self) -> Iterator[DocumentEntry]:
-        for i, window in enumerate(self.windows):
-            tokens = len(window.encoding.input_ids)
-            yield DocumentEntry(i, window.name, window.split, tokens, window.number, window.turn, window.group)
-
-    def rewritten_documents(self) -> Documents:
-        """Returns the additional documents for turns that the template rewrites once the conversation continues."""
         return Documents.from_list(
-            [
-                (i, window.encoding.input_ids, window.encoding.loss_mask)
-                for i, window in enumerate(self.windows)
-                if window.turn
-            ]
+            [(entry.id, each.input_ids, each.loss_mask) for entry, each in self.windows if entry.split is split]
         )
 
 

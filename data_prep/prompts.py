@@ -9,7 +9,6 @@ train.safetensors, validation.safetensors, documents.jsonl, report.json and, las
 from collections.abc import Mapping
 from dataclasses import asdict
 
-import numpy as np
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
@@ -73,11 +72,20 @@ def prepare_prompts(run: Run) -> PromptsReport:
     write_provenance(stage_dir, config, "manifest.json")
     for split, documents in splits.items():
         documents.save(stage_dir / split.filename)
-    DocumentEntry.write_all(stage_dir, collector.entries())
+    DocumentEntry.write_all(stage_dir, [entry for entry, _ in collector.windows])
     report = make_report(source, config.prompts, splits, collector, is_dated)
     write_json(stage_dir / "report.json", asdict(report))
-    identity = TokenizerIdentity.of(tokenizer, run.target.template_kwargs_json)
-    make_manifest(identity, vocab_size, config.prompts.max_document_tokens, splits).write(stage_dir)
+    train, validation = splits[Split.train], splits[Split.validation]
+    PromptsManifest(
+        schema_version=SCHEMA_VERSION,
+        tokenizer=TokenizerIdentity.of(tokenizer, run.target.template_kwargs_json),
+        vocab_size=vocab_size,
+        max_document_tokens=config.prompts.max_document_tokens,
+        train_documents=len(train),
+        train_tokens=len(train.input_ids),
+        validation_documents=len(validation),
+        validation_tokens=len(validation.input_ids),
+    ).write(stage_dir)
     return report
 
 
@@ -157,8 +165,8 @@ def make_report(
     collector: Collector,
     is_dated: bool,
 ) -> PromptsReport:
-    rewritten = collector.rewritten_documents()
-    num_tokens = len(rewritten.input_ids)
+    rewritten = [window for entry, window in collector.windows if entry.turn]
+    num_tokens = sum(len(window.input_ids) for window in rewritten)
     return PromptsReport(
         source=prompts.source,
         splits={split: SplitReport.of(documents) for split, documents in splits.items()},
@@ -169,7 +177,7 @@ def make_report(
             collector.answers_rewritten,
             len(rewritten),
             num_tokens,
-            num_tokens - int(rewritten.loss_mask.sum(dtype=np.int64)),
+            num_tokens - sum(int(window.loss_mask.sum()) for window in rewritten),
         ),
         duplicates=DuplicatesReport.of(source.groups, source.clusters, prompts.validation_fraction, collector.copies),
         answers_left_out=collector.answers_left_out,
@@ -179,22 +187,6 @@ def make_report(
         refused=group_refusals(collector.refused),
         items=len(source.names) + len(source.refused),
         is_dated=is_dated,
-    )
-
-
-def make_manifest(
-    tokenizer: TokenizerIdentity, vocab_size: int, max_document_tokens: int, splits: Mapping[Split, Documents]
-) -> PromptsManifest:
-    train, validation = splits[Split.train], splits[Split.validation]
-    return PromptsManifest(
-        schema_version=SCHEMA_VERSION,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        max_document_tokens=max_document_tokens,
-        train_documents=len(train),
-        train_tokens=len(train.input_ids),
-        validation_documents=len(validation),
-        validation_tokens=len(validation.input_ids),
     )
 
 
