@@ -92,12 +92,8 @@ def check_training_prompts(documents: Documents, path: Path, target_config: PreT
     """Refuse prompts that the target cannot read.
 
     Raises:
-        UserError: there are no documents, a document is too long, or a token is outside the vocabulary.
+        UserError: a document is too long, or a token is outside the vocabulary.
     """
-    if len(documents) == 0:
-        raise UserError(
-            f"{path}: must hold at least one document, but holds none; correct prompts.paths and run mtptrain prompts"
-        )
     context_tokens, vocab_size = target_config.max_position_embeddings, target_config.vocab_size
     longest, largest_id = int(documents.lengths.max()), int(documents.input_ids.max())
     if longest > context_tokens:

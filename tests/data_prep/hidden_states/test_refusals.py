@@ -90,11 +90,6 @@ def test_tokens_outside_the_vocabulary_are_refused(prepared: ConfigFor, tiny_tar
         extract_hidden_states(Run(config), ONE_RANK)
 
 
-def test_no_documents_are_refused(prepared: ConfigFor) -> None:
-    with pytest.raises(ValueError, match=r"must hold at least one document, but holds none; correct prompts.paths"):
-        extract_hidden_states(Run(prepared(lengths=[])), ONE_RANK)
-
-
 def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
