@@ -12,7 +12,7 @@ from mtptrain.data.tool_calls import Message
 from .row_files import UsableRows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversations(UsableRows):
     """Usable conversations, and why other rows were refused."""
 

@@ -24,8 +24,8 @@ from .near_duplicates import join_near_duplicates
 from .renderings import Rendering, render_conversation
 from .responses.dialogue import Ending
 from .responses.manifest import read_responses
-from .text_files import TextFiles, read_text_files
-from .token_rows import TokenRows, read_token_rows
+from .text_files import read_text_files
+from .token_rows import read_token_rows
 
 
 class Source(Protocol):
@@ -47,11 +47,10 @@ class Source(Protocol):
 class TextSource:
     """Whole files with text, after a beginning-of-text token if the tokenizer has one; every token is supervised."""
 
-    def __init__(self, files: TextFiles, tokenizer: PreTrainedTokenizerBase) -> None:
-        texts = {name: text for name, text in files.texts.items() if text}
-        self.names = self.groups = self.clusters = list(texts)
-        self.refused = files.refused | {name: "empty" for name, text in files.texts.items() if not text}
-        self._texts = list(texts.values())
+    def __init__(self, texts: dict[str, str], refused: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.names = self.groups = self.clusters = [name for name, text in texts.items() if text]
+        self.refused = refused | {name: "empty" for name, text in texts.items() if not text}
+        self._texts = [texts[name] for name in self.names]
         self._tokenizer = tokenizer
 
     def location(self, index: int) -> str:
@@ -63,21 +62,6 @@ class TextSource:
         batch = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         documents = [np.array([*bos, *token_ids], np.int32) for token_ids in batch]  # [S] each
         return [[Encoding(ids, np.ones(len(ids), np.uint8))] for ids in documents]
-
-
-class TokenSource:
-    """Rows of tokens. The loss mask of each row says which of its tokens are supervised."""
-
-    def __init__(self, rows: TokenRows) -> None:
-        self.names, self.groups, self.refused = rows.names, rows.groups, rows.refused
-        self.clusters = self.groups
-        self._rows = rows
-
-    def location(self, index: int) -> str:
-        return self._rows.location(index)
-
-    def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
-        return [[self._rows.encoding(index)] for index in indices]
 
 
 class ConversationSource:
@@ -179,10 +163,10 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
             "prompts.paths=[...] in the recipe or on the command line"
         )
     if prompts.source is PromptSource.tokens:
-        return TokenSource(read_token_rows(prompts.paths, prompts.metadata, prompts.split))
+        return read_token_rows(prompts.paths, prompts.metadata, prompts.split)
     tokenizer, similarity = target.tokenizer, prompts.near_duplicate_similarity
     if not prompts.source.is_chat:
-        return TextSource(read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)
+        return TextSource(*read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)
     check_chat_template(tokenizer)
     if prompts.source is PromptSource.responses:
         return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer, similarity)

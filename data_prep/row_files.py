@@ -60,7 +60,7 @@ class Rows:
             ) from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class UsableRows:
     """Usable rows, and why the others were refused."""
 

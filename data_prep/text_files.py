@@ -3,7 +3,6 @@
 import os
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -14,22 +13,16 @@ STANDARD_LIBRARY = "standard_library"
 """An entry of `prompts.paths` that stands for the source directory of the running Python's standard library."""
 
 
-@dataclass(frozen=True)
-class TextFiles:
-    """The files that were found below the directories of `prompts.paths`."""
-
-    texts: dict[str, str]
-    """The text of each file that was read, by name, in the order of names."""
-    refused: dict[str, str]
-    """Why a file or directory was not read, by name, or by path if the name was used before."""
-
-
 def standard_library_dir() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()) -> TextFiles:
-    """Returns the texts of all files below `directories` whose names match `pattern`.
+def read_text_files(
+    directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the texts of all files below `directories` whose names match `pattern`, by name in the order of names.
+
+    Also returns why a file or directory was not read, by name, or by path if the name was used before.
 
     Args:
         directories: paths, or `standard_library` for the running Python's standard library.
@@ -68,7 +61,7 @@ def read_text_files(directories: Sequence[str], pattern: str, exclude: Sequence[
                     texts[name] = path.read_text(encoding="utf-8")
                 except UnicodeDecodeError:
                     refuse(name, directory, "not UTF-8")
-    return TextFiles(dict(sorted(texts.items())), refused)
+    return dict(sorted(texts.items())), refused
 
 
 def _matching(root: Path, pattern: str) -> list[Path]:

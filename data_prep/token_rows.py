@@ -17,17 +17,20 @@ from .row_files import UsableRows
 COLUMNS = ("input_ids", "loss_mask", "attention_mask")
 
 
-@dataclass(frozen=True)
-class TokenRows(UsableRows):
-    """Usable rows of tokens, and why the others were refused."""
+@dataclass
+class TokenSource(UsableRows):
+    """Usable rows of tokens, each with the loss mask that says what is supervised, and why other rows were refused."""
 
     metadata: Collection[str] = ()
 
-    def encoding(self, index: int) -> Encoding:
-        return read_tokens(self.row(index), self.metadata)
+    def __post_init__(self) -> None:
+        self.clusters = self.groups
+
+    def encode(self, indices: Sequence[int]) -> list[list[Encoding] | str]:
+        return [[read_tokens(self.row(index), self.metadata)] for index in indices]
 
 
-def read_token_rows(paths: Sequence[str], metadata: Collection[str], split: str) -> TokenRows:
+def read_token_rows(paths: Sequence[str], metadata: Collection[str], split: str) -> TokenSource:
     """Reads all files and data sets, and finds the usable rows.
 
     A row's group is the hash of its tokens before the first supervised one, or of all if that comes first, so answers
@@ -46,7 +49,7 @@ def read_token_rows(paths: Sequence[str], metadata: Collection[str], split: str)
         name = row.get("id")
         return _hash(ids) if name in (None, "") else text_of("id", str(name)), _hash(asked if len(asked) else ids)
 
-    rows = TokenRows(metadata=metadata)
+    rows = TokenSource(metadata=metadata)
     rows.add_all(paths, split, identify)
     return rows
 

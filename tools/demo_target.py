@@ -274,7 +274,7 @@ def arguments() -> tuple[argparse.Namespace, dict[str, int], tuple[Phase, ...]]:
 def main() -> None:
     args, sizes, phases = arguments()
     torch.manual_seed(args.seed)
-    texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE).texts
+    texts, _ = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE)
     held_out = {name: text for name, text in texts.items() if is_held_out(name, 0.05)}
     training = {name: text for name, text in texts.items() if name not in held_out}
     if args.draft_for is None:

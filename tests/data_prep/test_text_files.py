@@ -17,7 +17,7 @@ def test_files_that_fit_are_read_in_the_order_of_their_names(tmp_path: Path) -> 
     write(tmp_path / "b.py", "größe = 1\n".encode())
     write(tmp_path / "a" / "z.py", b"pass\n")
     write(tmp_path / "readme.txt", b"not code")
-    assert list(read_text_files([str(tmp_path)], "*.py").texts.items()) == [
+    assert list(read_text_files([str(tmp_path)], "*.py")[0].items()) == [
         ("a/z.py", "pass\n"),
         ("b.py", "größe = 1\n"),
     ]
@@ -26,27 +26,27 @@ def test_files_that_fit_are_read_in_the_order_of_their_names(tmp_path: Path) -> 
 def test_excluded_paths_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "kept.py", b"pass\n")
     write(tmp_path / "site-packages" / "deep" / "left_out.py", b"pass\n")
-    assert list(read_text_files([str(tmp_path)], "*.py", ["site-packages/*"]).texts) == ["kept.py"]
+    assert list(read_text_files([str(tmp_path)], "*.py", ["site-packages/*"])[0]) == ["kept.py"]
 
 
 def test_the_second_file_of_a_name_is_refused_and_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "one" / "same.py", b"first\n")
     write(tmp_path / "two" / "same.py", b"second\n")
-    files = read_text_files([f"{tmp_path}/one", f"{tmp_path}/two"], "*.py")
-    assert files.texts == {"same.py": "first\n"}
-    assert files.refused == {f"{tmp_path}/two/same.py": "another directory has a file with this name"}
+    texts, refused = read_text_files([f"{tmp_path}/one", f"{tmp_path}/two"], "*.py")
+    assert texts == {"same.py": "first\n"}
+    assert refused == {f"{tmp_path}/two/same.py": "another directory has a file with this name"}
 
 
 def test_files_of_one_name_that_are_not_utf8_are_all_refused(tmp_path: Path) -> None:
     write(tmp_path / "one" / "same.py", b"\xff")
     write(tmp_path / "two" / "same.py", b"\xff")
-    files = read_text_files([f"{tmp_path}/one", f"{tmp_path}/two"], "*.py")
-    assert files.refused == {"same.py": "not UTF-8", f"{tmp_path}/two/same.py": "not UTF-8"}
+    _, refused = read_text_files([f"{tmp_path}/one", f"{tmp_path}/two"], "*.py")
+    assert refused == {"same.py": "not UTF-8", f"{tmp_path}/two/same.py": "not UTF-8"}
 
 
 def test_standard_library_stands_for_that_of_the_running_python() -> None:
-    files = read_text_files([STANDARD_LIBRARY], "abc.py", ["*/*"])
-    assert files.texts == {"abc.py": (standard_library_dir() / "abc.py").read_text(encoding="utf-8")}
+    texts, _ = read_text_files([STANDARD_LIBRARY], "abc.py", ["*/*"])
+    assert texts == {"abc.py": (standard_library_dir() / "abc.py").read_text(encoding="utf-8")}
 
 
 def test_a_directory_that_does_not_exist_is_named() -> None:
@@ -57,14 +57,14 @@ def test_a_directory_that_does_not_exist_is_named() -> None:
 def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
     write(Path(os.fsdecode(bytes(tmp_path) + b"/gr\xf6sse.py")), b"pass\n")
     write(tmp_path / "kept.py", b"pass\n")
-    files = read_text_files([str(tmp_path)], "*.py")
-    assert files.refused == {"gr\\xf6sse.py": "a name that is not UTF-8"} and list(files.texts) == ["kept.py"]
+    texts, refused = read_text_files([str(tmp_path)], "*.py")
+    assert refused == {"gr\\xf6sse.py": "a name that is not UTF-8"} and list(texts) == ["kept.py"]
 
 
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
     write(tmp_path / "sparse.py", b"")
     os.truncate(tmp_path / "sparse.py", 2**30 + 1)
-    assert read_text_files([str(tmp_path)], "*.py").refused == {"sparse.py": "larger than 1,073,741,824 bytes"}
+    assert read_text_files([str(tmp_path)], "*.py")[1] == {"sparse.py": "larger than 1,073,741,824 bytes"}
 
 
 def test_a_directory_that_cannot_be_read_is_refused_unless_it_is_excluded(
@@ -79,8 +79,8 @@ def test_a_directory_that_cannot_be_read_is_refused_unless_it_is_excluded(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert read_text_files([str(tmp_path)], "*.py").refused == {"shut": "a directory that cannot be read"}
-    assert read_text_files([str(tmp_path)], "*.py", ["shut/*"]).refused == {}
+    assert read_text_files([str(tmp_path)], "*.py")[1] == {"shut": "a directory that cannot be read"}
+    assert read_text_files([str(tmp_path)], "*.py", ["shut/*"])[1] == {}
 
 
 @pytest.mark.parametrize("pattern", ["/abs", "**foo"])

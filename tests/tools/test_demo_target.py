@@ -25,7 +25,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Returns the first 16 to 160 tokens of one hundred held-out files of this machine's standard library."""
-    texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE + GENERATED).texts
+    texts = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE + GENERATED)[0]
     held_out = {name: text for name, text in texts.items() if is_held_out(name, 0.2) and len(text) > 2000}
     names = sorted(held_out)[:100]
     documents = encode(load_tokenizer(DEMO_DIR), [held_out[name] for name in names])
