@@ -42,7 +42,7 @@ from mtptrain.utils.distributed import CPU_THREADS, Ranks, continue_on_ranks, in
 from mtptrain.utils.errors import UserError
 
 from ..conversations import Conversations, read_conversations
-from .dialogue import Dialogue, Limits, RegeneratedConversation, Sampling, check_template_ends, is_text_of
+from .dialogue import Dialogue, RegeneratedConversation, Sampling, check_template_ends, is_text_of
 from .manifest import MANIFEST, ResponsesIdentity, ResponsesManifest
 from .report import ResponsesProgress, print_report
 from .server import CompletionServer, regenerate_with_server
@@ -78,16 +78,16 @@ class Job:
     """The turns to generate in each of them."""
     sampling: Sampling
     """How the target's tokens are chosen, and which of them end a response."""
-    limits: Limits
-    """Limits of a response and of its conversation."""
+    context_tokens: int
+    """Maximum tokens of prompt plus response."""
     server: CompletionServer | None
     """None if the target runs in this process."""
     identity: ResponsesIdentity
     """Facts that earlier responses in the folder must have in common with these."""
 
     def dialogue(self, row: int) -> Dialogue:
-        conversations = self.conversations
-        return Dialogue(self.target.tokenizer, row, conversations.names[row], conversations.messages(row), self.limits)
+        name, messages = self.conversations.names[row], self.conversations.messages(row)
+        return Dialogue(self.target.tokenizer, row, name, messages, self.sampling, self.context_tokens)
 
 
 def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
@@ -175,6 +175,7 @@ def make_job(run: Run) -> Job:
         settings.top_k,
         settings.max_new_tokens,
         find_stop_token_ids(target),
+        config.seed,
     )
     server = (
         None
@@ -184,14 +185,13 @@ def make_job(run: Run) -> Job:
     context_tokens = (
         server.context_tokens if server and server.context_tokens else target.config.max_position_embeddings
     )
-    limits = Limits(settings.max_new_tokens, context_tokens, config.seed)
     prompts = config.prompts
     conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
     survey = survey_conversations(conversations, prompts.paths)
     if server:  # a template that never ends would fail each conversation only after its limit
         check_template_ends(tokenizer, conversations.messages(max(survey.turns, key=lambda row: survey.turns[row])))
-    identity = make_identity(settings, limits, TargetIdentity.of(target), survey.sources, server)
-    return Job(target, conversations, survey, sampling, limits, server, identity)
+    identity = make_identity(config, context_tokens, TargetIdentity.of(target), survey.sources, server)
+    return Job(target, conversations, survey, sampling, context_tokens, server, identity)
 
 
 def find_stop_token_ids(target: TargetFiles) -> tuple[int, ...]:
@@ -249,20 +249,20 @@ def connect(
 
 
 def make_identity(
-    settings: ResponsesConfig,
-    limits: Limits,
+    config: PipelineConfig,
+    context_tokens: int,
     target: TargetIdentity,
     sources: dict[str, str],
     server: CompletionServer | None,
 ) -> ResponsesIdentity:
     names = ["temperature", "top_p", "top_k", "max_new_tokens", *([] if server else ["dtype", "batch_size"])]
-    sampled = {f"responses.{name}": getattr(settings, name) for name in names}
+    sampled = {f"responses.{name}": getattr(config.responses, name) for name in names}
     return ResponsesIdentity(
         target=target,
         sources=sources,
         backend="server" if server else "transformers",
         model=server.model if server else None,
-        settings=sampled | {"seed": limits.seed, "context_tokens": limits.context_tokens},
+        settings=sampled | {"seed": config.seed, "context_tokens": context_tokens},
     )
 
 

@@ -77,15 +77,6 @@ class Sampling:
     """0 keeps all tokens."""
     max_new_tokens: int
     stop_token_ids: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits and seed that all conversations of a run share."""
-
-    max_new_tokens: int
-    context_tokens: int
-    """Maximum tokens of prompt plus response."""
     seed: int
 
 
@@ -137,12 +128,19 @@ class Dialogue:
     """A conversation being regenerated: alternate `next_prompt` and `add_response` until there is no next prompt."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, row: int, name: str, messages: Sequence[Message], limits: Limits
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        row: int,
+        name: str,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        context_tokens: int,
     ) -> None:
+        """Begin a conversation, in which prompt plus response have at most `context_tokens`."""
         self.regenerated = RegeneratedConversation(row, name)
         self._tokenizer = tokenizer
         self._questions = questions(messages)
-        self._limits = limits
+        self._sampling, self._context_tokens = sampling, context_tokens
         self._history: list[Message] = []
         self._prompt = ""
         self._prompt_ids: list[int] = []
@@ -159,10 +157,10 @@ class Dialogue:
             self._end_before(Ending.template)
             return None
         self._prompt_ids = tokenize_rendered(self._tokenizer, self._prompt)
-        if len(self._prompt_ids) + self._limits.max_new_tokens > self._limits.context_tokens:
+        if len(self._prompt_ids) + self._sampling.max_new_tokens > self._context_tokens:
             self._end_before(Ending.context)
             return None
-        return Prompt(self._prompt_ids, turn_seed(self._limits.seed, self.regenerated.id, turn))
+        return Prompt(self._prompt_ids, turn_seed(self._sampling.seed, self.regenerated.id, turn))
 
     def add_response(self, response: Response) -> None:
         """Append the response to the messages. End the conversation if the response is empty, cut off or rejected.

@@ -34,10 +34,6 @@ class ResponsesProgress:
     failed: dict[int, str] = field(default_factory=dict)
     """Reason for each failure, by row."""
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
     @staticmethod
     def merge(parts: list["ResponsesProgress"]) -> "ResponsesProgress":
         """Returns the sums over all ranks, with the time of the slowest rank."""
@@ -78,7 +74,7 @@ def print_report(
 
 def report_rows(manifest: ResponsesManifest, survey: Survey, progress: ResponsesProgress) -> dict[str, str]:
     counts, ended = manifest.counts, manifest.counts.ended_by
-    speed = f"{progress.tokens:,} tokens, {progress.tokens_per_s:,.0f} tokens/s"
+    speed = f"{progress.tokens:,} tokens, {progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
     return {
         "conversations": f"{len(survey.turns):,} usable, {manifest.refused:,} refused",
         "turns to generate": f"{sum(survey.turns.values()):,}",

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -32,17 +32,6 @@ ENDINGS = {
 
 A response that was cut off also ends a conversation, but it is kept, so `Ending.length` is not a failure.
 """
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A line of failures.jsonl."""
-
-    place: str
-    """Location of the conversation's row, as PATH:NUMBER."""
-    reason: str
-    answers: int
-    """Number of stored responses of the conversation."""
 
 
 class ResponsesStore:
@@ -111,12 +100,12 @@ class ResponsesStore:
         for path in self._journals():
             self._index(path)
         counts, ended_early = self._write_in_order()
-        failures = [Failure(location_of(row), reason, 0) for row, reason in sorted(failed.items())]
-        failures += [
-            Failure(location_of(each.row), ENDINGS[each.ended_by], len(each.answer_tokens)) for each in ended_early
-        ]
-        failures += [Failure(location, reason, 0) for location, reason in refused.items()]
-        write_text(self.directory / FAILURES, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
+        failures = [(location_of(row), reason, 0) for row, reason in sorted(failed.items())]
+        failures += [(location_of(each.row), ENDINGS[each.ended_by], len(each.answer_tokens)) for each in ended_early]
+        failures += [(location, reason, 0) for location, reason in refused.items()]
+        names = ("place", "reason", "answers")  # the last is the number of stored responses of the conversation
+        lines = [json.dumps(dict(zip(names, failure, strict=True))) + "\n" for failure in failures]
+        write_text(self.directory / FAILURES, "".join(lines))
         manifest = ResponsesManifest(self._identity, self._server_versions, counts, len(failed), len(refused))
         write_sealed(self.directory / MANIFEST, asdict(manifest), [CONVERSATIONS])
         self.clean()
