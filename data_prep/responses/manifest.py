@@ -9,8 +9,7 @@ from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.data.rows import RowFormat
 from mtptrain.run_dir import require
-from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import SEAL, manifest_of, read_sealed
+from mtptrain.utils.files import SEAL, manifest_of, read_manifest, read_sealed
 
 from ..conversations import Conversations, read_conversations
 from ..row_files import SourceMissing, refuse_duplicate_paths
@@ -93,12 +92,8 @@ class ResponsesManifest:
     def read(path: Path) -> "ResponsesManifest":
         """Read the manifest, after checking that neither it nor the conversations have changed."""
         advice = RESPOND_AGAIN.format(path.parent)
-        content = read_sealed(path, advice, files=[CONVERSATIONS])
-        if content.get("schema_version") != SCHEMA_VERSION:
-            raise UserError(
-                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; {advice}"
-            )
-        return manifest_of(ResponsesManifest, content, path, ResponsesIdentity.program, advice)
+        program, files = ResponsesIdentity.program, [CONVERSATIONS]
+        return read_manifest(ResponsesManifest, path, program, advice, SCHEMA_VERSION, files)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mtptrain.heads.base import Head
 from mtptrain.run_dir import require
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, manifest_of, read_sealed, save_tensors, write_sealed
+from mtptrain.utils.files import file_sha256, read_manifest, save_tensors, write_sealed
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
 MANIFEST = "manifest.json"
@@ -118,8 +118,7 @@ def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, pr
             run's, or a file is damaged.
     """
     tensors, path = require_draft_vocab(directory), directory / MANIFEST
-    advice = f"run {PROGRAM} again"
-    manifest = manifest_of(DraftVocabManifest, read_sealed(path, advice), path, PROGRAM, advice)
+    manifest = read_manifest(DraftVocabManifest, path, PROGRAM, f"run {PROGRAM} again")
     found = {
         "head.draft_vocab_size": manifest.draft_vocab_size,
         "the target's vocab_size": manifest.vocab_size,

@@ -22,9 +22,8 @@ from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
-    manifest_of,
     parse_json,
-    read_sealed,
+    read_manifest,
     refuse_unopenable,
     save_tensors,
     write_sealed,
@@ -168,12 +167,7 @@ class PromptsManifest:
             UserError: another version of mtptrain wrote it, or it or one of the files was changed or damaged.
         """
         path = directory / "manifest.json"
-        content = read_sealed(path, AGAIN, files=files)
-        if content.get("schema_version") != SCHEMA_VERSION:
-            raise UserError(
-                f"{path}: schema_version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; {AGAIN}"
-            )
-        return manifest_of(PromptsManifest, content, path, "mtptrain prompts", AGAIN)
+        return read_manifest(PromptsManifest, path, "mtptrain prompts", AGAIN, SCHEMA_VERSION, files)
 
 
 def require_prompts(directory: Path, name: str) -> Path:

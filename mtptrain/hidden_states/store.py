@@ -28,10 +28,10 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, refuse_other
-from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, OPTIONAL, document_checksum, index_checksum
+from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, document_checksum, index_checksum
 from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import file_sha256, manifest_of, read_sealed
+from mtptrain.utils.files import file_sha256, read_manifest
 
 SCHEMA_VERSION = 2
 """Version 2 added a checksum per document, and one per shard for its header, tables and loss mask."""
@@ -87,13 +87,9 @@ class StoreManifest:
             raise StageMissing(
                 f"{path}: must exist, but {state}; run mtptrain hidden-states with the same recipe and run_dir"
             )
-        advice = RESTART.format(directory)
-        content = read_sealed(path, advice)
-        if content.get("schema_version") != SCHEMA_VERSION:
-            raise UserError(
-                f"{path}: the schema version must be {SCHEMA_VERSION}, but is {content.get('schema_version')}; {advice}"
-            )
-        return manifest_of(StoreManifest, content, path, StoreIdentity.program, advice)
+        return read_manifest(
+            StoreManifest, path, StoreIdentity.program, RESTART.format(directory), version=SCHEMA_VERSION
+        )
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,7 @@ class StorePlan:
     @staticmethod
     def read(directory: Path) -> "StorePlan":
         """Read `directory`/plan.json. Raises UserError if it is damaged."""
-        path, advice = directory / PLAN, RESTART.format(directory)
-        return manifest_of(StorePlan, read_sealed(path, advice), path, StoreIdentity.program, advice)
+        return read_manifest(StorePlan, directory / PLAN, StoreIdentity.program, RESTART.format(directory))
 
 
 @dataclass(frozen=True)
@@ -175,9 +170,8 @@ class HiddenStates(ABC):
             UserError: its shard is missing or truncated, or the document was changed or damaged.
         """
         path, shard, local = self._locate(index)
-        tensors = _tensors_of(shard, local)
-        expected, checksum = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(tensors)
-        document = _document(shard, local, tensors)
+        document = _document(shard, local)
+        expected, checksum = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(vars(document))
         if checksum != expected:
             raise UserError(
                 f"{path}: the checksum of the document with id {document.document_id} must be {expected.hex()}, "
@@ -189,7 +183,7 @@ class HiddenStates(ABC):
     def mapped_document(self, index: int) -> StoredDocument:
         """Returns the document at `index` without reading or checking its states."""
         _, shard, local = self._locate(index)
-        return _document(shard, local, _tensors_of(shard, local))
+        return _document(shard, local)
 
     def shards_of(self, documents: Sequence[int]) -> list[int]:
         """Returns the shards that hold these documents."""
@@ -286,13 +280,10 @@ class HiddenStore(HiddenStates):
             return list(pool.map(self._shard, range(len(self.manifest.shards))))
 
 
-def _tensors_of(shard: dict[str, torch.Tensor], document: int) -> dict[str, torch.Tensor]:
-    start, end = shard["document_offsets"][document : document + 2].tolist()
-    return {name: shard[name][start:end] for name in CHECKED if name in shard}
-
-
-def _document(shard: dict[str, torch.Tensor], index: int, tensors: dict[str, torch.Tensor]) -> StoredDocument:
-    return StoredDocument(document_id=int(shard["document_ids"][index]), **{**dict.fromkeys(OPTIONAL), **tensors})  # type: ignore[arg-type]
+def _document(shard: dict[str, torch.Tensor], index: int) -> StoredDocument:
+    start, end = shard["document_offsets"][index : index + 2].tolist()
+    tensors = {name: shard[name][start:end] if name in shard else None for name in CHECKED}
+    return StoredDocument(document_id=int(shard["document_ids"][index]), **tensors)  # type: ignore[arg-type]
 
 
 def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> dict[int, str]:
@@ -315,23 +306,18 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
         total=num_bytes, unit="B", unit_scale=True, desc="verify hidden states", disable=not show_progress
     ) as bar:
         for index, record in records.items():
+            path = store.directory / record.file
             try:
-                _check_bytes(store.directory, index, record)
+                _check_length(store.directory, index, record)
+                if (digest := file_sha256(path)) != record.sha256:
+                    damaged[index] = (
+                        f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were "
+                        f"changed or damaged after it was written; {REMEDY}"
+                    )
             except UserError as error:
                 damaged[index] = str(error)
             bar.update(record.num_bytes)
     return damaged
-
-
-def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
-    _check_length(directory, index, record)
-    path = directory / record.file
-    digest = file_sha256(path)
-    if digest != record.sha256:
-        raise UserError(
-            f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or "
-            f"damaged after it was written; {REMEDY}"
-        )
 
 
 def _check_tables(directory: Path, index: int, record: ShardRecord) -> None:

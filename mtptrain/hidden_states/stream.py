@@ -25,7 +25,7 @@ from mtptrain.hidden_states.store import MANIFEST, PLAN, HiddenStates, ShardReco
 from mtptrain.hidden_states.writer import read_record, record_path, shard_path, shard_ranges
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, manifest_of, read_sealed, write_sealed
+from mtptrain.utils.files import file_sha256, read_manifest, write_sealed
 
 STREAM = "stream.json"
 OPEN_WINDOWS = 3
@@ -75,7 +75,7 @@ def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     if not path.exists():
         return 0
     advice = "delete this file, and start both programs with the same seed and train.stream_shards"
-    state = manifest_of(StreamState, read_sealed(path, advice), path, "mtptrain train", advice)
+    state = read_manifest(StreamState, path, "mtptrain train", advice)
     if state.windows != [list(window) for window in windows]:
         found = f"{state.windows[0]}, ..." if state.windows else "missing"
         raise UserError(

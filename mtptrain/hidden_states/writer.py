@@ -42,7 +42,7 @@ from mtptrain.hidden_states.store import (
     has_length,
 )
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, manifest_of, publish, read_sealed, write_sealed
+from mtptrain.utils.files import file_sha256, publish, read_manifest, write_sealed
 
 RECOMPUTE = "delete it and run mtptrain hidden-states, which recomputes only this shard"
 _SHARD = re.compile(r"shard_(\d{5}|[1-9]\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
@@ -170,11 +170,10 @@ class ShardFile:
         self._hidden_size = hidden_size
         self._layout = ShardLayout.of(tokens, hidden_size, num_captured, dtype)
         self._checksums = torch.zeros(len(tokens["document_ids"]), CHECKSUM_BYTES, dtype=torch.uint8)
-        self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._is_open = True
+        self._file = self._temporary.open("wb+", buffering=0)
         try:
-            os.posix_fallocate(self._file, 0, self._layout.num_bytes)
-            _write_at(self._file, 0, self._layout.header)
+            os.posix_fallocate(self._file.fileno(), 0, self._layout.num_bytes)
+            _write_at(self._file.fileno(), 0, self._layout.header)
             for name, tensor in tokens.items():
                 self._write_tensor(name, 0, tensor)
         except BaseException:
@@ -220,13 +219,13 @@ class ShardFile:
         """Write rows of the shard's tensor `name`, starting at `first_row`."""
         row_bytes = tensor[:1].numel() * tensor.element_size()
         if row_bytes:
-            _write_at(self._file, self._layout.begins[name] + first_row * row_bytes, bytes_of(tensor))
+            _write_at(self._file.fileno(), self._layout.begins[name] + first_row * row_bytes, bytes_of(tensor))
 
     def finish(self) -> None:
         """Hash the shard, rename it and write its record."""
         self._write_tensor(CHECKSUMS, 0, self._checksums)
-        header_and_tables = os.pread(self._file, self._layout.index_bytes, 0)
-        self._close()
+        header_and_tables = os.pread(self._file.fileno(), self._layout.index_bytes, 0)
+        self._file.close()
         record = ShardRecord(
             file=self._path.name,
             num_documents=len(self._tokens["document_ids"]),
@@ -242,13 +241,8 @@ class ShardFile:
 
     def discard(self) -> None:
         """Delete the unfinished shard."""
-        self._close()
+        self._file.close()
         self._temporary.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            os.close(self._file)
 
 
 def is_finite(states: torch.Tensor) -> bool:
@@ -306,10 +300,9 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
     shard = shard_path(directory, index)
     path = record_path(shard)
     try:
-        content = read_sealed(path, RECOMPUTE)
+        record = read_manifest(ShardRecord, path, StoreIdentity.program, RECOMPUTE)
     except FileNotFoundError:
         return None
-    record = manifest_of(ShardRecord, content, path, StoreIdentity.program, RECOMPUTE)
     if record.file != shard.name:
         raise UserError(f"{path}: must be the record of {shard.name}, but is that of {record.file}; {RECOMPUTE}")
     return record if has_length(shard, record) else None

@@ -232,6 +232,28 @@ def read_json(path: Path, advice: str = "correct it", required: Collection[str] 
     return content
 
 
+def read_manifest(
+    kind: type[T], path: Path, program: str, advice: str, version: int | None = None, files: Collection[str] | None = ()
+) -> T:
+    """Returns the dataclass that a program has written with `write_sealed`.
+
+    Args:
+        kind: the dataclass.
+        path: the file.
+        program: the program that writes the file.
+        advice: what to do about a damaged file.
+        version: the `schema_version` that it must have; None if it has none.
+        files: as for `read_sealed`.
+
+    Raises:
+        UserError: another version of mtptrain wrote the file, or it or one of `files` was changed or damaged.
+    """
+    content = read_sealed(path, advice, files=files)
+    if version is not None and content.get("schema_version") != version:
+        raise UserError(f"{path}: schema_version must be {version}, but is {content.get('schema_version')}; {advice}")
+    return manifest_of(kind, content, path, program, advice)
+
+
 def manifest_of(kind: type[T], content: Any, path: Path, program: str, advice: str, place: str = "") -> T:
     """Returns the dataclass that a program has stored as JSON, nested dataclasses and tuples included.
 

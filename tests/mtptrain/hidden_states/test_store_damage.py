@@ -143,7 +143,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 1}, "the schema version must be 2, but is 1"),
+        ({"schema_version": 1}, "schema_version must be 2, but is 1"),
         ({"shards": ...}, "must be as mtptrain hidden-states writes it, but lacks shards"),
     ],
 )
