@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
 
 from mtptrain.command_line.program import program
 from mtptrain.config import Backend, PipelineConfig, StoreDtype, load_config
@@ -30,7 +32,7 @@ from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tok
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
-from mtptrain.hidden_states.store import MANIFEST, StoreManifest
+from mtptrain.hidden_states.store import MANIFEST, HiddenStore, StoreManifest, find_damage
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, STREAM, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.costs import worthwhile_cpu_ranks
@@ -45,7 +47,6 @@ from mtptrain.utils.distributed import CPU_THREADS, Ranks, continue_on_ranks, in
 from mtptrain.utils.errors import UserError
 
 from .extraction import Extraction, prepare_extraction
-from .store_check import verify_store
 
 
 @program
@@ -339,6 +340,34 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
             "computed now": speed,
         }
     print(f"{store_dir}", *(f"  {name:<18} {value}" for name, value in rows.items()), sep="\n", flush=True)
+
+
+def verify_store(directory: Path, ranks: Ranks) -> None:
+    """Compare every shard of a store with its hash in the manifest, and print a table. Every rank must call this.
+
+    Raises:
+        UserError: the store does not exist or is unfinished, or, on the first rank only, shards are changed, missing or
+            truncated; the message names each.
+    """
+    store, started = HiddenStore.open(directory), time.monotonic()
+    shards = range(ranks.rank, len(store.manifest.shards), ranks.world_size)
+    damage_by_rank = ranks.gather(find_damage(store, shards, show_progress=ranks.is_first))
+    damaged = {index: problem for damage in damage_by_rank for index, problem in damage.items()}
+    if ranks.is_first:
+        print_check(store, len(damaged), time.monotonic() - started)
+        if damaged:
+            raise UserError("\n".join(damaged[index] for index in sorted(damaged)))
+
+
+def print_check(store: HiddenStore, num_damaged: int, seconds: float) -> None:
+    num_bytes = sum(record.num_bytes for record in store.manifest.shards)
+    table = Table(title=f"verify {store.directory}", show_header=False)
+    table.add_row("shards", f"{len(store.manifest.shards):,}")
+    table.add_row("damaged", f"{num_damaged:,}")
+    table.add_row("documents", f"{store.manifest.num_documents:,}")
+    table.add_row("tokens", f"{store.manifest.num_tokens:,}")
+    table.add_row("read", f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.2f} GB/s")
+    Console().print(table)
 
 
 if __name__ == "__main__":
