@@ -32,6 +32,7 @@ Span = tuple[int, int]
 NO_ANSWER = "no assistant turn"
 """Reason for refusing a conversation without an assistant turn."""
 OPEN, CLOSE = "<think>", "</think>"
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_BLOCK = re.compile(rf"\s*({OPEN})?\s*{CLOSE}\s*")
 """An empty think block, which the prompt may begin."""
 
@@ -233,14 +234,10 @@ def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
     return text, [_generated_turn(tokenizer, messages[:end]) for end in ends]
 
 
-def _has_blocks(template: str) -> bool:
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-
-
 def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Turn | None:
     """Returns the last message as generated, or None if the template does not render it after its prompt."""
     _, tools = without_tools(messages)
-    has_blocks = _has_blocks(require_chat_template(tokenizer, tools))
+    has_blocks = GENERATION_BLOCK.search(require_chat_template(tokenizer, tools)) is not None
     try:
         prompt, _ = _render(tokenizer, messages[:-1], add_generation_prompt=True)
         text, blocks = _render(tokenizer, messages, return_assistant_tokens_mask=has_blocks)

@@ -63,19 +63,9 @@ def print_report(
         left_out: why each conversation was left out, by location.
     """
     table = Table(title="mtptrain responses", show_header=False)
-    for name, value in report_rows(manifest, survey, progress).items():
-        table.add_row(name, value)
-    console = wide_console(80, markup=False, highlight=False)
-    console.print(table)
-    for group in group_refusals(left_out):
-        console.print(f"{group.count:,} left out: {group.reason}; first: {', '.join(group.first)}", soft_wrap=True)
-    print(f"written to {directory}; {FAILURES} lists the conversations that were left out or ended early", flush=True)
-
-
-def report_rows(manifest: ResponsesManifest, survey: Survey, progress: ResponsesProgress) -> dict[str, str]:
     counts, ended = manifest.counts, manifest.counts.ended_by
     speed = f"{progress.tokens:,} tokens, {progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
-    return {
+    rows = {
         "conversations": f"{len(survey.turns):,} usable, {manifest.refused:,} refused",
         "turns to generate": f"{sum(survey.turns.values()):,}",
         "responses": f"{counts.answers:,} in {counts.conversations - counts.unanswered:,} conversations",
@@ -87,3 +77,10 @@ def report_rows(manifest: ResponsesManifest, survey: Survey, progress: Responses
         "failed": f"{manifest.failed:,} conversations, retried by the next run",
         "this run": f"{progress.rows:,} conversations, {speed}",
     }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = wide_console(80, markup=False, highlight=False)
+    console.print(table)
+    for group in group_refusals(left_out):
+        console.print(f"{group.count:,} left out: {group.reason}; first: {', '.join(group.first)}", soft_wrap=True)
+    print(f"written to {directory}; {FAILURES} lists the conversations that were left out or ended early", flush=True)

@@ -126,17 +126,15 @@ class DocumentEntry:
 
     @staticmethod
     def read_all(directory: Path) -> list["DocumentEntry"]:
-        path = directory / DOCUMENTS_FILE
-        lines = enumerate(path.read_bytes().splitlines(), 1)
-        return [DocumentEntry.parse(line, f"{path}:{number}") for number, line in lines]
-
-    @staticmethod
-    def parse(line: bytes, where: str) -> "DocumentEntry":
-        content = parse_json(line, where, AGAIN)
-        try:
-            return DocumentEntry(**{**content, "split": Split(content["split"])})
-        except (LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{where}: must be the entry of a document, but is not ({error!r}); {AGAIN}") from error
+        path, entries = directory / DOCUMENTS_FILE, []
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            where = f"{path}:{number}"
+            content = parse_json(line, where, AGAIN)
+            try:
+                entries.append(DocumentEntry(**{**content, "split": Split(content["split"])}))
+            except (LookupError, TypeError, ValueError) as error:
+                raise UserError(f"{where}: must be the entry of a document, but is not ({error!r}); {AGAIN}") from error
+        return entries
 
 
 @dataclass(frozen=True)

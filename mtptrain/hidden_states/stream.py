@@ -267,12 +267,11 @@ class StreamedStates(HiddenStates):
         All ranks wait here together, so that they can agree on a signal. They could not if each waited inside its own
         step.
         """
-        return wait_together(lambda: self.is_written(step), ranks, stop, f"the shards of step {step + 1}")
-
-    def is_written(self, step: int) -> bool:
-        """Returns whether extraction has finished every shard that step `step` (from 0) reads."""
         shards = self.shards_of(list(chain.from_iterable(self._steps[step])))
-        return all(record_path(shard_path(self.directory, shard)).exists() for shard in shards)
+        records = [record_path(shard_path(self.directory, shard)) for shard in shards]
+        return wait_together(
+            lambda: all(path.exists() for path in records), ranks, stop, f"the shards of step {step + 1}"
+        )
 
     def frees_disk_after(self, step: int) -> bool:
         return self.num_finished_windows(step) > self.num_finished_windows(step - 1)
