@@ -407,7 +407,7 @@ def refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
     """
     rest = _squeeze(whole)
     with_text = [message for message in messages if message["content"].strip()]
-    for message in sorted(with_text, key=lambda message: len(message["content"]), reverse=True):
+    for message in sorted(with_text, key=lambda message: len(_squeeze(message["content"])), reverse=True):
         forms = [message["content"]]
         if message["role"] == "tool":
             forms.append(json.dumps(message["content"], ensure_ascii=False)[1:-1])

@@ -188,3 +188,8 @@ def test_a_dropped_prompt_is_noticed_although_its_text_occurs_elsewhere(
     assert template != CHATML
     with pytest.raises(ConversationRefused, match=f"a {dropped} message that the chat template does not render"):
         render_conversation(tokenizer_of(template), rows)
+
+
+def test_an_answer_with_more_white_space_does_not_take_the_place_of_a_longer_prompt() -> None:
+    [rendering] = render_conversation(TOKENIZERS["chatml"], chat("0000", "00  0"))
+    assert generated_parts(rendering) == ["00  0<|im_end|>\n"]
