@@ -43,6 +43,7 @@ class CompletionServer:
         self._transport = Transport(url, timeout_s, api_key)
         self.url = self._transport.url
         """The address as messages show it, without a password."""
+        self.quote = self._transport.quote
         self.max_retries = max_retries
         self._timeout_s = timeout_s
         self._sampling = sampling
@@ -148,10 +149,6 @@ class CompletionServer:
         if token_ids and reason == "stop" and token_ids[-1] in self._sampling.stop_token_ids:
             token_ids, stop_token_id = token_ids[:-1], token_ids[-1]
         return Response(num_tokens, reason == "length", token_ids, stop_token_id, text)
-
-    def quote(self, text: str) -> str:
-        """Returns the beginning of a text of the server, which may repeat what it was sent, without the secrets."""
-        return self._transport.quote(text)
 
     def _models(self) -> dict[str, int | None]:
         """Returns the context length of each model by name; None if the server does not report it."""
