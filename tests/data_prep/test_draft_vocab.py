@@ -115,20 +115,6 @@ def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_pl
     ]
 
 
-def test_a_run_killed_while_it_writes_leaves_no_manifest(
-    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare_draft_vocab(Run(config))
-
-    def killed(*args: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("data_prep.draft_vocab.write_draft_vocab", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_draft_vocab(Run(config))
-    assert not (config.stage_dir("draft_vocab") / "manifest.json").exists()
-
-
 def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
     config: PipelineConfig, interrupt_after_config: Callable[[], None]
 ) -> None:
@@ -195,11 +181,3 @@ def test_a_head_without_a_draft_vocabulary_to_choose_is_refused(
 def test_choosing_before_the_prompts_exist_says_what_to_run(config_for: Callable[..., PipelineConfig]) -> None:
     with pytest.raises(UserError, match=r"prompts/manifest\.json: must exist, but does not; run mtptrain prompts"):
         prepare_draft_vocab(Run(config_for(*SETTINGS)))
-
-
-def test_prompts_of_another_tokenizer_are_refused(config: PipelineConfig, tmp_path: Path) -> None:
-    config.target.path = str(make_target(tmp_path / "other", chat_template=None))
-    with pytest.raises(
-        ValueError, match=r"manifest\.json: chat_template_sha256 must be \w+, but is \w+; run mtptrain prompts again"
-    ):
-        prepare_draft_vocab(Run(config))

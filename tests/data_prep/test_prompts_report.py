@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from data_prep.prompts_report import (
@@ -8,7 +7,6 @@ from data_prep.prompts_report import (
     RewrittenReport,
     SplitReport,
     group_refusals,
-    has_drafts,
     length_histogram,
     print_report,
 )
@@ -32,14 +30,6 @@ def test_the_split_report_counts_what_the_file_holds() -> None:
     assert SplitReport.of(documents) == SplitReport(
         documents=2, tokens=5, supervised_tokens=3, without_drafts=1, lengths={2: 1, 4: 1}
     )
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [([1, 1, 1], True), ([0, 1, 1], True), ([1, 1, 0], False), ([0, 1, 0, 1], False), ([1], False), ([], False)],
-)
-def test_a_draft_needs_two_generated_tokens_after_another(mask: list[int], expected: bool) -> None:
-    assert has_drafts(np.array(mask, np.uint8)) is expected
 
 
 def test_the_printed_report_names_everything_that_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:

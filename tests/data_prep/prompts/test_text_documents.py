@@ -105,21 +105,6 @@ def test_a_second_run_replaces_the_first_with_the_same_bytes(text_config: Config
     assert sorted(path.name for path in stage_dir.iterdir()) == sorted([*DATA_FILES, "provenance.json"])
 
 
-def test_a_run_killed_while_it_writes_leaves_no_manifest(
-    text_config: ConfigFor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = text_config()
-    prepare_prompts(Run(config))
-
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(DocumentEntry, "write_all", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_prompts(Run(config))
-    assert not (config.stage_dir("prompts") / "manifest.json").exists()
-
-
 def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
     text_config: ConfigFor, interrupt_after_config: Callable[[], None]
 ) -> None:

@@ -15,7 +15,7 @@ from mtptrain.data.prompt_files import (
     is_held_out,
     name_hash,
 )
-from tests.sealed import MANIFEST, seal_again, seal_prompts
+from tests.sealed import seal_again, seal_prompts
 
 
 def test_documents_come_back_as_they_were_saved(tmp_path: Path) -> None:
@@ -33,13 +33,6 @@ def test_the_file_has_the_types_of_the_format(tmp_path: Path) -> None:
     with safe_open(tmp_path / "train.safetensors", framework="np") as file:
         dtypes = {name: file.get_tensor(name).dtype.name for name in file.keys()}  # noqa: SIM118
     assert dtypes == {"input_ids": "int32", "loss_mask": "uint8", "document_offsets": "int64", "document_ids": "int64"}
-
-
-def test_a_split_without_documents_can_be_saved(tmp_path: Path) -> None:
-    Documents.from_list([]).save(tmp_path / "train.safetensors")
-    loaded = Documents.load(tmp_path / "train.safetensors")
-    assert len(loaded) == 0
-    assert loaded.document_offsets.tolist() == [0]
 
 
 def test_a_split_can_be_read_by_those_who_can_read_other_files_of_the_run(tmp_path: Path) -> None:
@@ -87,11 +80,6 @@ def test_a_damaged_document_entry_is_named(tmp_path: Path, line: str) -> None:
     message = r"documents\.jsonl:2: must be the entry of a document, but is not \(.*\); run mtptrain prompts again"
     with pytest.raises(ValueError, match=message):
         DocumentEntry.read_all(tmp_path)
-
-
-def test_the_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    seal_prompts(tmp_path)
-    assert PromptsManifest.read(tmp_path) == MANIFEST
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
