@@ -1,7 +1,6 @@
 """Tests that stored states match those of transformers, and which facts are stored with them."""
 
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from mtptrain.hidden_states.extraction.transformers_streams import TransformersS
 from mtptrain.hidden_states.store import HiddenStore, find_damage
 from mtptrain.run import Run
 from mtptrain.target.loading import load_target
-from mtptrain.utils.files import file_sha256
 from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import CPU, LENGTHS, ONE_RANK, ConfigFor, make_documents, read_store
 
@@ -46,18 +44,6 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
             torch.testing.assert_close(stored.aux_hidden_states.float(), streams[:, :-1], rtol=2**-7, atol=2**-7)
 
 
-def test_the_size_of_a_batch_changes_states_only_by_rounding(prepared: ConfigFor) -> None:
-    stores = []
-    for batch_tokens in (1, 100_000):
-        config = prepared(f"hidden_states.batch_tokens={batch_tokens}")
-        extract_hidden_states(Run(config), ONE_RANK)
-        directory = config.stage_dir("hidden_states").rename(Path(config.run_dir) / f"batch_{batch_tokens}")
-        stores.append(HiddenStore.open(directory))
-    for index in range(len(LENGTHS)):
-        single, batched = (store.document(index).hidden_states.float() for store in stores)
-        torch.testing.assert_close(single, batched, rtol=2**-7, atol=2**-7)
-
-
 def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepared: ConfigFor, tmp_path: Path) -> None:
     # At these sizes, bf16 matrix products with one thread differ from those with four.
     target_dir = make_target(
@@ -71,25 +57,3 @@ def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepare
         found.append(read_store(config.stage_dir("hidden_states")))
         shutil.rmtree(config.stage_dir("hidden_states"))
     assert found[0] == found[1]
-
-
-def test_the_manifest_tells_target_and_counts_and_nothing_of_the_run(prepared: ConfigFor) -> None:
-    config = prepared()
-    extract_hidden_states(Run(config), ONE_RANK)
-    manifest = HiddenStore.open(config.stage_dir("hidden_states")).manifest
-    documents = make_documents(LENGTHS)
-    assert manifest.num_tokens == sum(LENGTHS)
-    assert manifest.num_supervised_tokens == documents.loss_mask.sum()
-    assert manifest.identity.target.path == config.target.path
-    assert manifest.identity.prompts_sha256 == file_sha256(config.stage_dir("prompts") / "train.safetensors")
-    assert Run(config).identity((1, 2)).capture_layers == (1, 2)
-    assert set(asdict(manifest)) == {
-        "schema_version",
-        "identity",
-        "shard_tokens",
-        "hidden_size",
-        "num_documents",
-        "num_tokens",
-        "num_supervised_tokens",
-        "shards",
-    }

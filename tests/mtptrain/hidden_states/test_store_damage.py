@@ -4,8 +4,8 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,37 +30,26 @@ def test_a_flipped_bit_is_found_and_its_shard_named(tmp_path: Path, position: in
     assert not find_damage(store, shards=[0, 1, 3])
 
 
-def test_a_truncated_shard_is_named_by_verify_and_by_reading(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 1), r"must have \d+ bytes, but has \d+"),
+        (Path.unlink, "must exist, but does not"),
+    ],
+    ids=["truncated", "missing"],
+)
+def test_a_truncated_or_missing_shard_is_named_by_verify_and_by_reading(
+    tmp_path: Path, damage: Callable[[Path], None], problem: str
+) -> None:
     make_store(tmp_path)
-    store = HiddenStore.open(tmp_path)
-    path = tmp_path / "shard_00001.safetensors"
-    size = path.stat().st_size
-    os.truncate(path, size - 1)
-    message = rf"{path}: shard 1 must have {size} bytes, but has {size - 1}; run mtptrain hidden-states"
-    assert re.search(message, find_damage(store, show_progress=False)[1])
-    with pytest.raises(ValueError, match=message):
-        store.document(4)
-    with pytest.raises(ValueError, match=message):
-        HiddenStore.open(tmp_path, IDENTITY)
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    make_store(tmp_path)
-    path = tmp_path / "shard_00003.safetensors"
-    path.unlink()
-    message = rf"{path}: shard 3 must exist, but does not; run mtptrain hidden-states"
-    with pytest.raises(UserError, match=message):
-        HiddenStore.open(tmp_path, IDENTITY)
-    assert re.search(message, find_damage(HiddenStore.open(tmp_path), show_progress=False)[3])
-
-
-def test_every_damaged_shard_is_found_at_once(tmp_path: Path) -> None:
-    make_store(tmp_path)
-    flip_bit(tmp_path / "shard_00000.safetensors", -1)
-    (tmp_path / "shard_00002.safetensors").unlink()
-    found = find_damage(HiddenStore.open(tmp_path), show_progress=False)
-    assert sorted(found) == [0, 2]
-    assert "the sha256 of shard 0" in found[0] and "shard 2 must exist" in found[2]
+    store, path = HiddenStore.open(tmp_path), tmp_path / "shard_00001.safetensors"
+    damage(path)
+    flip_bit(tmp_path / "shard_00003.safetensors", -1)
+    found, message = find_damage(store, show_progress=False), rf"{path}: shard 1 {problem}; run mtptrain hidden-states"
+    assert sorted(found) == [1, 3] and re.search(message, found[1])
+    for read in (lambda: store.document(4), lambda: HiddenStore.open(tmp_path, IDENTITY)):
+        with pytest.raises(UserError, match=message):
+            read()
 
 
 def positions_of(path: Path) -> dict[str, int]:
@@ -126,30 +115,18 @@ def test_opening_reads_no_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("damage", "message"),
     [
-        ('{"schema_version": 2, "shards": [', "must be JSON, but is not"),
-        ('{"schema_version": 2, "shards": []}', "must have the entry seal, but lacks it: .*an older version wrote it"),
+        (lambda path: path.write_text('{"schema_version": 2, "shards": ['), "must be JSON, but is not"),
+        (lambda path: path.write_text("{}"), "must have the entry seal, but lacks it: .*an older version wrote it"),
+        (lambda path: seal_again(path, schema_version=1), "schema_version must be 2, but is 1"),
+        (lambda path: seal_again(path, shards=...), "must be as mtptrain hidden-states writes it, but lacks shards"),
     ],
+    ids=["not JSON", "no seal", "version", "entries"],
 )
-def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(
-        UserError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run mtptrain hidden-states again"
-    ):
-        HiddenStore.open(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema_version": 1}, "schema_version must be 2, but is 1"),
-        ({"shards": ...}, "must be as mtptrain hidden-states writes it, but lacks shards"),
-    ],
-)
-def test_a_manifest_of_another_version_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_damaged_manifest_is_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     make_store(tmp_path)
-    seal_again(tmp_path / "manifest.json", **change)
+    damage(tmp_path / "manifest.json")
     with pytest.raises(UserError, match=rf"manifest.json: {message}.*; delete {tmp_path} and run mtptrain hidden-sta"):
         HiddenStore.open(tmp_path)
 

@@ -64,9 +64,3 @@ def test_every_field_of_an_identity_is_compared() -> None:
 def test_the_same_target_under_another_path_is_accepted(tmp_path: Path) -> None:
     make_store(tmp_path)
     assert HiddenStore.open(tmp_path, target_with(path="/elsewhere", revision="main")).num_documents == len(LENGTHS)
-
-
-def test_another_shard_size_is_refused_for_writing(tmp_path: Path) -> None:
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    with pytest.raises(ValueError, match=r"hidden_states.shard_tokens must be 21, but is 20"):
-        begin_store(tmp_path, IDENTITY, 21, EVERY_SHARD)

@@ -203,15 +203,3 @@ def test_rope_parameters_of_a_head_are_a_copy(targets: dict[str, Target]) -> Non
         before = json.dumps(target.config.rope_parameters)
         head_rope_parameters(target.config)["rope_theta"] = 0.0
         assert json.dumps(target.config.rope_parameters) == before
-
-
-def test_going_back_to_an_earlier_position_forgets_what_was_written_there(tiny_target: Path) -> None:
-    target = load_target(tiny_target, torch.float32, CPU)
-    right, wrong = torch.arange(1, 13)[None], torch.tensor([[9, 9, 9]])
-    positions = torch.arange(12)[None]
-    cache = PositionCache(20)
-    target.forward(right[:, :6], positions[:, :6], cache)
-    target.forward(wrong, positions[:, 6:9], cache)
-    resumed = target.forward(right[:, 6:], positions[:, 6:], cache).postnorm_states
-    whole = target.forward(right, positions, PositionCache(20)).postnorm_states
-    torch.testing.assert_close(resumed, whole[:, 6:], atol=1e-5, rtol=1e-5)
