@@ -61,12 +61,6 @@ def make_merging_tokenizer(template: str, merge: str, *, trim_offsets: bool = Fa
     )
 
 
-@pytest.mark.parametrize("template", [GENERATION_TEMPLATE, PLAIN_TEMPLATE])
-def test_the_mask_holds_exactly_the_answers_and_their_end_of_turn(template: str) -> None:
-    tokenizer = make_tokenizer(template)
-    assert generated_parts(tokenizer, encode(tokenizer, CHAT)) == ["It is\n4 😀<|end|>", " So it is. <|end|>"]
-
-
 def test_tokens_and_mask_are_those_of_transformers() -> None:
     tokenizer = make_tokenizer()
     reference: Any = tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
@@ -97,16 +91,6 @@ def test_comparing_prefixes_finds_what_generation_blocks_mark(turns: list[tuple[
     assert by_blocks.loss_mask.tolist() == by_prefixes.loss_mask.tolist()
 
 
-def test_many_conversations_are_encoded_as_each_alone() -> None:
-    tokenizer = make_tokenizer()
-    batch = encode_renderings(
-        tokenizer, [rendering for n in (3, 6) for rendering in render_conversation(tokenizer, CHAT[:n])]
-    )
-    for encoding, n in zip(batch, (3, 6), strict=True):
-        assert encoding.input_ids.tolist() == encode(tokenizer, CHAT[:n]).input_ids.tolist()
-        assert encoding.loss_mask.tolist() == encode(tokenizer, CHAT[:n]).loss_mask.tolist()
-
-
 def test_a_span_that_ends_in_a_character_of_several_tokens_keeps_all_of_them() -> None:
     template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
     tokenizer = make_tokenizer(template)
@@ -131,13 +115,6 @@ def test_a_conversation_that_the_template_refuses_is_refused_in_its_words() -> N
     )
     with pytest.raises(ConversationRefused, match="the chat template fails: no system role"):
         render_conversation(make_tokenizer(template), CHAT)
-
-
-def test_an_answer_without_a_question_is_found() -> None:
-    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
-    assert generated_parts(tokenizer, encode(tokenizer, [{"role": "assistant", "content": "Hello"}])) == [
-        "Hello<|end|>"
-    ]
 
 
 BORDERS = (

@@ -23,11 +23,6 @@ def write_jsonl(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("row", [MESSAGES, SHAREGPT, {"conversation": MESSAGES["messages"]}])
-def test_auto_reads_both_schemas_alike(row: dict[str, Any]) -> None:
-    assert parse_row(row) == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 def test_every_file_format_gives_the_same_conversations(tmp_path: Path, suffix: str) -> None:
     rows = [{"id": f"row{i}", "conversations": SHAREGPT["conversations"]} for i in range(3)]

@@ -1,5 +1,4 @@
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import combinations
 
@@ -89,14 +88,6 @@ FAMILIES: dict[str, tuple[str, Callable[[Message], str]]] = {
 BLOCK = "<think>\n\n</think>\n\n"
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Holds the prompt and the text that an engine generates for an assistant turn."""
-
-    prompt: str
-    answer: str
-
-
 def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
     """Returns the demo target's BPE tokenizer with `template` and the special tokens of the templates above."""
     tokenizer = load_tokenizer(resolve_target(DEMO))
@@ -112,8 +103,8 @@ def without_reasoning(messages: Sequence[Message]) -> list[Message]:
     return [{key: text for key, text in message.items() if key != "reasoning_content"} for message in messages]
 
 
-def generated_answers(family: str, messages: Sequence[Message]) -> list[Generated]:
-    """Returns each assistant turn with the prompt that the template renders from the messages before the turn.
+def generated_answers(family: str, messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Returns the prompt and the text that an engine generates for each assistant turn.
 
     If the turn begins with an empty think block, the prompt includes it, because the target does not generate it.
     """
@@ -125,7 +116,7 @@ def generated_answers(family: str, messages: Sequence[Message]) -> list[Generate
             )
             whole = str(prompt) + FAMILIES[family][1](message)
             start = len(str(prompt)) + (len(BLOCK) if whole.startswith(BLOCK, len(str(prompt))) else 0)
-            found.append(Generated(whole[:start], whole[start:]))
+            found.append((whole[:start], whole[start:]))
     return found
 
 
@@ -159,13 +150,13 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
         messages = without_reasoning(messages)
     encodings = encode_renderings(tokenizer, render_conversation(tokenizer, messages))
     supervised = [np.zeros_like(encoding.loss_mask) for encoding in encodings]
-    for generated in generated_answers(family, messages):
-        prompt_ids = tokenizer(generated.prompt, add_special_tokens=False)["input_ids"]
-        whole = tokenizer(generated.prompt + generated.answer, add_special_tokens=False)
+    for prompt, answer in generated_answers(family, messages):
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        whole = tokenizer(prompt + answer, add_special_tokens=False)
         whole_ids = whole["input_ids"]
-        start, end = whole.char_to_token(len(generated.prompt)), len(whole_ids)
+        start, end = whole.char_to_token(len(prompt)), len(whole_ids)
         # The demo target's tokenizer divides the line breaks at the end of a block otherwise once text follows.
-        assert whole_ids[:start] == prompt_ids or generated.prompt.endswith(BLOCK)
+        assert whole_ids[:start] == prompt_ids or prompt.endswith(BLOCK)
         holders = [
             i
             for i, encoding in enumerate(encodings)
@@ -186,7 +177,7 @@ def test_no_smaller_set_of_documents_holds_every_answer(
     family: str, conversation: list[Message], rest: list[Message]
 ) -> None:
     messages = [*conversation, *rest]
-    answers = [generated.prompt + generated.answer for generated in generated_answers(family, messages)]
+    answers = [prompt + answer for prompt, answer in generated_answers(family, messages)]
     whole = str(TOKENIZERS[family].apply_chat_template(messages, tokenize=False))
     holds = [{i for i, answer in enumerate(answers) if text.startswith(answer)} for text in [whole, *answers]]
     fewest = next(

@@ -19,7 +19,6 @@ from tests.data_prep.responses.stage import (
     ConfigFor,
     answer_by_question,
     answered,
-    answers_of,
     chat,
     failures,
     output,
@@ -67,13 +66,6 @@ def test_requests_carry_the_sampling_settings_and_a_seed_of_their_own_row_and_tu
     assert {tuple(request["prompt"]): request["seed"] for request in server.requests} == seeds
     respond(by_server(run="greedy"))
     assert server.requests[-1]["top_k"] == -1, "top_k=-1 allows all tokens in both engines"
-
-
-def test_a_question_that_nobody_has_answered_is_answered_too(by_server: ConfigFor) -> None:
-    rows = [{"id": "q", "messages": [{"role": "user", "content": "why?"}]}]
-    config = by_server(rows=rows)
-    respond(config)
-    assert len(answers_of(answered(config)[0])) == 1
 
 
 def test_the_order_in_which_conversations_end_changes_nothing(by_server: ConfigFor, server: FakeServer) -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
-from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out
+from mtptrain.data.prompt_files import Documents, Split, is_held_out
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
 from tests.conftest import GENERATION_TEMPLATE
+from tests.data_prep.prompts.documents import read_output
 from tests.data_prep.responses.stage import (
     CHATS,
     PROMPT,
@@ -28,19 +29,27 @@ from tests.data_prep.speaking import EOS, FakeServer, completion, make_speaking_
 from tests.data_prep.test_renderings import QWEN3, QWEN3_BLOCKS
 
 
+def supervised_tokens(config: PipelineConfig) -> dict[str, list[int]]:
+    """Returns the supervised tokens of each conversation."""
+    return {
+        name: [token for _, ids, mask in windows for token, is_set in zip(ids, mask, strict=True) if is_set]
+        for name, windows in read_output(config).items()
+    }
+
+
+def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
+    tokenizer = load_tokenizer(target)
+    return {name: tokenizer.decode(tokens) for name, tokens in supervised_tokens(config).items()}
+
+
 def test_the_prompts_supervise_exactly_what_the_target_generated(configure: ConfigFor, speaking_target: Path) -> None:
     config = configure("responses.max_new_tokens=16")
     manifest = respond(config)
     assert manifest.counts.texts_changed == manifest.counts.tokens_changed == 0
     prepare_prompts(Run(config))
-    entries = DocumentEntry.read_all(config.stage_dir("prompts"))
-    supervised: dict[str, list[int]] = {}
-    for split in Split:
-        documents = Documents.load(config.stage_dir("prompts") / f"{split}.safetensors")
-        for i, document_id in enumerate(documents.document_ids.tolist()):
-            name, mask = entries[document_id].name, documents.mask(i).astype(bool)
-            supervised.setdefault(name, []).extend(documents.token_ids(i)[mask].tolist())
-            assert is_held_out(entries[document_id].group, 0.3) == (split is Split.validation)
+    supervised = supervised_tokens(config)
+    for windows in read_output(config).values():
+        assert all(is_held_out(entry.group, 0.3) == (entry.split is Split.validation) for entry, _, _ in windows)
     tokenizer, ends = load_tokenizer(speaking_target), Counter[str]()
     rows = [row for row in answered(config) if answers_of(row)]
     assert supervised.keys() == {row["id"] for row in rows}
@@ -116,18 +125,6 @@ def test_deleted_answers_are_named(by_server: ConfigFor) -> None:
         UserError, match=r"responses/conversations\.jsonl: must exist, but does not; delete \S+ and run"
     ):
         prepare_prompts(Run(config))
-
-
-def supervised_texts(config: PipelineConfig, target: Path) -> dict[str, str]:
-    """Returns the supervised text of each conversation."""
-    tokenizer, entries = load_tokenizer(target), DocumentEntry.read_all(config.stage_dir("prompts"))
-    found: dict[str, str] = {}
-    for split in Split:
-        documents = Documents.load(config.stage_dir("prompts") / f"{split}.safetensors")
-        for i, document_id in enumerate(documents.document_ids.tolist()):
-            text = tokenizer.decode(documents.token_ids(i)[documents.mask(i).astype(bool)])
-            found[entries[document_id].name] = found.get(entries[document_id].name, "") + text
-    return found
 
 
 @pytest.mark.parametrize("template", [QWEN3, QWEN3_BLOCKS])
