@@ -46,11 +46,6 @@ def test_only_an_error_that_the_user_can_correct_is_a_line(error: Exception, mes
     assert refusal(error, "runs/a") == message
 
 
-def test_an_error_of_a_library_keeps_its_stack() -> None:
-    assert refusal(raised(lambda: torch.zeros(2) + torch.zeros(3)), "runs/a") is None
-    assert refusal(raised(lambda: int("many\nlines")), "runs/a") is None
-
-
 def test_an_error_of_the_operating_system_names_the_file_or_the_run() -> None:
     full = raised(lambda: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     assert refusal(full, "runs/a") == "No space left on device, with run_dir=runs/a"
