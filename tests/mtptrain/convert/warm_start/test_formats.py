@@ -9,7 +9,7 @@ import torch
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.formats import FORMATS
 from mtptrain.convert.limits import BLOCK_DRAFTERS
-from mtptrain.convert.warm_start import load_init
+from mtptrain.convert.warm_start import load_init, relative_difference
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
@@ -181,3 +181,9 @@ def test_embeddings_rope_and_eps_of_its_own_are_left_out_with_a_warning(tmp_path
         rewrite(tmp_path / "head", change, **settings)
         with pytest.warns(UserWarning, match=message):
             assert_equal(load_init(str(tmp_path / "head"), EAGLE, TargetFiles(tiny_target)), state)
+
+
+def test_the_relative_difference_is_that_of_a_plain_formula() -> None:
+    found, wanted = torch.randn(9000, 3), torch.randn(9000, 3)
+    assert relative_difference(found, wanted) == pytest.approx(float((found - wanted).norm() / wanted.norm()), rel=1e-5)
+    assert relative_difference(wanted.bfloat16(), wanted) < 0.01 and relative_difference(wanted, wanted) == 0
