@@ -22,7 +22,11 @@ MAX_BODY_BYTES = 64 * 2**20
 
 
 class RequestFailed(Exception):
-    """A request failed for good. Its conversation is left out of this run, and the report shows the message."""
+    """A request failed for good.
+
+    In the checks at the start this ends the program. Later, the conversation is left out of this run, and the report
+    shows the message.
+    """
 
 
 class Transport:
@@ -52,7 +56,7 @@ class Transport:
             request: the content of a POST.
 
         Raises:
-            OSError, httpx.HTTPError, httpx.InvalidURL, RequestFailed: as `_fetch_body`.
+            TimeoutError, httpx.HTTPError, httpx.InvalidURL, RequestFailed: as `_fetch_body`.
             UserError: the answer is not JSON.
         """
         url = (self._url.removesuffix("/v1") if is_beside else self._url) + path
@@ -71,6 +75,7 @@ class Transport:
             TimeoutError: the exchange takes longer than `timeout_s`, from connecting to the last byte.
             httpx.HTTPStatusError: the status is an error; the message quotes the body.
             httpx.HTTPError: the connection failed.
+            httpx.InvalidURL: `url` cannot be parsed.
             RequestFailed: the body is too long or compressed.
         """
         method, data = ("GET", None) if request is None else ("POST", json.dumps(request).encode())

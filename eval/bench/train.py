@@ -1,4 +1,4 @@
-"""Compares the training step with an unoptimised implementation of the same loss and with another trainer.
+"""Compares the training step with an unoptimised implementation and with another trainer.
 
 Also measures the step's MFU and the cost of prompts and long documents.
 

@@ -108,7 +108,7 @@ class Ours:
 class Plain(Ours):
     """An unoptimised step from the same initial weights, on the same batch.
 
-    It computes all tokens at every depth, uses dense masks, and keeps all logits.
+    It computes all tokens at every depth, uses dense masks, keeps all logits, and weighs all depths equally.
     """
 
     def step(self) -> None:

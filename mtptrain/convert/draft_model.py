@@ -49,7 +49,7 @@ def load_draft_model(
         UserError: `path` is neither a model directory nor a hub name, or the model has no weights, or `path` does not
             hold a language model with the target's tokenizer, or its weights do not match its config.
     """
-    published_config(path, target.config, setting)  # its errors name `setting`; those below would name head.init_from
+    published_config(path, target.config, setting)  # called for its errors, which name `setting`
     config = DraftModelHead.Config(init_from=path)
     head = build_head(config, target.config)
     filled = fill_head(head, initial_weights(config, target, setting)[1], dtype, device)
