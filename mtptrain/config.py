@@ -233,7 +233,7 @@ def _check_depths(config: PipelineConfig) -> None:
 def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
     """Raises UserError if a head cannot draft exactly as many tokens as the setting asks for."""
     depths = head.ttt_steps
-    if HEADS[head.name].drafts_all_depths and num_drafts != depths:
+    if HEADS[head.name].drafts_whole_blocks and num_drafts != depths:
         raise UserError(
             f"{setting}: must equal head.ttt_steps={depths} with head {head.name}, which always drafts a whole "
             f"block, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"

@@ -1,5 +1,5 @@
-"""Makes questions about long texts, of the kinds that data sets of short chats lack: summaries, answers from a given
-text, and translations from German.
+"""Makes questions that contain a text, of the kinds that data sets of short chats lack: summaries of and answers from
+long texts, and translations of single German paragraphs.
 
 Reads HTML pages (.html, .htm) and plain text (.txt, or no suffix), and no other files; writes one conversation with a
 single user turn per line, for `prompts.paths` of `mtptrain responses`. The same files, --num-each and --seed give the
@@ -81,11 +81,11 @@ def passages(paragraphs: list[str], min_characters: int, max_characters: int) ->
 def questions(english: list[Path], german: list[Path], num_each: int, seed: int) -> list[str]:
     """Returns at most `num_each` summaries and as many answers from texts and translations, in random order."""
     chance = random.Random(seed)
-    pages = [page for path in english for page in sections(path)]
-    texts = [text for _, below in pages for text in passages(below, 900, chance.randint(1500, 6000))]
+    parts = [part for path in english for part in sections(path)]
+    texts = [text for _, below in parts for text in passages(below, 900, chance.randint(1500, 6000))]
     topics = [
         (text, topic)
-        for topic, below in pages
+        for topic, below in parts
         if 3 < len(topic) < 60
         for text in passages(below, 600, chance.randint(1200, 3500))
     ]

@@ -30,6 +30,7 @@ class Ending(StrEnum):
     """Why a conversation ended."""
 
     complete = "complete"
+    """Every question has a response. Also the value while the conversation goes on."""
     length = "length"
     """The last response was cut off at responses.max_new_tokens."""
     empty = "empty"
@@ -44,7 +45,8 @@ class Ending(StrEnum):
 class Prompt:
     token_ids: list[int]
     seed: int
-    """Depends only on the run's seed, the conversation's name and the turn."""
+    """Depends only on the run's seed, the conversation's name and the turn. In this process, a batch has that of its
+    first prompt."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads `prompts.paths` once before generation starts, to count the turns to generate and to hash the sources."""
+"""Goes through the conversations before generation starts, to count the turns to generate and to hash the sources."""
 
 import hashlib
 import json

@@ -1,5 +1,6 @@
 """Proves that an exported head drafts the same tokens as the trained one, without running the target's decoder layers.
 
+The trained head is first rounded as the export is, so this finds wrong names and layouts, not the effect of rounding.
 Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store, or are random if the
 store has none that fit the head. Only the target's embeddings, final norm and lm_head are loaded, so `proof_bytes` does
 not depend on its decoder layers.
@@ -23,7 +24,7 @@ PROMPT_TOKENS, ROUNDS, DRAFTS, DOCUMENTS = 64, 8, 3, 8
 """A head drafts after the prompt and after each of ROUNDS further rounds of DRAFTS + 1 tokens. K is DRAFTS, or T for a
 head with `is_bound_to_depths`."""
 CONFIDENCE_ATOL = 0.02
-"""The confidence's few weights are rounded to the export's dtype."""
+"""Confidences may differ a little where a file keeps their weights in a dtype of its own."""
 TOKENS = PROMPT_TOKENS + ROUNDS * (DRAFTS + 1)
 """Number of tokens of each document whose states the heads read. The drafts also read the token after them."""
 

@@ -102,6 +102,7 @@ class OpenvinoEagle3(OpenvinoFormat, VllmEagle3):
         return tensors
 
     def config_json(self, dtype: str) -> dict[str, Any]:
+        # optimum-intel does not read these ids: `head.init_from` and `openvino_worker`, which tells OpenVINO, do.
         return super().config_json(dtype) | {"draft_vocab_size": self.vocab_size} | self.layer_ids(self.layers)
 
     def add_target(self, directory: Path, target_dir: Path) -> None:

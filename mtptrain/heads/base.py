@@ -73,7 +73,7 @@ class Head(nn.Module, ABC):
     """Whether `draft_next` can continue several branches, given a `TreeSlots`."""
     is_bound_to_depths: ClassVar[bool] = False
     """Whether the head drafts at most T tokens, because it can draft only at depths that it was trained for."""
-    drafts_all_depths: ClassVar[bool] = False
+    drafts_whole_blocks: ClassVar[bool] = False
     """Whether the head drafts exactly T tokens, because the tokens of all depths see each other."""
     own_loss_part: ClassVar[str | None] = None
     """The part of `train.loss` that alone trains a part of the head: `confidence`, if the head says how likely each

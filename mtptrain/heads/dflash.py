@@ -131,7 +131,7 @@ class DflashHead(Head):
     """DFlash head. It drafts exactly `ttt_steps` tokens: tokens see their whole block, whose size training fixes."""
 
     is_bound_to_depths = True
-    drafts_all_depths = True
+    drafts_whole_blocks = True
 
     @dataclass
     class Config(LayerConfig):

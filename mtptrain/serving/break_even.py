@@ -86,7 +86,7 @@ class RoundCost:
 def default_choices(head: HeadConfig) -> list[int]:
     """Returns the values of K to measure by default: those of `CHOICES` that a head can draft."""
     kind = HEADS[head.name]
-    if kind.drafts_all_depths:
+    if kind.drafts_whole_blocks:
         return [head.ttt_steps]
     return [num_drafts for num_drafts in CHOICES if num_drafts <= head.ttt_steps or not kind.is_bound_to_depths]
 

@@ -23,7 +23,7 @@ FOUND: dict[str, tuple[str, Callable[[ServingConfig], str | None]]] = {
 
 
 def describe_engines(serving: ServingConfig) -> str:
-    """Returns a line for each engine: its version here and what is known of it, or that it was not found and what to do."""
+    """Returns a line for each engine: its version and what is known of it, or that it was not found and what to do."""
     lines = []
     for name, (engine, find) in FOUND.items():
         try:

@@ -209,4 +209,5 @@ def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: S
         slurm.wait_completed(job)
     assert "responses: stopped by USR1, put back into the queue" in log.read_text(errors="replace")
     assert len((slurm.directory / "answers/responses/conversations.jsonl").read_text().splitlines()) == 60
-    assert len(server.requests) <= 60 + 2 * 2  # at most the requests in flight at the stop are repeated, with as many to spare
+    # The requests in flight at the stop are repeated. There are two of them, and two to spare.
+    assert len(server.requests) <= 60 + 2 + 2

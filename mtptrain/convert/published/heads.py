@@ -305,7 +305,7 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
     """Returns the settings that must match a head's weights, with the target's sizes in place of unset ones."""
     # One MLP per depth, or blocks of one size. The weights of peagle fit any number of depths.
-    weights_fix_depths = isinstance(config, MlpConfig) or HEADS[config.name].drafts_all_depths
+    weights_fix_depths = isinstance(config, MlpConfig) or HEADS[config.name].drafts_whole_blocks
     ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if weights_fix_depths else set())
     settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in ignored}
     sizes = vars(head_dims(config, target_config)) if isinstance(config, LayerConfig) else {}
