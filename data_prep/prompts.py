@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.command_line.program import program
-from mtptrain.config import PromptsConfig, PromptSource, load_config
+from mtptrain.config import PromptsConfig, load_config
 from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
@@ -91,15 +91,11 @@ def prepare_prompts(run: Run) -> PromptsReport:
 
 def check_source(source: Source, prompts: PromptsConfig) -> None:
     """Raise before the expensive work if there is no document, or if a split would be empty."""
-    if not source.names:
-        wanted, advice = "usable row", "correct the paths or the data"
-        if prompts.source is PromptSource.text_files:
-            wanted = f"file with text that matches {prompts.pattern!r}"
-            advice = "correct the paths, prompts.pattern or the data"
-        reasons = _reasons(source.refused)
+    if not source.names:  # rows without a usable one have been refused, file by file
         raise UserError(
-            f"prompts.paths: must hold at least one {wanted}, but {', '.join(prompts.paths)} holds none{reasons}; "
-            f"{advice}"
+            f"prompts.paths: must hold at least one file with text that matches {prompts.pattern!r}, but "
+            f"{', '.join(prompts.paths)} holds none{_reasons(source.refused)}; correct the paths, prompts.pattern or "
+            "the data"
         )
     num_held_out = sum(is_held_out(cluster, prompts.validation_fraction) for cluster in source.clusters)
     for split, count in ((Split.validation, num_held_out), (Split.train, len(source.clusters) - num_held_out)):

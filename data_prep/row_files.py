@@ -93,7 +93,7 @@ class UsableRows:
 
         Raises:
             UserError: a path is neither a file nor a hub data set, or a path is given twice or is a directory, a file
-                cannot be read or has another suffix than `FILE_SUFFIXES`, or all its rows are refused.
+                cannot be read or has another suffix than `FILE_SUFFIXES`, or has no usable row.
         """
         refuse_duplicate_paths(paths)
         for rows in [_read_rows(path, split) for path in paths]:

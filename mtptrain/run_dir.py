@@ -140,13 +140,15 @@ def was_made_with(directory: Path, config: PipelineConfig, stage: str) -> bool:
     """
     try:
         stored = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # there is none, or it is damaged
+    except (OSError, ValueError, yaml.YAMLError):  # there is none, or it is damaged
         return False
-    text = _as_yaml(config)
-    given = [yaml.safe_load(text), yaml.safe_load(hide_home(text))]
-    return isinstance(stored, dict) and all(
-        name in stored and stored[name] in [settings[name] for settings in given] for name in settings_of(stage)
-    )
+    names, text = settings_of(stage), _as_yaml(config)
+
+    def shown(settings: dict[str, Any]) -> str:  # as text, because 0 equals false as a value
+        return str(yaml.safe_dump({name: settings.get(name) for name in names}))
+
+    wanted = [shown(yaml.safe_load(each)) for each in (text, hide_home(text))]
+    return isinstance(stored, dict) and shown(stored) in wanted
 
 
 def claim_stage_dir(stage_dir: Path, config: PipelineConfig) -> None:

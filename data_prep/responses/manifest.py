@@ -9,6 +9,7 @@ from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.data.rows import RowFormat
 from mtptrain.run_dir import require
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import SEAL, manifest_of, read_manifest, read_sealed
 
 from ..conversations import Conversations, read_conversations
@@ -118,8 +119,8 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     """Reads the responses of a finished run, and prints how many conversations failed, if any did.
 
     Raises:
-        UserError: mtptrain responses has not finished, or the responses are those of another target or of other
-            `prompts.paths`, or a file has changed since.
+        UserError: mtptrain responses has not finished or has no response, or the responses are those of another target
+            or of other `prompts.paths`, or a file has changed since.
     """
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST
@@ -138,6 +139,8 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
             "retry them",
             flush=True,
         )
+    if not manifest.counts.conversations:
+        raise UserError(f"{path}: must count at least one conversation, but counts none; run mtptrain responses again")
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
     form = RowFormat(ConversationSchema.messages, [*written, SEAL])
     return read_conversations([str(directory / CONVERSATIONS)], form)

@@ -79,6 +79,6 @@ def survey_conversations(conversations: Conversations, paths: Sequence[str]) -> 
         reasons = ", ".join(f"{group.count} refused: {group.reason}" for group in group_refusals(survey.refused))
         raise UserError(
             "prompts.paths: must hold at least one conversation that the target can answer, but there is none in "
-            f"{', '.join(paths)}{f' ({reasons})' if reasons else ''}; correct the paths or the data"
+            f"{', '.join(paths)} ({reasons}); correct the paths or the data"
         )
     return survey

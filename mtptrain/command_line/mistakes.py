@@ -44,17 +44,19 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
             if (name in CONFIG_GROUPS or "/" in name) and not isinstance(yaml.safe_load(value), str):
                 return f"{name}: must be the name of a choice, but is {value}; `{name}=` alone lists the names"
     if found := re.match(r"Ambiguous value for argument '(.+?)=(.*)'$", text.splitlines()[0]):
-        listed = "choose one" if found[1] in CONFIG_GROUPS else f'write "{found[1]}=[{found[2]}]" for a list'
-        return f"{found[1]}: must be one value, but is {found[2]}; {listed} (mtptrain run --multirun takes several)"
+        name, value = found.groups()
+        quoted = f"""write "{name}=[{value}]" if it is a list, '{name}="{value}"' if it is one text with commas"""
+        choose = "choose one" if name in CONFIG_GROUPS else quoted
+        return f"{name}: must be one value, but is {value}; {choose} (mtptrain run --multirun takes several)"
     if found := re.match(r"Multiple values for (\w+)\.|(\w+) appears more than once", text):
         name = found[1] or found[2]
         return f"{name}: must be chosen once and without +, but is not; write {name}=NAME"
     if found := re.match(r"Could not delete from config. '(.+)' does not exist", text):
         return unknown_name(found[1], arguments)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        for name, _ in given:
-            if name.startswith(f"{cause.full_key}."):  # a part of a setting that has no parts
-                return unknown_name(name, arguments)
+        parts = [name for name, _ in given if name.startswith(f"{cause.full_key}.")]
+        if parts and cause.full_key not in dict(given):  # a part of a setting that has no parts
+            return unknown_name(parts[0], arguments)
         return wrong_value(cause.full_key, cause, arguments)
     return one_line(text)
 

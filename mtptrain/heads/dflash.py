@@ -206,10 +206,8 @@ class DflashHead(Head):
         x = self._blocks(tokens.next_ids[packing.draft_positions], parts, ttt_steps)  # [R, M, H]
         in_block = torch.arange(len(x), device=x.device)
         positions = packing.positions[packing.draft_positions] + 1 + in_block[:, None]  # [R, M]
-        views = {
-            layer.kind: block_view(packing, len(x), layer.kind.is_causal, layer.kind.window)
-            for layer, _ in self._layers()
-        }
+        kinds = {layer.kind for layer, _ in self._layers()}
+        views = {kind: block_view(packing, len(x), kind.is_causal, kind.window) for kind in kinds}
         for layer, num_unread in self._layers():
             key, value = self._run(layer.keys_values_of_tokens, context, context_positions)
             query, block_key, block_value = self._run(layer.project, x, positions, num_unread)

@@ -203,7 +203,7 @@ def step(head: Head, kind: LossPart) -> None:
     def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    packing = map_tensors(Packing.of_spans(LENGTHS, SPANS), lambda x: fake(*x.shape, dtype=x.dtype))
+    packing = map_tensors(Packing.of_spans(LENGTHS, SPANS, head.shared_window), lambda x: fake(*x.shape, dtype=x.dtype))
     num_tokens, num_drafts, hidden_size = sum(LENGTHS), sum(count for _, _, count in SPANS), TARGET.hidden_size
     table = fake(TARGET.vocab_size, hidden_size)
     parts = FrozenParts(table, fake(hidden_size), table, find_form(TARGET))

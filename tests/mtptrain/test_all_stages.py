@@ -19,7 +19,7 @@ from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.convert.formats import has_format
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
-from mtptrain.run_dir import CONFIG, write_provenance
+from mtptrain.run_dir import CONFIG, was_made_with, write_provenance
 from mtptrain.target.hub import DEMO_DIR
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.files import read_sealed, write_sealed
@@ -97,8 +97,15 @@ def test_a_stage_is_passed_over_only_if_it_is_newer_and_was_made_with_the_same_s
     output.write_text("{}")
     assert all_stages.is_finished("prompts", output, 0.0, config)
     assert not all_stages.is_finished("prompts", output, time.time() + 60, config)
-    (output.parent / CONFIG).write_text("run_dir: [")
-    assert not all_stages.is_finished("prompts", output, 0.0, config)
+    for damaged in ("run_dir: [", "seed: 2024-99-99"):
+        (output.parent / CONFIG).write_text(damaged)
+        assert not all_stages.is_finished("prompts", output, 0.0, config)
+
+
+def test_false_is_another_setting_than_0(tmp_path: Path) -> None:
+    configs = [make_config(f"run_dir={tmp_path}", f"+prompts.template_kwargs.thinking={value}") for value in (0, False)]
+    write_provenance(tmp_path / "prompts", configs[0])
+    assert [was_made_with(tmp_path / "prompts", config, "prompts") for config in configs] == [True, False]
 
 
 CHANGED = {  # each setting, and the stages that are not finished once it has changed

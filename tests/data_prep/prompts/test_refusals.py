@@ -63,7 +63,6 @@ def test_settings_that_leave_a_split_without_text_are_refused(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], r"at least one usable row, but .*chats\.jsonl holds none; correct the paths"),
         (
             [chat(f"chat{i}", "hello?", f"answer {i}") for i in range(20)],
             r": none of 20 documents \(different questions, near-duplicates left out: 1\) belongs to it; add",

@@ -78,8 +78,13 @@ ROOT = Path(__file__).parents[3]
         ),
         (
             ["prompts.paths=a,b"],
-            'prompts.paths: must be one value, but is a,b; write "prompts.paths=[a,b]" for a list (mtptrain run '
-            "--multirun takes several)",
+            'prompts.paths: must be one value, but is a,b; write "prompts.paths=[a,b]" if it is a list, '
+            """'prompts.paths="a,b"' if it is one text with commas (mtptrain run --multirun takes several)""",
+        ),
+        (
+            ["train=5", "train.lr=0.1"],
+            "train: must have a valid value, but OmegaConf reports: Invalid type assigned: int is not a subclass of "
+            "TrainConfig. value: 5; correct it",
         ),
         (
             ["prompts.source.type=a"],

@@ -47,7 +47,8 @@ def trained_logits(target: Target, head: Head, tokens: list[int]) -> torch.Tenso
     captured = target.forward(ids, positions, PositionCache(len(tokens)), head.capture_layers).aux_hidden_states
     assert captured is not None
     num_tokens = len(tokens) - 1
-    read = PackedTokens(captured[0, :num_tokens], ids[0, :-1], ids[0, 1:], Packing.of_spans([num_tokens]))
+    packing = Packing.of_spans([num_tokens], window=head.shared_window)
+    read = PackedTokens(captured[0, :num_tokens], ids[0, :-1], ids[0, 1:], packing)
     states = head(read, target.parts, K)
     return head.logits(states[:, -1], target.parts)
 

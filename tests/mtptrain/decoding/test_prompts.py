@@ -232,12 +232,13 @@ def test_prompts_of_a_file_that_were_trained_on_are_counted_in_a_warning(
         pytest.param("[" * 10**5 + "]" * 10**5, ":1: must be JSON, but is nested too deep to be read", id="nested"),
         pytest.param('{"id": ' + "1" * 5000 + "}", r":1: must be JSON, but is not \(Exceeds the limit", id="digits"),
         ('{"id": 1, "turns": ["\\ud83d"]}', r":1: texts must be valid Unicode, .*\\ud83d.*; correct"),
+        ('{"id": 1, "text": "in UTF-16"}\n{"id": 2, "text": "b"}', ":1: must be UTF-8, but is not"),
         ('{"id": 1, "text": "a"}\n{"id": 2, "text": "\xf6"}', r":2: must be UTF-8, but is not \('utf-8' codec"),
     ],
 )
 def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(content, encoding="latin-1")
+    path.write_text(content, encoding="utf-16" if "UTF-16" in content else "latin-1")
     with pytest.raises(ValueError, match=f"^{path}.*{message}"):
         read_prompts_file(path, make_tokenizer(), 260)
 

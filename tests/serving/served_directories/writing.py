@@ -80,7 +80,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         :, :num_tokens
     ]
     ids = (tokens[:, first : first + num_tokens].flatten() for first in (0, 1))
-    packed = PackedTokens(target_states.flatten(0, 1), *ids, Packing.of_spans([num_tokens] * len(tokens)))
+    packing = Packing.of_spans([num_tokens] * len(tokens), window=head.shared_window)
+    packed = PackedTokens(target_states.flatten(0, 1), *ids, packing)
     padded = F.pad(tokens, (0, depths), value=-100)
     labels = torch.stack(
         [padded[:, 2 + depth :][:, :num_tokens].flatten() for depth in range(depths)]

@@ -1,4 +1,4 @@
-"""Tests that packed extraction gives each document the states that transformers computes for it alone."""
+"""Tests that compiled layers give the same streams, and how documents are batched."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 
 LENGTHS = [50, 50, 33, 33, 33, 7, 1]
-"""Lengths of documents with and without neighbours of equal length, above and below the families' window of 16."""
+"""Lengths of documents with and without neighbours of equal length."""
 DOCUMENTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(LENGTHS)]
 
 
