@@ -77,7 +77,7 @@ def test_settings_that_leave_a_split_without_text_are_refused(
             r"none of 20 has one that can be used, 20 refused \(an answer without text\)",
         ),
     ],
-    ids=["empty", "one question", "no answers", "empty answers"],
+    ids=["one question", "no answers", "empty answers"],
 )
 def test_conversations_that_cannot_be_trained_on_are_refused(
     chat_config: Callable[..., PipelineConfig], rows: list[dict[str, Any]], message: str
