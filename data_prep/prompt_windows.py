@@ -119,9 +119,8 @@ def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> 
     """Tokenize, cut and split items until the training split is full, in the order of their clusters' hashes.
 
     A cluster is a file, all conversations with the same or nearly the same question, or all rows of tokens with the
-    same prompt. Held-out clusters have the smallest hashes.
-    The validation split is therefore complete before the training split can be full, and a file that has copies in both
-    splits is kept in the validation split.
+    same prompt. Held-out clusters have the smallest hashes. The validation split is therefore complete before the
+    training split can be full, and a file that has copies in both splits is kept in the validation split.
     """
     names, groups, clusters = source.names, source.groups, source.clusters
     order = sorted(range(len(names)), key=lambda i: (name_hash(clusters[i]), clusters[i], groups[i], names[i], i))

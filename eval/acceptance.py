@@ -57,13 +57,7 @@ from mtptrain.utils.files import read_sealed, write_sealed
 from .draft_quality import DraftQuality
 from .examples import examples
 from .measurement import Candidate, Measured, Measurement
-from .report_page import Section, held_out_section, write_run_page
-
-REPORTED_SETTINGS = (
-    *("num_speculative_tokens", "temperature", "top_p", "top_k", "sample_drafts", "max_new_tokens", "dtype"),
-    *("seed", "batch_size", "batch_tokens"),
-)
-"""Settings of `acceptance` that a report repeats under their own names."""
+from .report_page import MEASURED_WITH, Section, held_out_section, write_run_page
 
 
 @program
@@ -207,7 +201,7 @@ def report(run: Run, found: RunHead, prompts: Prompts, ranks: Ranks, measured: d
     return {
         "command": command(),
         **described.pop("head"),
-        **{name: getattr(settings, name) for name in REPORTED_SETTINGS},
+        **{name: getattr(settings, name) for name in MEASURED_WITH},
         "num_ranks": ranks.world_size,
         "device": device_name(ranks.device),
         "tree": f"{settings.tree_nodes} nodes, top {settings.tree_top_k}",

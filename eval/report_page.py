@@ -17,9 +17,7 @@ from .plots import colours_of, drawing, plots_of
 ReportFigures = Mapping[str, Any]
 """A whole `report.json`, or the figures of one drafter in it."""
 
-SETTINGS = (
-    "target",
-    "head",
+MEASURED_WITH = (
     "num_speculative_tokens",
     "temperature",
     "top_p",
@@ -30,12 +28,13 @@ SETTINGS = (
     "batch_size",
     "batch_tokens",
     "seed",
-    "device",
-    "prompts_file",
-    "conversations",
-    "cut_conversations",
-    "sources",
 )
+"""Settings of `acceptance` that a report repeats under their own names."""
+SETTINGS = (
+    *("target", "head", *MEASURED_WITH),
+    *("device", "prompts_file", "conversations", "cut_conversations", "sources"),
+)
+"""Entries of a report that the page shows as settings."""
 SAME_MEASUREMENT = ("head_sha256", "prompts_sha256", "num_speculative_tokens", "max_new_tokens", "dtype")
 SAME_DECODING = (
     "head_sha256",
