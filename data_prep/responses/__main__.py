@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import TextIO
 
 import httpx
@@ -278,7 +277,7 @@ def fill(
         batches = [rows for rows in job.survey.batches(settings.batch_size) if not missing_rows.isdisjoint(rows)]
         own = batches[ranks.rank :: ranks.world_size]
         num_own = sum(len(missing_rows.intersection(rows)) for rows in own)
-        with store.journal(ranks.rank) as journal, progress_bar(num_own, ranks) as bar:
+        with store.journal(ranks.rank) as journal, ProgressBar(num_own, ranks) as bar:
             if job.server:
                 fill_from_server(job.server, map(job.dialogue, missing), settings.concurrency, journal, progress, bar)
             elif own:
@@ -286,16 +285,39 @@ def fill(
                     torch.set_num_threads(CPU_THREADS)
                 target = load_target(job.target.directory, getattr(torch, settings.dtype.value), ranks.device)
                 rank_batches = ([job.dialogue(row) for row in rows] for rows in own)
-                for conversation in regenerate_with_target(target, rank_batches, job.sampling):
+                for conversation in regenerate_with_target(target, rank_batches, job.sampling, bar.add_tokens):
                     if conversation.row in missing_rows:
                         save_conversation(conversation, journal, progress, bar)
     progress.seconds = time.monotonic() - started
     return progress
 
 
-def progress_bar(num_rows: int, ranks: Ranks) -> tqdm:
-    name = "responses" if ranks.world_size == 1 else f"responses, rank 0 of {ranks.world_size}"
-    return tqdm(total=num_rows, desc=name, unit="row", disable=not ranks.is_first)
+class ProgressBar(tqdm):
+    """Shows the finished conversations of the first rank, and the tokens/s of all its answers, unfinished ones too.
+
+    On a slow CPU a batch of conversations may take minutes, after which all of them are finished at once.
+    """
+
+    def __init__(self, num_rows: int, ranks: Ranks) -> None:
+        name = "responses" if ranks.world_size == 1 else f"responses, rank 0 of {ranks.world_size}"
+        # Every call may draw, at most twice a second; the time left follows from the mean over all rows.
+        super().__init__(
+            total=num_rows,
+            desc=name,
+            unit="row",
+            disable=not ranks.is_first,
+            miniters=0,
+            mininterval=0.5,
+            smoothing=0,
+        )
+        self.num_tokens = 0
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Add tokens that were generated just now."""
+        self.num_tokens += num_tokens
+        speed = self.num_tokens / max(self.format_dict["elapsed"], 1e-9)
+        self.set_postfix_str(f"{self.num_tokens:,} tokens, {speed:,.0f} tok/s", refresh=False)
+        self.update(0)
 
 
 def fill_from_server(
@@ -304,7 +326,7 @@ def fill_from_server(
     concurrency: int,
     journal: TextIO,
     progress: ResponsesProgress,
-    bar: tqdm,
+    bar: ProgressBar,
 ) -> None:
     """Regenerate conversations with requests to the server.
 
@@ -312,7 +334,11 @@ def fill_from_server(
         UserError: too many consecutive conversations failed.
     """
     failures_in_a_row = 0
-    save = partial(save_conversation, journal=journal, progress=progress, bar=bar)
+
+    def save(conversation: RegeneratedConversation) -> None:
+        save_conversation(conversation, journal, progress, bar)
+        bar.add_tokens(sum(conversation.answer_tokens))
+
     with closing(regenerate_with_server(server, dialogues, concurrency, save)) as outcomes:
         for outcome in outcomes:
             if isinstance(outcome, RegeneratedConversation):
@@ -332,13 +358,12 @@ def fill_from_server(
 
 
 def save_conversation(
-    conversation: RegeneratedConversation, journal: TextIO, progress: ResponsesProgress, bar: tqdm
+    conversation: RegeneratedConversation, journal: TextIO, progress: ResponsesProgress, bar: ProgressBar
 ) -> None:
     journal.write(line_of(conversation))
     progress.rows += 1
     progress.tokens += sum(conversation.answer_tokens)
     bar.update()
-    bar.set_postfix_str(f"{progress.tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tok/s", refresh=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Regenerates conversations in batches, with transformers in this process."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -15,10 +15,13 @@ SHARE_TO_DROP = 1 / 8
 
 
 @torch.no_grad()
-def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> list[Response]:
+def generate(
+    target: Target, prompts: Sequence[Prompt], sampling: Sampling, on_step: Callable[[int], None]
+) -> list[Response]:
     """Generate responses to a batch of prompts, with the seed of the first prompt.
 
     Finished responses leave the batch once they are a `SHARE_TO_DROP` of it, so that the target no longer reads them.
+    After each step `on_step` gets the number of new tokens.
     """
     # 1. The target reads the prompts, padded on the right, and chooses the first token of each response.
     sampler = Sampler(sampling.temperature, prompts[0].seed, sampling.top_p, sampling.top_k)
@@ -34,9 +37,14 @@ def generate(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> l
     rows = torch.arange(len(prompts))  # the prompts that are still in the batch
     while True:
         # 2. Append the newest token of each response that has not ended.
-        for row, token in zip(rows.tolist(), newest.tolist(), strict=True):
-            if not _has_ended(responses[row], sampling):
-                responses[row].append(token)
+        grown = [
+            (row, token)
+            for row, token in zip(rows.tolist(), newest.tolist(), strict=True)
+            if not _has_ended(responses[row], sampling)
+        ]
+        for row, token in grown:
+            responses[row].append(token)
+        on_step(len(grown))
         is_running = torch.tensor([not _has_ended(responses[row], sampling) for row in rows.tolist()])
         if not is_running.any():
             return [_response(tokens, sampling.stop_token_ids) for tokens in responses]
@@ -61,12 +69,15 @@ def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
 
 
 def regenerate_with_target(
-    target: Target, batches: Iterable[list[Dialogue]], sampling: Sampling
+    target: Target, batches: Iterable[list[Dialogue]], sampling: Sampling, on_step: Callable[[int], None]
 ) -> Iterator[RegeneratedConversation]:
-    """Regenerate the conversations of each batch turn by turn; finished ones drop out of the batch."""
+    """Regenerate the conversations of each batch turn by turn; finished ones drop out of the batch.
+
+    `on_step` is that of `generate`.
+    """
     for batch in batches:
         while running := [(dialogue, prompt) for dialogue in batch if (prompt := dialogue.next_prompt()) is not None]:
-            responses = generate(target, [prompt for _, prompt in running], sampling)
+            responses = generate(target, [prompt for _, prompt in running], sampling, on_step)
             for (dialogue, _), response in zip(running, responses, strict=True):
                 dialogue.add_response(response)
         yield from (dialogue.regenerated for dialogue in batch)

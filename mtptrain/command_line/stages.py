@@ -60,7 +60,7 @@ STAGES = {
         "ranks",
         _has_responses,
         "responses/manifest.json",
-        ("run_dir", "seed", "target", "prompts", "responses"),
+        ("seed", "target", "prompts", "responses"),
         "finished responses are kept in {run_dir}/responses; the same command adds the rest",
     ),
     "prompts": Stage(

@@ -117,6 +117,7 @@ CHANGED = {  # each setting, and the stages that are not finished once it has ch
     "export.dtype=float16": "export",
     "serving.tensor_parallel_size=2": "",
     "distributed_timeout_hours=1": "",
+    "run_dir=elsewhere": "",  # as after the folder was moved
 }
 
 

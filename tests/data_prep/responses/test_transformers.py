@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data_prep.responses.__main__ import fill, make_job
+from data_prep.responses.__main__ import ProgressBar, fill, make_job
 from data_prep.responses.store import ResponsesStore
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.run import Run
@@ -66,6 +66,23 @@ def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: 
     (directory / "answers_00005.jsonl").write_bytes(lines[11] + lines[3][:20])
     respond(configure(*sampled))
     assert output(configure()) == output(undisturbed)
+
+
+def test_the_bar_counts_the_tokens_of_unfinished_answers(
+    configure: ConfigFor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_rows, add_tokens = [], ProgressBar.add_tokens
+
+    def watch(bar: ProgressBar, num_tokens: int) -> None:
+        finished_rows.append(bar.n)
+        add_tokens(bar, num_tokens)
+
+    monkeypatch.setattr(ProgressBar, "add_tokens", watch)
+    config = configure("responses.batch_size=1000")
+    respond(config)
+    assert len(finished_rows) > 24 and set(finished_rows) == {0}  # a single batch, of several turns
+    num_tokens = sum(sum(row["answer_tokens"]) for row in answered(config))
+    assert f", {num_tokens:,} tokens, " in capsys.readouterr().err.split("\r")[-1]
 
 
 def test_a_rank_without_work_does_not_load_the_target(configure: ConfigFor, tmp_path: Path) -> None:
