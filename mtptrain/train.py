@@ -67,7 +67,7 @@ from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.metrics import StepMeter, Tracer, Tracking
 from mtptrain.training.summary import in_progress_bar, print_summary
-from mtptrain.training.trainer import Trainer, check_batch_ranks
+from mtptrain.training.trainer import Trainer, check_batch_ranks, is_compiled
 from mtptrain.training.validation import Validation
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.utils.errors import UserError
@@ -227,6 +227,8 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
     stage_dir, settings, progress = training.stage_dir, training.config.train, training.progress
     tracking = Tracking(stage_dir, training.config, progress.step) if ranks.is_first else None
     bar = tqdm(total=training.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
+    if is_compiled(settings.compile, ranks.device):
+        bar.set_postfix_str("the first steps compile, which may take minutes")
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
     postfix: dict[str, str] = {}
     # 1. Wait for the states of the first step, if they are streamed.
