@@ -87,8 +87,8 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_g
                 "measure it with mtptrain acceptance, or train another head"
             )
         raise UserError(
-            f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, which has no class "
-            f"for it; set export.engine={engines[0]} if it serves this target (see docs/serving.md)"
+            f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, for which "
+            f"mtptrain does not write it; set export.engine={engines[0]} if it serves this target (see docs/serving.md)"
         )
     check_servable(engine, head, target)
     if (engine, head.name) == ("vllm", "mtp") and is_mimo(target):

@@ -16,7 +16,12 @@ from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP
-from mtptrain.serving.exports import FAMILIES_OF_OPENVINO, STREAMS_OF_LLAMA_CPP, WITHOUT_STREAMS
+from mtptrain.serving.exports import (
+    FAMILIES_OF_OPENVINO,
+    STREAMS_OF_LLAMA_CPP,
+    STREAMS_OF_SGLANG,
+    WITHOUT_STREAMS_IN_VLLM,
+)
 from mtptrain.target.families import head_dim, head_rope_parameters, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
@@ -227,15 +232,16 @@ LIMITS = (
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm if the target is a MiMo, or train without them"),
     *(Limit("vllm", heads, "target.path", "of a family whose layers can be captured",
-            family_in(WITHOUT_STREAMS["vllm"]),
+            family_in(WITHOUT_STREAMS_IN_VLLM),
             "vLLM's class does not return its residual streams",
             instead)
-      for heads, instead in ((("eagle3",), f"set export.engine=sglang if the target is a Gemma 3, or {TRAIN_MTP}"),
-                             (("peagle", *BLOCK_DRAFTERS), TRAIN_MTP))),
-    Limit("sglang", WITH_STREAMS, "target.path", "of a family whose layers can be captured",
-          family_in(WITHOUT_STREAMS["sglang"]),
-          "SGLang's class does not return its residual streams",
-          TRAIN_MTP),
+      for heads, instead in ((WITH_STREAMS, f"try export.engine=sglang, or {TRAIN_MTP}"),
+                             (("peagle",), TRAIN_MTP))),
+    *(Limit("sglang", heads, "target.path", "of a family whose layers can be captured",
+            family_outside(STREAMS_OF_SGLANG[drafter]),
+            f"SGLang has no class for it that returns residual streams to {drafter}",
+            f"try export.engine=vllm, or {TRAIN_MTP}")
+      for drafter, heads in (("eagle3", ("eagle3",)), ("block drafters", BLOCK_DRAFTERS))),
     Limit("sglang", ("dflash", "dspark"), "head.draft_vocab_size", "null", own_lm_head,
           "SGLang gives the head the target's lm_head",
           "set export.engine=vllm, or train without it"),

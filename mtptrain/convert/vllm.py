@@ -18,7 +18,7 @@ from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.convert.published.config_json import LAYER_IDS
 from mtptrain.data.draft_vocab import membership
 from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.dflash import CausalLayers, DflashHead, layer_types
+from mtptrain.heads.dflash import FULL, CausalLayers, DflashHead, layer_types
 from mtptrain.heads.dflash2 import Dflash2Head, published_settings
 from mtptrain.heads.draft_model import DraftModelHead, model_config
 from mtptrain.heads.dspark import DsparkHead
@@ -49,12 +49,17 @@ class VllmFormat(Format):
 
     def notes(self) -> list[str]:
         window = sliding_window(self.target) if has_window_in_all_layers(self.target) else None
-        if window is None or window >= self.target.max_position_embeddings:
+        if window is None or window >= self.target.max_position_embeddings or not self.has_full_layers():
             return []
         return [
             f"vLLM gives the head the target's sliding window of {window} tokens too (`CacheConfig.sliding_window`); "
-            "the head was trained and measured without one. Drafts for texts of at most that length are not affected.",
+            "its full layers were trained and measured without one. Drafts for texts of at most that length are not "
+            "affected.",
         ]
+
+    def has_full_layers(self) -> bool:
+        """Returns whether a layer of the head has no window of its own."""
+        return True
 
 
 class VllmMtp(VllmFormat):
@@ -240,6 +245,9 @@ class VllmDflash(VllmFormat):
                 "target_layer_ids": [layer - 1 for layer in layers],
             },
         }
+
+    def has_full_layers(self) -> bool:
+        return FULL in layer_types(self.head)
 
     def notes(self) -> list[str]:
         notes = super().notes()

@@ -49,6 +49,8 @@ REPEATED = {
     r"lm_head\.weight|lm_heads\.\d+\.weight|shared_head\.head\.weight": "lm_head",
 }
 """Name patterns of tensors in a head's file that repeat a tensor of the target, with its name in `FrozenParts`."""
+ROUNDING = 0.01
+"""Rounding to bf16 explains relative differences up to this one."""
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
 """Names of tensors in a head's file that follow from its other tensors and settings, so that our heads need none."""
 NAMES_IN_TARGET = {
@@ -236,6 +238,7 @@ def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Ten
     is_own = (Path(path) / "head.json").is_file()
     is_native = isinstance(config, NativeMtpHead.Config) and not is_own
     published = (read_native_mtp if is_native else read_published)(path, target_config)
+    published = allow_target_lm_head(published, target)
     check_settings(published, config, target_config)
     warn_of_other_arithmetic(published, target_config)
     with torch.device("meta"):
@@ -255,6 +258,15 @@ def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Ten
     check_values(published.directory, expected, state, "copy or download it again")
     check_draft_token_ids(state, published.tensors.get("t2d"), target_config.vocab_size, published.directory)
     return published.directory, state
+
+
+def allow_target_lm_head(published: PublishedHead, target: TargetFiles) -> PublishedHead:
+    """Returns a head whose lm_head, if it repeats the target's, need not become a vocabulary of its own."""
+    vocab_size, lm_head = target.config.vocab_size, published.tensors.get("lm_head.weight")
+    is_own = published.settings.get("draft_vocab_size") == [vocab_size]
+    if not is_own or relative_difference(lm_head, load_frozen_parts(target.directory).lm_head) > ROUNDING:
+        return published
+    return replace(published, settings=published.settings | {"draft_vocab_size": [None, vocab_size]})
 
 
 def check_settings(published: PublishedHead, config: HeadConfig, target_config: PreTrainedConfig) -> None:
@@ -286,8 +298,11 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
 
 
 def _either(values: list[object]) -> str:
-    """Returns the only value, or the two values that explicit layer ids may mean."""
-    return str(values[0]) if len(values) == 1 else f"{values[0]} (vLLM's count) or {values[1]} (SGLang's count)"
+    """Returns the values that fit a head: one, or two, which are the two meanings of layer ids if they are lists."""
+    if len(values) == 2 and all(isinstance(value, list) for value in values):
+        by_vllm, by_sglang = sorted(map(list, values))  # type: ignore[call-overload]
+        return f"{by_vllm} (vLLM's count) or {by_sglang} (SGLang's count)"
+    return " or ".join(map(str, values))
 
 
 def _override(name: str, value: object) -> str:
@@ -325,7 +340,7 @@ def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path,
     for name, part in repeated.items():
         ours = getattr(parts, part)
         difference = relative_difference(state[name], ours)
-        if difference > 0.01:  # beyond what rounding to bf16 explains
+        if difference > ROUNDING:
             warnings.warn(
                 f"{directory}: {name} should equal the target's, which is used, but differs (relative difference "
                 f"{difference:.2g}); the head may draft worse than published until it is trained",

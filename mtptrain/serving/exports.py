@@ -26,9 +26,29 @@ WRITTEN_FOR = {
     "transformers": "5.23",
 }
 """The version of each engine that exports are written for. Tests serve them with all but SGLang and TensorRT-LLM."""
-WITHOUT_STREAMS = {"vllm": ("gemma3_text", "mimo"), "sglang": ("mimo",)}
-"""Families whose class in an engine does not return residual streams: in vLLM Gemma 3 has no `SupportsEagle3`, and
-MiMo's forward leaves them out."""
+WITHOUT_STREAMS_IN_VLLM = (
+    *("bloom", "cohere", "cohere2", "dbrx", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "gemma", "gemma2"),
+    *("gemma3_text", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gptj", "granitemoe"),
+    *("granitemoeshared", "hyperclovax", "longcat_flash", "mimo", "mixtral", "nemotron", "olmoe", "opt", "qwen2_moe"),
+    "stablelm",
+)
+"""Families whose class in vLLM does not return residual streams.
+
+MiMo's forward leaves them out, the others have no `SupportsEagle3`.
+"""
+_STREAMS_FOR_ALL = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4_text", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
+    *("internlm3", "llama", "llama4_text", "ministral3", "mistral", "phi3", "qwen3", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_moe", "qwen3_next"),
+)
+STREAMS_OF_SGLANG = {
+    "eagle3": (
+        *("apertus", "exaone_moe", "gemma3_text", "glm4_moe", "longcat_flash", "minimax_m2", "qwen2", "qwen2_moe"),
+        *_STREAMS_FOR_ALL,
+    ),
+    "block drafters": ("laguna", "lfm2", "lfm2_moe", "mimo_v2_flash", "nemotron_h", *_STREAMS_FOR_ALL),
+}
+"""Families whose class in SGLang captures streams: `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture`."""
 STREAMS_OF_LLAMA_CPP = ("llama", "mistral", "qwen3", "qwen3_moe")
 """Families whose residual streams in llama.cpp were compared with ours.
 

@@ -256,7 +256,7 @@ LLAMA_CPP_CASES = [
     *(Case("dflash2", target) for target in ("llama", "qwen3")),
     Case("dflash2_K5", "llama", 5),
     Case("dflash2_window", "qwen3"),
-    Case("dflash_mixed_windows", "llama_shared"),
+    *(Case(f"dflash_{variant}", "llama_shared") for variant in ("window", "causal_window", "mixed_windows")),
     Case("dflash_causal_mixed", "qwen3_shared"),
     Case("dflash_anchor_first", "qwen3_shared"),
     Case("dflash_anchor_first_window", "llama_shared"),
@@ -287,7 +287,7 @@ OPENVINO_CASES = [
         for head in ("dflash", "dflash_K1", "dflash_K5", "dflash_two_norms")
     ),
     Case("dflash", "qwen3_shared"),
-    Case("dflash_mixed_windows", "llama_shared"),
+    *(Case(f"dflash_{variant}", "llama_shared") for variant in ("window", "mixed_windows")),
     Case("eagle3_small_vocabulary", "llama"),
     Case("eagle3_own_lm_head", "qwen3"),
     Case("eagle3_last_stream", "llama"),

@@ -1,5 +1,6 @@
 """Tests that an engine extracts the same bits for a shard in any order, limits its files, and ends with its rank."""
 
+import json
 import os
 import random
 import select
@@ -26,6 +27,7 @@ from mtptrain.hidden_states.extraction.vllm_streams import (
     engine_environment,
     visible_devices,
 )
+from mtptrain.serving.exports import WITHOUT_STREAMS_IN_VLLM
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import SPIN_COUNT
 from tests.conftest import make_target
@@ -308,3 +310,28 @@ def test_an_engine_has_one_thread_and_no_part_in_the_group_of_ranks() -> None:
     assert (
         found == {"HOME": "/home", "CUDA_VISIBLE_DEVICES": "1", **ENVIRONMENT} and ENVIRONMENT["OMP_NUM_THREADS"] == "1"
     )
+
+
+SUPPORTED = """
+import importlib, json, sys
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.model_executor.models.registry import _VLLM_MODELS
+
+found = {}
+for family in sys.argv[1:]:
+    module, name = _VLLM_MODELS[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+    found[family] = supports_eagle3(model_class)
+print(json.dumps(found))
+"""
+
+
+def test_the_families_without_streams_are_those_whose_class_in_vllm_has_no_eagle3(vllm_python: str) -> None:
+    without = set(WITHOUT_STREAMS_IN_VLLM) - {"mimo"}  # its class has it, but its forward leaves the streams out
+    others = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "granite", "phi3", "gpt_oss"}
+    command = [vllm_python, "-c", SUPPORTED, *sorted(without | others)]
+    result = subprocess.run(command, capture_output=True, text=True, env=engine_environment(os.environ, 0, 1))
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found == dict.fromkeys(without, False) | dict.fromkeys(others, True)

@@ -32,7 +32,7 @@ SECTIONS = ("dflash_config", "eagle_config", "rope_parameters", "rope_scaling")
 """Keys that hold further keys."""
 ROPE_SECTIONS = SECTIONS[2:]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-FROM_1_IN_SGLANG = ("deepseek_v2",)
+FROM_1_IN_SGLANG = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 """Families in which SGLang reads id k as the stream after k layers, as vLLM does.
 
 If the first id is 1, it reads them as in other families: id k is then the stream after k + 1 layers. Source:
@@ -146,7 +146,7 @@ HARMLESS = dict.fromkeys(
         *("initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp", "return_dict", "problem_type"),
         *("is_encoder_decoder", "is_decoder", "output_attentions", "output_hidden_states", "id2label", "label2id"),
         *("chunk_size_feed_forward", "_attn_implementation", "attn_implementation", "base_model_name_or_path"),
-        *("gradient_checkpointing", "_attn_implementation_autoset", "unsloth_version"),
+        *("gradient_checkpointing", "_attn_implementation_autoset", "unsloth_version", "_torchspec_version"),
         "max_position_embeddings",  # the head uses the target's positions
         "max_window_layers",  # counts only for windows without layer_types, which are refused
     ),
@@ -244,6 +244,7 @@ RULES: dict[str, dict[str, Rule]] = {
             for section in ("", "eagle_config.")
             for name, value in MODEL_OPT_EAGLE3.items()
         },
+        "eagle_config.parallel_draft_heads_num_layers": anything,  # without parallel drafts, unused
         **dict.fromkeys(("eagle_config.eh_proj_before_attn", "eagle_config.eh_proj_bias"), only(False)),
     },
     "dflash": {
@@ -255,7 +256,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "use_sliding_window": only_with_types,
         **dict.fromkeys(
             ("sample_from_anchor", "dflash_config.sample_from_anchor", "dflash_config.shift_label"),
-            only(False, reason="because engines draft nothing with the first token of such a head"),
+            only(False, reason="because published heads of this class draft nothing with the first token"),
         ),
         "layer_types": in_each_layer(FULL, SLIDING),
         **dict.fromkeys(("sliding_window", "dflash_config.swa_window_size"), size),
@@ -264,6 +265,9 @@ RULES: dict[str, dict[str, Rule]] = {
         "dflash_config.mask_token_id": token_id,
         "dflash_config.target_layer_ids": layer_ids,
         "dflash_config.attention_value_scale": only(1.0),
+        "dflash_config.output_multiplier": only(1.0),
+        "dflash_config.input_embedding_scale": only(1.0),
+        "dflash_config.final_logit_softcapping": only(0.0),
     },
     "medusa": {
         **HARMLESS,
@@ -280,26 +284,40 @@ RULES: dict[str, dict[str, Rule]] = {
     },
 }
 """The rules of each kind of head. `eagle3` includes P-EAGLE; `native` are the MTP layers of whole models."""
+DSPARK_NESTED = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+"""Keys of head `dspark` that SpecForge writes in `dflash_config`, DeepSpec at the top level."""
 RULES["dspark"] = RULES["dflash"] | {
+    "block_size": between(1, MAX_DEPTHS),  # the drafts
     "markov_rank": size,
-    "markov_head_type": only("vanilla", reason="because engines serve no other correction"),
+    "markov_head_type": only("vanilla", reason="as in our heads"),
     **dict.fromkeys(
         ("enable_confidence_head", "confidence_head_with_markov"), only(True, reason="because head dspark has one")
     ),
+    **{f"dflash_config.{name}": same_as(name) for name in DSPARK_NESTED},
+    "dflash_config.projector_type": only("dspark"),
+    # These shape its training: the number of blocks per document, and the weight of the confidence's loss.
+    **dict.fromkeys(("num_anchors", "dflash_config.confidence_head_alpha"), anything),
+    "dflash_config.attention_mode": only("gqa", "mha"),  # the numbers of heads tell
     "sample_from_anchor": BOOLEAN,
     "dflash_config.sample_from_anchor": same_as("sample_from_anchor"),
     "target_layer_ids": same_as("dflash_config.target_layer_ids"),
     "mask_token_id": same_as("dflash_config.mask_token_id"),
 }
+WITHOUT_MARKOV = "dspark without its heads"
+RULES[WITHOUT_MARKOV] = RULES["dspark"] | {
+    "markov_rank": only(0),
+    **dict.fromkeys(
+        ("enable_confidence_head", "confidence_head_with_markov"),
+        only(False, reason="because head dflash, which has no Markov head either, has none"),
+    ),
+}
+"""DeepSpec's DFlash is DSpark's class with a Markov head of rank 0. It is read as head `dflash`."""
 RULES["dflash2"] = RULES["dflash"] | {
     "dflash_config.conv_kernel_size": between(1, MAX_KERNEL_SIZE),
     "dflash_config.conv_group_size": size,
     "dflash_config.selector_rank": size,
     "dflash_config.selector_top_k": between(1, MAX_CANDIDATES),
     "draft_vocab_size": of_target("vocab_size"),
-    "dflash_config.output_multiplier": only(1.0),
-    "dflash_config.final_logit_softcapping": only(0.0),
-    "dflash_config.input_embedding_scale": only(1.0),
 }
 
 
@@ -317,10 +335,12 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
             config |= {f"{key}.{part}": inner for part, inner in value.items()}
     config = {key: value for key, value in config.items() if value is not None}
     _refuse_quantisation(directory / MODEL_OPT_QUANTISATION)
-    for key in ("dflash_config.block_size", "dflash_config.sample_from_anchor", f"eagle_config.{LAYER_IDS}"):
+    is_dspark = kind in ("dspark", WITHOUT_MARKOV)
+    nested = ["block_size", "sample_from_anchor", *(DSPARK_NESTED if is_dspark else ())]
+    for key in (*(f"dflash_config.{name}" for name in nested), f"eagle_config.{LAYER_IDS}"):
         if key in config:  # the same as a key at the top level, whose rule it must also keep
             config.setdefault(key.partition(".")[2], config[key])
-    for key in ("target_layer_ids", "mask_token_id") if kind == "dspark" else ():
+    for key in ("target_layer_ids", "mask_token_id") if is_dspark else ():
         if key in config:  # likewise, and the section's rule holds for both
             config.setdefault(f"dflash_config.{key}", config[key])
     if unknown := [key for key in config if key not in RULES[kind]]:

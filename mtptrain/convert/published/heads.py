@@ -6,11 +6,12 @@ A directory or hub repository must have safetensors files and one of these (clas
 - `EagleDeepSeekMTPModel`: head `mtp` for vLLM;
 - `MiMoForCausalLM`: head `mtp` for SGLang, or the MTP layer of a MiMo checkpoint;
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
-- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
-  its layer named `midlayer` or `layers.0`, or P-EAGLE if there is a `mask_hidden`;
+- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, NeMo Automodel's `LlamaEagle3DraftModel`, or `LlamaForCausalLM`
+  with an fc and a hidden_norm: EAGLE-3, with its layer named `midlayer` or `layers.0`, or P-EAGLE if there is a
+  `mask_hidden`;
 - `MedusaModel`, or FasterDecoding's tensor names: Medusa;
-- `DFlashDraftModel`: head `dflash`;
-- `Qwen3DSparkModel`, `DSparkDraftModel`: head `dspark`;
+- `DFlashDraftModel`, NeMo Automodel's `Qwen3DFlashDraftModel`: head `dflash`;
+- `Qwen3DSparkModel`, `DSparkDraftModel`: head `dspark`, or `dflash` if the Markov head has rank 0;
 - `DFlash2DraftModel`: head `dflash2`;
 - a model with an MTP layer in DeepSeek's layout after its decoder layers (`model.layers.N.eh_proj`): head `mtp`.
 
@@ -30,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mtptrain.convert.base import Format, Tensors, rename, renamed
 from mtptrain.convert.mimo import MIMO_LAYER, mimo_settings
-from mtptrain.convert.published.config_json import Config, read_config
+from mtptrain.convert.published.config_json import WITHOUT_MARKOV, Config, read_config
 from mtptrain.convert.published.inferred_settings import (
     Settings,
     dflash_settings,
@@ -68,6 +69,10 @@ UNKNOWN_MTP = re.compile(r"^mtp\.")
 """Tensors of MTP layers in a layout that head `mtp` does not have, such as that of Qwen3-Next and Qwen3.5."""
 FOREIGN_PARTS = {".experts.": "experts", "self_attn.kv_": "latent attention"}
 """Parts of MTP layers that head `mtp` does not have, by a substring of their tensor names."""
+LEGACY_NAMES = {
+    f"aux_norm_{name}.weight": f"fc_norm.{index}.weight" for index, name in enumerate(("low", "mid", "high"))
+}
+"""Names that SGLang still reads beside `use_aux_norm`."""
 NATIVE_NAMES = {"shared_head.norm.weight": "norm.weight", "post_norm.weight": "norm.weight"}
 KNOWN = {
     VllmMtp.architecture: ("mtp", VllmMtp),
@@ -76,8 +81,10 @@ KNOWN = {
     SglangEagle.architecture: ("eagle", SglangEagle),
     VllmEagle3.architecture: ("eagle3", VllmEagle3),
     "Eagle3LlamaForCausalLM": ("eagle3", VllmEagle3),
+    "LlamaEagle3DraftModel": ("eagle3", VllmEagle3),
     VllmMedusa.architecture: ("medusa", VllmMedusa),
     VllmDflash.architecture: ("dflash", VllmDflash),
+    "Qwen3DFlashDraftModel": ("dflash", VllmDflash),
     VllmDspark.architecture: ("dspark", VllmDspark),
     "DSparkDraftModel": ("dspark", VllmDspark),
     VllmDflash2.architecture: ("dflash2", VllmDflash2),
@@ -147,8 +154,8 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         check_lm_heads(directory, medusa, target_config)
         return PublishedHead(directory, "medusa", medusa_settings(directory, config, medusa), medusa, None, None)
     architecture = _architecture(config)
-    section = config.get("dflash_config")
-    for kind in (architecture, str(section.get("projector_type")) if isinstance(section, dict) else ""):
+    section = found if isinstance(found := config.get("dflash_config"), dict) else {}
+    for kind in (architecture, str(section.get("projector_type"))):
         if kind in OTHER_DRAFTERS:
             drafter, served = OTHER_DRAFTERS[kind]
             raise UserError(
@@ -168,7 +175,10 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         _refuse_class(directory, architecture)
     name, form = KNOWN[architecture]
     is_checkpoint = form is SglangMtp and any(name.startswith("model.layers.") for name in names)  # all of MiMo
-    config = read_config(directory, "native" if is_checkpoint else name, target_config)
+    kind = "native" if is_checkpoint else name
+    if name == "dspark" and config.get("markov_rank", section.get("markov_rank")) == 0:
+        name, form, kind = "dflash", VllmDflash, WITHOUT_MARKOV
+    config = read_config(directory, kind, target_config)
     _refuse_lost_biases(directory, config, names)
     settings = layer_sizes(directory, name, config)
     if form is SglangMtp:
@@ -185,8 +195,8 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
             name, form = "peagle", VllmPeagle
             settings["mask_token_id"] = [token_id]
     if issubclass(form, VllmDflash):
-        _refuse_mask_embedding(directory)
-        settings |= dflash_settings(directory, name, config, tensors, target_config)
+        _refuse_mask_embedding(directory, name)
+        settings |= dflash_settings(directory, kind, config, tensors, target_config)
     return PublishedHead(directory, name, settings, tensors, form, config)
 
 
@@ -200,11 +210,11 @@ def _refuse_lost_biases(directory: Path, config: Config, names: Collection[str])
             )
 
 
-def _refuse_mask_embedding(directory: Path) -> None:
+def _refuse_mask_embedding(directory: Path, name: str) -> None:
     """Refuse a trained embedding of the mask token, which engines read from a file of its own."""
     if (directory / MASK_EMBEDDING).is_file():
         raise UserError(
-            f"{directory / MASK_EMBEDDING}: must not exist, because head dflash takes the embedding of its mask token "
+            f"{directory / MASK_EMBEDDING}: must not exist, because head {name} takes the embedding of its mask token "
             "from the target, but does; choose another head"
         )
 
@@ -356,6 +366,7 @@ def refuse_several(prefixes: Collection[str], directory: Path) -> None:
 def _eagle3_tensors(tensors: Tensors, config: Config) -> Tensors:
     """Returns the tensors under our export's names, without `d2t` if it maps the whole vocabulary to itself."""
     tensors = renamed(tensors, lambda name: re.sub(r"^layers\.0\.", "midlayer.", name))
+    tensors = rename(tensors, LEGACY_NAMES)
     if "d2t" in tensors and len(tensors["d2t"]) == config.get("vocab_size") and not tensors["d2t"].any():
         tensors.pop("d2t")
     return tensors

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
-from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, Config, captured_ids
+from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, LAYER_IDS, WITHOUT_MARKOV, Config, captured_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import FULL, SLIDING, CausalLayers
 from mtptrain.heads.dflash2 import Dflash2Head, published_settings
@@ -87,11 +87,11 @@ def mask_token_id(directory: Path, config: Config, has_mask: bool) -> int | None
 
 
 def dflash_settings(
-    directory: Path, name: str, config: Config, tensors: Tensors, target_config: PreTrainedConfig
+    directory: Path, kind: str, config: Config, tensors: Tensors, target_config: PreTrainedConfig
 ) -> Settings:
-    """Returns the settings of head `dflash`, `dspark` or `dflash2`."""
-    is_dspark, is_dflash2 = name == "dspark", name == "dflash2"
-    key_of = OWN_KEYS.get(name, {})
+    """Returns the settings of a block drafter of this kind, one of `RULES`."""
+    is_dspark, is_dflash2 = kind in ("dspark", WITHOUT_MARKOV), kind == "dflash2"
+    key_of = OWN_KEYS.get(kind, {})
     needed = ["num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id"]
     missing = [key for key in (*needed, *key_of.values()) if key not in config]
     if missing:
@@ -101,7 +101,7 @@ def dflash_settings(
         "num_layers": [config["num_hidden_layers"]],
         "capture_layers": list(_capturable(directory, "dflash_config.target_layer_ids", [layers], target_config)),
         "mask_token_id": [config["dflash_config.mask_token_id"]],
-        # The block size of `dspark` counts the drafts, that of the others also the newest token.
+        # The block size of DSpark's class counts the drafts, that of the others also the newest token.
         "ttt_steps": [config["block_size"] - (not is_dspark)],
         "draft_vocab_size": [None if is_dflash2 else _draft_vocab_size(directory, config, tensors, target_config)],
         **{setting: [value] for setting, value in _dflash_attention(directory, config).items()},
@@ -114,18 +114,20 @@ def _dflash_attention(directory: Path, config: Config) -> dict[str, Any]:
     """Returns the settings of a DFlash head's layers, as vLLM's class reads them.
 
     Raises:
-        UserError: layers slide without a window, or there is not one type for each layer.
+        UserError: layers slide without a window that is switched on, or there is not one type for each layer.
     """
-    num_layers = config["num_hidden_layers"]
+    num_layers, uses_swa = config["num_hidden_layers"], config.get("dflash_config.use_swa")
     types = config.get("layer_types", [FULL] * num_layers)
-    if config.get("dflash_config.use_swa") and SLIDING not in types:
+    unset = CausalLayers.sliding if SLIDING in types else CausalLayers.none
+    if uses_swa and SLIDING not in types:
         types = [SLIDING] * num_layers
-    window = config.get("dflash_config.swa_window_size", config.get("sliding_window"))
+    is_on = uses_swa or config.get("use_sliding_window")
+    window = config.get("dflash_config.swa_window_size", config.get("sliding_window") if is_on else None)
     if len(types) != num_layers or (SLIDING in types and window is None):
-        wanted = f"{num_layers} layer_types" if len(types) != num_layers else "a sliding_window for its sliding layers"
+        needed = "a sliding_window, and use_sliding_window=true, for its sliding layers"
+        wanted = f"{num_layers} layer_types" if len(types) != num_layers else needed
         raise UserError(f"{directory / 'config.json'}: must have {wanted}, but does not; download the head again")
     is_causal = config.get("is_causal", config.get("dflash_config.causal"))
-    unset = CausalLayers.sliding if SLIDING in types else CausalLayers.none
     causal = unset if is_causal is None else CausalLayers.all if is_causal else CausalLayers.none
     return {"layer_types": types, "sliding_window": window if SLIDING in types else None, "causal": causal}
 
@@ -134,6 +136,7 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     """Returns the capture layers that the layer ids may mean, most likely first. None means the engines' default.
 
     SGLang numbers layers differently from the other engines. The `serving.json` of our own exports names the engine.
+    ModelOpt and SpecForge count as SGLang does, and write the ids in `eagle_config` alone.
     """
     num_layers, note = target_config.num_hidden_layers, ""
     if ids is None:
@@ -143,8 +146,10 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     else:
         as_sglang, serving = [layer + 1 for layer in ids], directory / SERVING
         engine = read_json(serving).get("engine") if serving.is_file() else None
-        choices = [ids, as_sglang] if engine is None else [as_sglang if engine == "sglang" else ids]
-    return _capturable(directory, "eagle_aux_hidden_state_layer_ids", choices, target_config, note)
+        is_nested = read_json(directory / "config.json").get(LAYER_IDS) is None
+        either = [as_sglang, ids] if is_nested else [ids, as_sglang]
+        choices = either if engine is None else [as_sglang if engine == "sglang" else ids]
+    return _capturable(directory, LAYER_IDS, choices, target_config, note)
 
 
 def _capturable(

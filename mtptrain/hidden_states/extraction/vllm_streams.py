@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, HiddenStatesConfig
-from mtptrain.serving.exports import WITHOUT_STREAMS
+from mtptrain.serving.exports import WITHOUT_STREAMS_IN_VLLM
 from mtptrain.serving.server_process import SHOWN_LINES
 from mtptrain.serving.vllm_client import WORKER, find_python
 from mtptrain.target.families import head_dim, key_heads, read_target_config, sliding_window
@@ -83,7 +83,7 @@ def _why_not_vllm(target_config: PreTrainedConfig) -> str:
     """
     family = target_config.model_type
     head_size = target_config.hidden_size // target_config.num_attention_heads
-    if family in WITHOUT_STREAMS["vllm"]:
+    if family in WITHOUT_STREAMS_IN_VLLM:
         return "has layers that vLLM cannot capture"
     if find_form(target_config).keeps_states:
         return "has layers that keep states, whose cache has no room for hidden states"

@@ -107,7 +107,7 @@ def test_draft_ids_are_written_as_int64_offsets_and_a_bool_mask(target: LlamaCon
 def test_a_head_that_an_engine_has_no_class_for_is_refused_with_the_engines_that_have_one(target: LlamaConfig) -> None:
     message = (
         r"export\.engine: must be vllm or sglang or llama_cpp or tensorrt_llm or openvino for head eagle3, but is "
-        r"transformers, which has no class for it; set export\.engine=vllm"
+        r"transformers, for which mtptrain does not write it; set export\.engine=vllm"
     )
     with pytest.raises(ValueError, match=message):
         format_for("transformers", head_config("eagle3"), target)

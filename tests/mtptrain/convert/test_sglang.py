@@ -84,6 +84,8 @@ def test_eagle3_is_vllms_directory_but_for_the_layer_ids(target: LlamaConfig, se
         ("llama", None, None),
         ("deepseek_v2", [2, 5, 11], [1, 4, 10]),
         ("deepseek_v2", [3, 5, 11], [3, 5, 11]),
+        ("deepseek_v3", [3, 5, 11], [3, 5, 11]),
+        ("glm4_moe_lite", [3, 5, 11], [3, 5, 11]),
     ],
 )
 def test_layer_ids_are_one_less_than_ours_and_left_out_where_they_are_the_default(

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.convert.base import Tensors
+from mtptrain.convert.base import Tensors, rename
 from mtptrain.convert.formats import FORMATS
 from mtptrain.convert.limits import BLOCK_DRAFTERS
+from mtptrain.convert.published.heads import LEGACY_NAMES
 from mtptrain.convert.warm_start import load_init, relative_difference
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.eagle3 import Eagle3Head
@@ -120,6 +121,17 @@ def test_public_eagle1_names_and_extras_are_understood(tmp_path: Path, tiny_targ
     assert_equal(load_init(str(tmp_path / "head"), EAGLE, TargetFiles(tiny_target)), state)
 
 
+def test_the_names_of_automodel_and_of_sglangs_older_norms_are_understood(tmp_path: Path, tiny_target: Path) -> None:
+    config = Eagle3Head.Config(capture_layers=[0, 1, 2], fc_norm=True)
+    state = write(tmp_path / "head", "vllm", config, tiny_target)
+
+    def older(tensors: Tensors) -> Tensors:
+        return rename(tensors, {new: old for old, new in LEGACY_NAMES.items()})
+
+    rewrite(tmp_path / "head", older, architectures=["LlamaEagle3DraftModel"], fc_norm=None, use_aux_norm=True)
+    assert_equal(load_init(str(tmp_path / "head"), config, TargetFiles(tiny_target)), state)
+
+
 def test_explicit_layer_ids_are_taken_as_either_engine_counts_unless_the_export_says_for_which(
     tmp_path: Path, tiny_target: Path
 ) -> None:
@@ -133,6 +145,10 @@ def test_explicit_layer_ids_are_taken_as_either_engine_counts_unless_the_export_
         match=r"differ in head\.capture_layers \(\[0, 1\] \(vLLM's count\) or \[1, 2\] \(SGLang's count\) there, "
         r"\[0, 2\] here\); set head\.capture_layers=\[0,1\], or choose another head",
     ):
+        load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[0, 2]), TargetFiles(tiny_target))
+    rewrite(tmp_path / "head", unchanged, eagle_aux_hidden_state_layer_ids=None)  # as ModelOpt and SpecForge write
+    load_init(str(tmp_path / "head"), as_vllm, TargetFiles(tiny_target))
+    with pytest.raises(ValueError, match=r"or \[1, 2\] \(SGLang's .*; set head\.capture_layers=\[1,2\], or choose"):
         load_init(str(tmp_path / "head"), Eagle3Head.Config(capture_layers=[0, 2]), TargetFiles(tiny_target))
     for engine in ("vllm", "openvino", "tensorrt_llm", "sglang"):
         right, wrong = (as_sglang, as_vllm) if engine == "sglang" else (as_vllm, as_sglang)

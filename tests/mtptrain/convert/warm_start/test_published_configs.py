@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.convert.limits import BLOCK_DRAFTERS
-from mtptrain.convert.published.config_json import MODEL_OPT_EAGLE3
+from mtptrain.convert.published.config_json import DSPARK_NESTED, MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash2 import Dflash2Head
@@ -37,6 +38,7 @@ from tests.mtptrain.convert.warm_start.written_heads import (
     random_state,
     rewrite,
     unchanged,
+    without,
     write,
 )
 from tests.sealed import seal_again
@@ -131,6 +133,7 @@ def test_keys_that_change_nothing_are_accepted(published: Published) -> None:
             "torch_dtype": "float16",
             "transformers_version": "4.36.2",
             "use_cache": True,
+            "_torchspec_version": "0.1.0",
             "auto_map": {"AutoModel": "dflash.DFlash"},
             "attention_sink": None,
         }
@@ -203,11 +206,15 @@ BLOCK: list[tuple[dict[str, Any], str]] = [
     ({"is_causal": "no"}, r"is_causal must be .*true or false"),
     (
         {"dflash_config": {"use_swa": True}},
-        r"config\.json: must have a sliding_window for its sliding layers, but does",
+        r"config\.json: must have a sliding_window, and use_sliding_window=true, for its sliding layers, but does",
     ),
     (
         {"layer_types": ["sliding_attention"] * 2},
-        r"config\.json: must have a sliding_window for its sliding layers, but",
+        r"config\.json: must have a sliding_window, and use_sliding_window=true, for its sliding layers, but",
+    ),
+    (  # transformers' Qwen3Config drops this window
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64, "use_sliding_window": False},
+        r"config\.json: must have a sliding_window, and use_sliding_window=true, for its sliding layers, but",
     ),
     ({"layer_types": ["full_attention"] * 9}, r"config\.json: must have 2 layer_types, but does not"),
     (
@@ -218,7 +225,10 @@ BLOCK: list[tuple[dict[str, Any], str]] = [
     ({"is_causal": True}, r"head\.causal \(all there, none here\); set head\.causal=all"),
     ({"dflash_config": {"attention_value_scale": 0.5}}, r"dflash_config\.attention_value_scale must be 1\.0"),
     ({"dflash_config": {"sample_from_anchor": True}}, r"dflash_config\.sample_from_anchor must be false, .* is true"),
-    ({"sample_from_anchor": True}, r"sample_from_anchor must be false, because engines draft nothing with the first"),
+    (
+        {"sample_from_anchor": True},
+        r"sample_from_anchor must be false, because published heads of this class draf",
+    ),
     ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false"),
     ({"dflash_config": {"projector_type": "mlp"}}, r'but has dflash_config\.projector_type="mlp"'),
     ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is 9"),
@@ -248,8 +258,13 @@ def test_a_block_drafter_of_our_layout_is_read_however_its_config_says_so(publis
     nested = {"causal": False, "use_swa": False, "swa_window_size": 64, "sample_from_anchor": False, "block_size": 4}
     published.load({"dflash_config": nested, "sample_from_anchor": False, "is_causal": False})
     published.load({"dflash_config": {"block_size": 4}}, removed=("block_size", "vocab_size"))
+    neutral = {"output_multiplier": 1.0, "input_embedding_scale": 1.0, "final_logit_softcapping": None}
+    published.load({"architectures": ["Qwen3DFlashDraftModel"], "dflash_config": neutral})  # NeMo Automodel
     published.load({"rope_theta": 1e6})  # rope_parameters takes precedence
     published.load({"rope_theta": 1e4}, removed=("rope_parameters",))
+
+
+WINDOW = {"sliding_window": 64, "use_sliding_window": True}
 
 
 @pytest.mark.parametrize(
@@ -259,23 +274,30 @@ def test_a_block_drafter_of_our_layout_is_read_however_its_config_says_so(publis
         (
             {"sliding_window": 64},  # z-lab's: the last layer sees everything
             [
-                {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+                {"layer_types": ["sliding_attention", "full_attention"], **WINDOW},
                 {"layer_types": ["sliding_attention", "full_attention"], "dflash_config": {"swa_window_size": 64}},
             ],
         ),
         (
             {"sliding_window": 64, "causal": "sliding"},
-            [{"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"], "is_causal": None}],
+            [{"layer_types": ["sliding_attention", "full_attention"], "is_causal": None, **WINDOW}],
+        ),
+        (
+            {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2},  # XiaomiMiMo's: use_swa is not causal
+            [
+                {"is_causal": None, "dflash_config": {"use_swa": True, "swa_window_size": 64}},
+                {"is_causal": None, "layer_types": None, "sliding_window": 64, "dflash_config": {"use_swa": True}},
+            ],
         ),
         (
             {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2, "causal": "all"},
             [
                 {"layer_types": None, "dflash_config": {"use_swa": True, "swa_window_size": 64}, "is_causal": True},
-                {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2, "is_causal": True},
+                {"layer_types": ["sliding_attention"] * 2, "is_causal": True, **WINDOW},
             ],
         ),
     ],
-    ids=["causal", "sliding", "sliding causal", "all sliding, causal"],
+    ids=["causal", "sliding", "sliding causal", "use_swa", "all sliding, causal"],
 )
 def test_every_variant_of_a_block_drafter_is_read_and_written_back(
     heads: dict[str, tuple[Path, Path, HeadConfig]],
@@ -311,6 +333,52 @@ def test_a_dspark_head_is_read_with_keys_at_either_place_or_refused_by_the_key(p
     published.refuses({"block_size": 4}, r"head\.ttt_steps \(4 there, 3 here\); set head\.ttt_steps=4")
     published.refuses({"markov_rank": 8}, r"head\.markov_rank \(8 there, 4 here\)")
     published.refuses({"markov_rank": None}, r"must have markov_rank, but does not")
+    published.refuses({"block_size": 65}, r"block_size must be a whole number from 1 to 64, but is 65")
+    published.load({"num_anchors": 512}, removed=("dflash_config",))  # DeepSpec
+    spec_forge = {"confidence_head_alpha": 1.0, "attention_mode": "gqa", "projector_type": "dspark"}
+    stored = json.loads((published.directory / "config.json").read_text())
+    own = {name: stored[name] for name in DSPARK_NESTED}
+    published.load({"dflash_config": spec_forge | own}, removed=DSPARK_NESTED)
+    published.load({"dflash_config": spec_forge | own})
+    published.refuses({"dflash_config": {"markov_rank": 8}}, r"dflash_config\.markov_rank must be the same as markov_r")
+    published.refuses({"dflash_config": {"projector_type": "x"}}, r"dflash_config\.projector_type must be .*dspark")
+
+
+@pytest.mark.parametrize("published", ["dspark"], indirect=True)
+def test_deepspecs_dflash_is_read_as_anchor_first_dflash(published: Published, tmp_path: Path) -> None:
+    shutil.copytree(published.directory, tmp_path / "head")
+    rewrite(tmp_path / "head", lambda tensors: without("markov_head.")(without("confidence_head.")(tensors)))
+    head = Published(tmp_path / "head", published.target, replace(DFLASH, sample_from_anchor=True))
+    plain = {"markov_rank": 0, "enable_confidence_head": False, "num_anchors": 512}
+    removed = ("dflash_config", "markov_head_type", "confidence_head_with_markov", "sample_from_anchor")
+    head.load(plain, removed=removed)
+    head.refuses(plain | {"enable_confidence_head": True}, r"enable_confidence_head must be false, because head dflash")
+    for_dspark = Published(tmp_path / "head", published.target, DSPARK)
+    for_dspark.refuses(plain | dict.fromkeys(removed[1:]), r"set head=dflash .*head\.sample_from_anchor=true")
+
+
+@pytest.mark.parametrize("published", ["dspark"], indirect=True)
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+def test_a_block_of_one_draft_is_read_back(published: Published, tmp_path: Path, sample_from_anchor: bool) -> None:
+    config = replace(DSPARK, ttt_steps=1, sample_from_anchor=sample_from_anchor)
+    write(tmp_path / "head", "vllm", config, published.target)
+    Published(tmp_path / "head", published.target, config).load({})
+
+
+@pytest.mark.parametrize("published", ["dspark"], indirect=True)
+def test_a_copy_of_the_targets_lm_head_need_not_become_a_vocabulary_of_its_own(
+    published: Published, tmp_path: Path
+) -> None:
+    parts = load_frozen_parts(published.target)  # DeepSpec stores both
+    shutil.copytree(published.directory, tmp_path / "head")
+    copies = {"embed_tokens.weight": parts.embed_tokens.clone(), "lm_head.weight": parts.lm_head.clone()}
+    rewrite(tmp_path / "head", lambda tensors: tensors | copies)
+    for size in (None, 260):
+        Published(tmp_path / "head", published.target, replace(DSPARK, draft_vocab_size=size)).load({})
+    rewrite(tmp_path / "head", lambda tensors: tensors | {"lm_head.weight": 2 * parts.lm_head})
+    Published(tmp_path / "head", published.target, DSPARK).refuses(
+        {}, r"head\.draft_vocab_size \(260 there, None here\)"
+    )
 
 
 @pytest.mark.parametrize("published", ["dflash"], indirect=True)
@@ -439,7 +507,7 @@ def test_a_setting_of_eagle3_that_cannot_be_honoured_is_refused_by_the_key(
 
 @pytest.mark.parametrize("published", ["eagle3"], indirect=True)
 def test_the_keys_of_model_opt_with_their_defaults_are_read(published: Published) -> None:
-    published.load(MODEL_OPT_EAGLE3 | {"eagle_config": MODEL_OPT_EAGLE3})
+    published.load(MODEL_OPT_EAGLE3 | {"eagle_config": MODEL_OPT_EAGLE3 | {"parallel_draft_heads_num_layers": 1}})
 
 
 def test_default_layers_that_no_head_can_capture_are_not_proposed(tmp_path: Path) -> None:
