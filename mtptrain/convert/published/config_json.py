@@ -16,6 +16,7 @@ import numpy as np
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
+from mtptrain.convert.published.speculators import engine_config
 from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
 from mtptrain.heads.dflash import FULL, SLIDING
 from mtptrain.heads.dflash2 import MAX_CANDIDATES, MAX_KERNEL_SIZE
@@ -244,6 +245,7 @@ RULES: dict[str, dict[str, Rule]] = {
             for section in ("", "eagle_config.")
             for name, value in MODEL_OPT_EAGLE3.items()
         },
+        "embed_requires_grad": anything,  # the embeddings in the file tell
         "eagle_config.parallel_draft_heads_num_layers": anything,  # without parallel drafts, unused
         **dict.fromkeys(("eagle_config.eh_proj_before_attn", "eagle_config.eh_proj_bias"), only(False)),
     },
@@ -256,7 +258,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "use_sliding_window": only_with_types,
         **dict.fromkeys(
             ("sample_from_anchor", "dflash_config.sample_from_anchor", "dflash_config.shift_label"),
-            only(False, reason="because published heads of this class draft nothing with the first token"),
+            only(False, reason="because heads of this class draft nothing with the first token in engines"),
         ),
         "layer_types": in_each_layer(FULL, SLIDING),
         **dict.fromkeys(("sliding_window", "dflash_config.swa_window_size"), size),
@@ -328,8 +330,8 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
         UserError: a key is not in the whitelist, or its value cannot be honoured.
     """
     path = directory / "config.json"
-    stored, config = read_json(path, "copy or download it again"), {}
-    for key, value in stored.items():
+    config: Config = {}
+    for key, value in engine_config(directory).items():
         config[key] = value
         if key in SECTIONS and isinstance(value, dict):
             config |= {f"{key}.{part}": inner for part, inner in value.items()}

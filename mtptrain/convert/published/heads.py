@@ -13,6 +13,7 @@ A directory or hub repository must have safetensors files and one of these (clas
 - `DFlashDraftModel`, NeMo Automodel's `Qwen3DFlashDraftModel`: head `dflash`;
 - `Qwen3DSparkModel`, `DSparkDraftModel`: head `dspark`, or `dflash` if the Markov head has rank 0;
 - `DFlash2DraftModel`: head `dflash2`;
+- a `speculators_model_type`: one of the heads above that vLLM Speculators trains;
 - a model with an MTP layer in DeepSeek's layout after its decoder layers (`model.layers.N.eh_proj`): head `mtp`.
 
 Like our heads, they all apply RoPE to halves rather than interleaved pairs, so projections need no conversion.
@@ -22,7 +23,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -40,6 +41,7 @@ from mtptrain.convert.published.inferred_settings import (
     mask_token_id,
 )
 from mtptrain.convert.published.medusa import check_lm_heads, is_medusa, medusa_settings, own_name
+from mtptrain.convert.published.speculators import engine_config
 from mtptrain.convert.sglang import SglangEagle, SglangMtp
 from mtptrain.convert.target_files import INDEX
 from mtptrain.convert.vllm import (
@@ -61,7 +63,7 @@ from mtptrain.heads.medusa import MlpConfig
 from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.target.hub import HUB_ERRORS, indexed_files
 from mtptrain.utils.errors import UserError, reason_of
-from mtptrain.utils.files import read_json, tensor_shapes
+from mtptrain.utils.files import tensor_shapes
 
 DEEPSEEK_MTP = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
 MIMO_MTP = re.compile(r"^(model\.mtp_layers\.\d+\.)")
@@ -144,7 +146,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
         raise UserError(
             f"head.init_from: must hold head.json or config.json, but {directory} has neither; choose another directory"
         )
-    config: dict[str, Any] = read_json(directory / "config.json", "copy or download it again")
+    config = engine_config(directory)
     names = tensor_names(files)
     if any(DEEPSEEK_MTP.match(name) for name in names):
         return _deepseek_mtp(directory, files, names, target_config)

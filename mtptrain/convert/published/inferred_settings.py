@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, LAYER_IDS, WITHOUT_MARKOV, Config, captured_ids
+from mtptrain.convert.published.speculators import SPECULATORS
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import FULL, SLIDING, CausalLayers
 from mtptrain.heads.dflash2 import Dflash2Head, published_settings
@@ -136,7 +137,7 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     """Returns the capture layers that the layer ids may mean, most likely first. None means the engines' default.
 
     SGLang numbers layers differently from the other engines. The `serving.json` of our own exports names the engine.
-    ModelOpt and SpecForge count as SGLang does, and write the ids in `eagle_config` alone.
+    Speculators counts as we do. ModelOpt and SpecForge count as SGLang does, and write the ids in `eagle_config` alone.
     """
     num_layers, note = target_config.num_hidden_layers, ""
     if ids is None:
@@ -144,10 +145,13 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     elif target_config.model_type in FROM_1_IN_SGLANG and ids[0] != 1:
         choices = [ids]
     else:
-        as_sglang, serving = [layer + 1 for layer in ids], directory / SERVING
-        engine = read_json(serving).get("engine") if serving.is_file() else None
-        is_nested = read_json(directory / "config.json").get(LAYER_IDS) is None
-        either = [as_sglang, ids] if is_nested else [ids, as_sglang]
+        as_sglang, serving, stored = (
+            [layer + 1 for layer in ids],
+            directory / SERVING,
+            read_json(directory / "config.json"),
+        )
+        engine = read_json(serving).get("engine") if serving.is_file() else stored.get(SPECULATORS)
+        either = [as_sglang, ids] if stored.get(LAYER_IDS) is None else [ids, as_sglang]
         choices = either if engine is None else [as_sglang if engine == "sglang" else ids]
     return _capturable(directory, LAYER_IDS, choices, target_config, note)
 

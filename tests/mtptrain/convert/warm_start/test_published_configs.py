@@ -227,7 +227,7 @@ BLOCK: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": {"sample_from_anchor": True}}, r"dflash_config\.sample_from_anchor must be false, .* is true"),
     (
         {"sample_from_anchor": True},
-        r"sample_from_anchor must be false, because published heads of this class draf",
+        r"sample_from_anchor must be false, because heads of this class draft nothing",
     ),
     ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false"),
     ({"dflash_config": {"projector_type": "mlp"}}, r'but has dflash_config\.projector_type="mlp"'),
