@@ -292,7 +292,7 @@ def fill(
     return progress
 
 
-class ProgressBar(tqdm):
+class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """Shows the finished conversations of the first rank, and the tokens/s of all its answers, unfinished ones too.
 
     On a slow CPU a batch of conversations may take minutes, after which all of them are finished at once.

@@ -263,8 +263,9 @@ def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Ten
 def allow_target_lm_head(published: PublishedHead, target: TargetFiles) -> PublishedHead:
     """Returns a head whose lm_head, if it repeats the target's, need not become a vocabulary of its own."""
     vocab_size, lm_head = target.config.vocab_size, published.tensors.get("lm_head.weight")
-    is_own = published.settings.get("draft_vocab_size") == [vocab_size]
-    if not is_own or relative_difference(lm_head, load_frozen_parts(target.directory).lm_head) > ROUNDING:
+    if lm_head is None or published.settings.get("draft_vocab_size") != [vocab_size]:
+        return published
+    if relative_difference(lm_head, load_frozen_parts(target.directory).lm_head) > ROUNDING:
         return published
     return replace(published, settings=published.settings | {"draft_vocab_size": [None, vocab_size]})
 
@@ -299,9 +300,9 @@ def check_settings(published: PublishedHead, config: HeadConfig, target_config: 
 
 def _either(values: list[object]) -> str:
     """Returns the values that fit a head: one, or two, which are the two meanings of layer ids if they are lists."""
-    if len(values) == 2 and all(isinstance(value, list) for value in values):
-        by_vllm, by_sglang = sorted(map(list, values))  # type: ignore[call-overload]
-        return f"{by_vllm} (vLLM's count) or {by_sglang} (SGLang's count)"
+    layers = sorted(value for value in values if isinstance(value, list))
+    if len(layers) == 2:
+        return f"{layers[0]} (vLLM's count) or {layers[1]} (SGLang's count)"
     return " or ".join(map(str, values))
 
 
