@@ -227,12 +227,12 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
     stage_dir, settings, progress = training.stage_dir, training.config.train, training.progress
     tracking = Tracking(stage_dir, training.config, progress.step) if ranks.is_first else None
     bar = tqdm(total=training.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
-    if is_compiled(settings.compile, ranks.device):
-        bar.set_postfix_str("the first steps compile, which may take minutes")
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
     postfix: dict[str, str] = {}
     # 1. Wait for the states of the first step, if they are streamed.
     stopped_by = wait_for_states(training, progress.step, ranks, stop)
+    if not stopped_by and progress.step < training.num_steps and is_compiled(settings.compile, ranks.device):
+        bar.set_postfix_str("the first steps compile, which may take minutes")
     training.meter.restart()
     last_step = progress.step if stopped_by else training.num_steps
     for batches in training.schedule.prefetch(progress.step, last_step, ranks.rank, ranks.world_size):

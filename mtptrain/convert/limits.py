@@ -231,17 +231,23 @@ LIMITS = (
     Limit("transformers", ("mtp",), "head", "without settings of MiMo's MTP layer", settings_of_mimo,
           "transformers builds the head from the target's own decoder layer",
           "set export.engine=vllm if the target is a MiMo, or train without them"),
-    *(Limit("vllm", heads, "target.path", "of a family whose layers can be captured",
-            family_in(WITHOUT_STREAMS_IN_VLLM),
+    *(Limit("vllm", (name,), "target.path", "of a family whose layers can be captured",
+            family_in(families),
             "vLLM's class does not return its residual streams",
             instead)
-      for heads, instead in ((WITH_STREAMS, f"try export.engine=sglang, or {TRAIN_MTP}"),
-                             (("peagle",), TRAIN_MTP))),
-    *(Limit("sglang", heads, "target.path", "of a family whose layers can be captured",
-            family_outside(STREAMS_OF_SGLANG[drafter]),
-            f"SGLang has no class for it that returns residual streams to {drafter}",
-            f"try export.engine=vllm, or {TRAIN_MTP}")
-      for drafter, heads in (("eagle3", ("eagle3",)), ("block drafters", BLOCK_DRAFTERS))),
+      for name in ("peagle", *WITH_STREAMS)
+      for families, instead in (
+          ({*WITHOUT_STREAMS_IN_VLLM} & {*STREAMS_OF_SGLANG.get(name, ())}, f"set export.engine=sglang, or {TRAIN_MTP}"),
+          (WITHOUT_STREAMS_IN_VLLM, TRAIN_MTP))
+      if families),
+    *(Limit("sglang", (name,), "target.path", "of a family whose layers can be captured",
+            family_outside(families),
+            f"SGLang has no class for it that returns residual streams to head {name}",
+            instead)
+      for name in WITH_STREAMS
+      for families, instead in (
+          ({*STREAMS_OF_SGLANG[name], *WITHOUT_STREAMS_IN_VLLM}, f"set export.engine=vllm, or {TRAIN_MTP}"),
+          (STREAMS_OF_SGLANG[name], TRAIN_MTP))),
     Limit("sglang", ("dflash", "dspark"), "head.draft_vocab_size", "null", own_lm_head,
           "SGLang gives the head the target's lm_head",
           "set export.engine=vllm, or train without it"),

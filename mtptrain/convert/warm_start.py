@@ -50,7 +50,7 @@ REPEATED = {
 }
 """Name patterns of tensors in a head's file that repeat a tensor of the target, with its name in `FrozenParts`."""
 ROUNDING = 0.01
-"""Rounding to bf16 explains relative differences up to this one."""
+"""A relative difference up to this one passes as rounding to another dtype."""
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
 """Names of tensors in a head's file that follow from its other tensors and settings, so that our heads need none."""
 NAMES_IN_TARGET = {
@@ -238,7 +238,8 @@ def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Ten
     is_own = (Path(path) / "head.json").is_file()
     is_native = isinstance(config, NativeMtpHead.Config) and not is_own
     published = (read_native_mtp if is_native else read_published)(path, target_config)
-    published = allow_target_lm_head(published, target)
+    if not is_own:
+        published = allow_target_lm_head(published, target)
     check_settings(published, config, target_config)
     warn_of_other_arithmetic(published, target_config)
     with torch.device("meta"):

@@ -27,28 +27,37 @@ WRITTEN_FOR = {
 }
 """The version of each engine that exports are written for. Tests serve them with all but SGLang and TensorRT-LLM."""
 WITHOUT_STREAMS_IN_VLLM = (
-    *("bloom", "cohere", "cohere2", "dbrx", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "gemma", "gemma2"),
-    *("gemma3_text", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gptj", "granitemoe"),
-    *("granitemoeshared", "hyperclovax", "longcat_flash", "mimo", "mixtral", "nemotron", "olmoe", "opt", "qwen2_moe"),
-    "stablelm",
+    *("axk1", "bloom", "cohere", "cohere2", "dbrx", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1"),
+    *("falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma3n", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite"),
+    *("gpt-sw3", "gpt2", "gptj", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hrm_text"),
+    *("hy_v3", "hyperclovax", "jamba", "lfm2", "lfm2_moe", "longcat_flash", "mamba", "mamba2", "mimo", "mixtral"),
+    *("nemotron", "olmo_hybrid", "olmoe", "opt", "qwen2_moe", "stablelm", "zamba2"),
 )
 """Families whose class in vLLM does not return residual streams.
 
-MiMo's forward leaves them out, the others have no `SupportsEagle3`.
+MiMo's forward leaves them out, the others have no `SupportsEagle3`. The class of a model with images around such a
+family, or around another one, may differ: then vLLM itself refuses the head when it starts.
 """
 _STREAMS_FOR_ALL = (
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4_text", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
-    *("internlm3", "llama", "llama4_text", "ministral3", "mistral", "phi3", "qwen3", "qwen3_5_moe_text"),
-    *("qwen3_5_text", "qwen3_moe", "qwen3_next"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4_text", "gemma4_unified_text", "glm4_moe_lite"),
+    *("glm_moe_dsa", "gpt_oss", "internlm3", "iquestcoder", "llama", "mellum", "minimax_m3_vl_text", "ministral3"),
+    *("mistral", "phi3", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
 )
+_STREAMS_FOR_BLOCKS = ("inkling_text", "laguna", "lfm2", "lfm2_moe", "mimo_v2_flash", "nemotron_h", *_STREAMS_FOR_ALL)
 STREAMS_OF_SGLANG = {
     "eagle3": (
-        *("apertus", "exaone_moe", "gemma3_text", "glm4_moe", "longcat_flash", "minimax_m2", "qwen2", "qwen2_moe"),
+        *("apertus", "exaone_moe", "gemma3_text", "glm4_moe", "llama4_text", "longcat_flash", "minimax_m2", "qwen2"),
+        "qwen2_moe",
         *_STREAMS_FOR_ALL,
     ),
-    "block drafters": ("laguna", "lfm2", "lfm2_moe", "mimo_v2_flash", "nemotron_h", *_STREAMS_FOR_ALL),
+    "dflash": _STREAMS_FOR_BLOCKS,
+    "dspark": ("kimi_linear", *_STREAMS_FOR_BLOCKS),
+    "dflash2": _STREAMS_FOR_BLOCKS,
 }
-"""Families whose class in SGLang captures streams: `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture`."""
+"""Families whose class in SGLang returns residual streams to a head, or that of the model with images around them.
+
+Those classes have `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture` or `set_dspark_layers_to_capture`.
+"""
 STREAMS_OF_LLAMA_CPP = ("llama", "mistral", "qwen3", "qwen3_moe")
 """Families whose residual streams in llama.cpp were compared with ours.
 

@@ -149,6 +149,7 @@ HARMLESS = dict.fromkeys(
         *("chunk_size_feed_forward", "_attn_implementation", "attn_implementation", "base_model_name_or_path"),
         *("gradient_checkpointing", "_attn_implementation_autoset", "unsloth_version", "_torchspec_version"),
         "max_position_embeddings",  # the head uses the target's positions
+        "has_no_defaults_at_init",
         "max_window_layers",  # counts only for windows without layer_types, which are refused
     ),
     anything,
@@ -262,6 +263,7 @@ RULES: dict[str, dict[str, Rule]] = {
         ),
         "layer_types": in_each_layer(FULL, SLIDING),
         **dict.fromkeys(("sliding_window", "dflash_config.swa_window_size"), size),
+        "max_anchors": anything,  # of training, as below
         "dflash_config": anything,
         "dflash_config.block_size": same_as("block_size"),
         "dflash_config.mask_token_id": token_id,
@@ -291,7 +293,7 @@ DSPARK_NESTED = ("markov_rank", "markov_head_type", "enable_confidence_head", "c
 RULES["dspark"] = RULES["dflash"] | {
     "block_size": between(1, MAX_DEPTHS),  # the drafts
     "markov_rank": size,
-    "markov_head_type": only("vanilla", reason="as in our heads"),
+    "markov_head_type": only("vanilla"),
     **dict.fromkeys(
         ("enable_confidence_head", "confidence_head_with_markov"), only(True, reason="because head dspark has one")
     ),
@@ -310,7 +312,7 @@ RULES[WITHOUT_MARKOV] = RULES["dspark"] | {
     "markov_rank": only(0),
     **dict.fromkeys(
         ("enable_confidence_head", "confidence_head_with_markov"),
-        only(False, reason="because head dflash, which has no Markov head either, has none"),
+        only(False, reason="because a head with markov_rank 0 is read as dflash, which has no confidence head"),
     ),
 }
 """DeepSpec's DFlash is DSpark's class with a Markov head of rank 0. It is read as head `dflash`."""

@@ -6,14 +6,13 @@ A directory or hub repository must have safetensors files and one of these (clas
 - `EagleDeepSeekMTPModel`: head `mtp` for vLLM;
 - `MiMoForCausalLM`: head `mtp` for SGLang, or the MTP layer of a MiMo checkpoint;
 - `EagleLlamaForCausalLM`, `LlamaForCausalLMEagle`, or `LlamaForCausalLM` with an fc: EAGLE-1;
-- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, NeMo Automodel's `LlamaEagle3DraftModel`, or `LlamaForCausalLM`
-  with an fc and a hidden_norm: EAGLE-3, with its layer named `midlayer` or `layers.0`, or P-EAGLE if there is a
-  `mask_hidden`;
+- `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with an fc and a hidden_norm: EAGLE-3, with
+  its layer named `midlayer` or `layers.0`, or P-EAGLE if there is a `mask_hidden`;
 - `MedusaModel`, or FasterDecoding's tensor names: Medusa;
 - `DFlashDraftModel`, NeMo Automodel's `Qwen3DFlashDraftModel`: head `dflash`;
 - `Qwen3DSparkModel`, `DSparkDraftModel`: head `dspark`, or `dflash` if the Markov head has rank 0;
 - `DFlash2DraftModel`: head `dflash2`;
-- a `speculators_model_type`: one of the heads above that vLLM Speculators trains;
+- a `speculators_model_type` of vLLM Speculators: `eagle3`, `peagle`, `dflash`, `dspark` or `dflash2`;
 - a model with an MTP layer in DeepSeek's layout after its decoder layers (`model.layers.N.eh_proj`): head `mtp`.
 
 Like our heads, they all apply RoPE to halves rather than interleaved pairs, so projections need no conversion.
@@ -83,7 +82,6 @@ KNOWN = {
     SglangEagle.architecture: ("eagle", SglangEagle),
     VllmEagle3.architecture: ("eagle3", VllmEagle3),
     "Eagle3LlamaForCausalLM": ("eagle3", VllmEagle3),
-    "LlamaEagle3DraftModel": ("eagle3", VllmEagle3),
     VllmMedusa.architecture: ("medusa", VllmMedusa),
     VllmDflash.architecture: ("dflash", VllmDflash),
     "Qwen3DFlashDraftModel": ("dflash", VllmDflash),
@@ -178,7 +176,7 @@ def read_published(path: str, target_config: PreTrainedConfig) -> PublishedHead:
     name, form = KNOWN[architecture]
     is_checkpoint = form is SglangMtp and any(name.startswith("model.layers.") for name in names)  # all of MiMo
     kind = "native" if is_checkpoint else name
-    if name == "dspark" and config.get("markov_rank", section.get("markov_rank")) == 0:
+    if name == "dspark" and 0 in (config.get("markov_rank"), section.get("markov_rank")):
         name, form, kind = "dflash", VllmDflash, WITHOUT_MARKOV
     config = read_config(directory, kind, target_config)
     _refuse_lost_biases(directory, config, names)

@@ -137,13 +137,14 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     """Returns the capture layers that the layer ids may mean, most likely first. None means the engines' default.
 
     SGLang numbers layers differently from the other engines. The `serving.json` of our own exports names the engine.
-    Speculators counts as we do. ModelOpt and SpecForge count as SGLang does, and write the ids in `eagle_config` alone.
+    Speculators counts as we do. ModelOpt and SpecForge count as SGLang does in most families, and write the ids in
+    `eagle_config` alone.
     """
     num_layers, note = target_config.num_hidden_layers, ""
     if ids is None:
         choices, note = [[2, num_layers // 2, num_layers - 3]], " (2, n // 2 and n - 3, because they are left out)"
     elif target_config.model_type in FROM_1_IN_SGLANG and ids[0] != 1:
-        choices = [ids]
+        choices = [ids]  # which SGLang reads so too
     else:
         as_sglang, serving, stored = (
             [layer + 1 for layer in ids],

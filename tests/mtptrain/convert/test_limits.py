@@ -48,22 +48,26 @@ REFUSED: list[tuple[str, str, dict[str, object], str, dict[str, object], str]] =
         (
             "vllm", name, {}, family, {},
             rf"target\.path: must be of a family whose layers can be captured to export head {name} for vllm, but is "
-            rf"{family}: vLLM's class does not return its residual streams; try export\.engine=sglang, or train head=",
+            rf"{family}: vLLM's class does not return its residual streams; {advice}",
         )
-        for name in ("eagle3", *BLOCK_DRAFTERS)
-        for family in ("gemma3_text", "glm4", "qwen2_moe")
+        for name, family, advice in (
+            *((name, "glm4", "train head=mtp") for name in ("eagle3", "peagle", *BLOCK_DRAFTERS)),
+            ("eagle3", "gemma3_text", r"set export\.engine=sglang, or train head=mtp"),
+            *((name, "gemma3_text", "train head=mtp") for name in ("peagle", *BLOCK_DRAFTERS)),
+            *((name, "glm4_moe_lite", r"set export\.engine=sglang, or train head=mtp") for name in BLOCK_DRAFTERS),
+        )
     ),
-    ("vllm", "peagle", {}, "gemma3_text", {}, r"head peagle for vllm, but is gemma3_text: .*; train head=mtp"),
     *(
         (
             "sglang", name, {}, family, {},
-            rf"but is a {family}: SGLang has no class for it that returns residual streams to .*; try export\.engine=v",
+            rf"but is a {family}: SGLang has no class for it that returns residual streams to head {name}; {advice}",
         )
-        for name, families in (
-            ("eagle3", ("mimo", "granite", "smollm3")),
-            *((name, ("mimo", "qwen2", "gemma3_text")) for name in BLOCK_DRAFTERS),
+        for name, family, advice in (
+            *((name, "mimo", "train head=mtp") for name in ("eagle3", *BLOCK_DRAFTERS)),
+            *((name, "gemma3_text", "train head=mtp") for name in BLOCK_DRAFTERS),
+            *(("eagle3", family, r"set export\.engine=vllm, or train head=mtp") for family in ("granite", "smollm3")),
+            *((name, "qwen2", r"set export\.engine=vllm, or train head=mtp") for name in BLOCK_DRAFTERS),
         )
-        for family in families
     ),
     (
         "sglang", "eagle3", {"norm_before_residual": True}, "llama", {},

@@ -121,14 +121,14 @@ def test_public_eagle1_names_and_extras_are_understood(tmp_path: Path, tiny_targ
     assert_equal(load_init(str(tmp_path / "head"), EAGLE, TargetFiles(tiny_target)), state)
 
 
-def test_the_names_of_automodel_and_of_sglangs_older_norms_are_understood(tmp_path: Path, tiny_target: Path) -> None:
+def test_the_older_names_of_sglangs_norms_are_understood(tmp_path: Path, tiny_target: Path) -> None:
     config = Eagle3Head.Config(capture_layers=[0, 1, 2], fc_norm=True)
     state = write(tmp_path / "head", "vllm", config, tiny_target)
 
     def older(tensors: Tensors) -> Tensors:
         return rename(tensors, {new: old for old, new in LEGACY_NAMES.items()})
 
-    rewrite(tmp_path / "head", older, architectures=["LlamaEagle3DraftModel"], fc_norm=None, use_aux_norm=True)
+    rewrite(tmp_path / "head", older, fc_norm=None, use_aux_norm=True)
     assert_equal(load_init(str(tmp_path / "head"), config, TargetFiles(tiny_target)), state)
 
 

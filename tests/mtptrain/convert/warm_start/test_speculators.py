@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mtptrain.convert.published.speculators import CAPTURED, LAYERS, NON_CAUSAL, SPECULATORS
 from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash2 import Dflash2Head
@@ -39,10 +40,12 @@ LAYOUTS: dict[str, tuple[HeadConfig, str, dict[str, Any]]] = {
         EAGLE | {"draft_vocab_size": 260, "mask_token_id": 7, "embed_requires_grad": True},
     ),
     "dflash": (DFLASH, "dflash", PLAIN),
-    "dflash, causal where it slides": (
+    "mixed": (
         replace(DFLASH, causal="sliding", **MIXED), "dflash", PLAIN,
     ),
-    "dflash, not causal": (replace(DFLASH, **MIXED), "dflash", PLAIN | {"sliding_window_non_causal": True}),
+    "mixed, not causal": (replace(DFLASH, **MIXED), "dflash", PLAIN | {"sliding_window_non_causal": True}),
+    # Older versions have no key for causality and for the first token, and two keys more.
+    "older dflash": (DFLASH, "dflash", BLOCK | {"max_anchors": 512, "has_no_defaults_at_init": False}),
     "dspark": (DSPARK, "dspark", PLAIN | MARKOV | {"block_size": 3, "sample_from_anchor": True}),
     "dspark, fill-in": (replace(DSPARK, sample_from_anchor=False), "dspark", PLAIN | MARKOV),
     "dflash2": (DFLASH2, "dflash2", PLAIN | CONVOLUTION | {"sliding_window_non_causal": True}),
@@ -87,32 +90,43 @@ def test_captured_layers_are_counted_as_here(tmp_path: Path, tiny_target: Path) 
         load_init(str(tmp_path / "head"), EAGLE3, TargetFiles(tiny_target))
 
 
-REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("dflash", "mtp", {}, r"speculators_model_type must be one of eagle3, .*, but is mtp; choose another head"),
-    ("eagle3", "eagle3", {"norm_before_residual": None}, r"must have norm_before_residual, but does not"),
-    ("dspark", "dspark", {"sample_from_anchor": None}, r"must have sample_from_anchor, but does not"),
-    ("dflash", "dflash", {"transformer_layer_config": None}, r"must have transformer_layer_config, but does not"),
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "dflash",
-        "dflash",
-        {"transformer_layer_config": 1},
-        r"transformer_layer_config must hold settings and aux_",
+        {SPECULATORS: "mtp"},
+        r"speculators_model_type must be one of eagle3, .*, but is mtp; choose",
     ),
-    ("dflash", "dflash", {"aux_hidden_state_layer_ids": 2}, r"aux_hidden_state_layer_ids a list, but .* and 2; down"),
-    ("dflash", "dflash", {"aux_hidden_state_layer_ids": ["a"]}, r"target_layer_ids must be a list of layer ids"),
-    ("dflash", "dflash", {"other": 1}, r"must hold only settings that mtptrain understands, .* but has other=1"),
-    ("dflash", "dflash", {"sample_from_anchor": True}, r"sample_from_anchor must be false"),
-    ("dspark", "dspark", {"markov_head_type": "rnn"}, r"markov_head_type must be .*vanilla.*, but is .*rnn"),
-    ("dspark", "dspark", {"block_size": 5}, r"head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"),
-    ("dflash", "dflash", {"block_size": "x"}, r"block_size must be a whole number"),
+    (
+        "dflash",
+        {SPECULATORS: ["dflash"]},
+        r"speculators_model_type must be one of .*, but is \['dflash'\]; choose",
+    ),
+    (
+        "eagle3",
+        {"norm_before_residual": None},
+        r"norm_before_residual must be true or false, but is None, .*; add no",
+    ),
+    ("dspark", {"sample_from_anchor": None}, r"sample_from_anchor must be true or false, but is None"),
+    ("mixed", {NON_CAUSAL: None}, r"sliding_window_non_causal must be true or false, but is None"),
+    ("mixed", {NON_CAUSAL: "no"}, r"sliding_window_non_causal must be true or false, but is no"),
+    ("dflash", {LAYERS: None}, r"transformer_layer_config must hold settings, but is None; download"),
+    ("dflash", {CAPTURED: 2}, r"aux_hidden_state_layer_ids must be a list of layers, but is 2; download"),
+    ("dflash", {CAPTURED: [True, 2]}, r"aux_hidden_state_layer_ids must be a list of layers, but is \[True, 2\]"),
+    ("dflash", {"layer_types": 5}, r"layer_types must be full_attention or sliding_attention in each layer"),
+    ("mixed", {"use_sliding_window": False}, r"must have a sliding_window, and use_sliding_window=true"),
+    ("dflash", {"other": 1}, r"must hold only settings that mtptrain understands, .* but has other=1"),
+    ("dflash", {"sample_from_anchor": True}, r"sample_from_anchor must be false"),
+    ("dspark", {"markov_head_type": "rnn"}, r"markov_head_type must be .*vanilla.*, but is .*rnn"),
+    ("dspark", {"block_size": 5}, r"head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"),
+    ("dflash", {"block_size": "x"}, r"block_size must be a whole number"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "kind", "change", "message"), REFUSED)
+@pytest.mark.parametrize(("layout", "change", "message"), REFUSED)
 def test_what_cannot_be_read_is_refused_by_the_key(
-    tmp_path: Path, tiny_target: Path, layout: str, kind: str, change: dict[str, Any], message: str
+    tmp_path: Path, tiny_target: Path, layout: str, change: dict[str, Any], message: str
 ) -> None:
-    config, _, keys = LAYOUTS[layout]
+    config, kind, keys = LAYOUTS[layout]
     write(tmp_path / "head", "vllm", config, tiny_target)
     as_speculators(tmp_path / "head", kind, keys | change)
     with pytest.raises(ValueError, match=message):
