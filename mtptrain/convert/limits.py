@@ -237,7 +237,8 @@ LIMITS = (
             instead)
       for name in ("peagle", *WITH_STREAMS)
       for families, instead in (
-          ({*WITHOUT_STREAMS_IN_VLLM} & {*STREAMS_OF_SGLANG.get(name, ())}, f"set export.engine=sglang, or {TRAIN_MTP}"),
+          ({*WITHOUT_STREAMS_IN_VLLM} & {*STREAMS_OF_SGLANG.get(name, ())},
+           f"set export.engine=sglang, or {TRAIN_MTP}"),
           (WITHOUT_STREAMS_IN_VLLM, TRAIN_MTP))
       if families),
     *(Limit("sglang", (name,), "target.path", "of a family whose layers can be captured",

@@ -50,7 +50,7 @@ REPEATED = {
 }
 """Name patterns of tensors in a head's file that repeat a tensor of the target, with its name in `FrozenParts`."""
 ROUNDING = 0.01
-"""A relative difference up to this one passes as rounding to another dtype."""
+"""A relative difference of a row up to this one passes as rounding to another dtype."""
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^t2d$")
 """Names of tensors in a head's file that follow from its other tensors and settings, so that our heads need none."""
 NAMES_IN_TARGET = {
@@ -266,7 +266,7 @@ def allow_target_lm_head(published: PublishedHead, target: TargetFiles) -> Publi
     vocab_size, lm_head = target.config.vocab_size, published.tensors.get("lm_head.weight")
     if lm_head is None or published.settings.get("draft_vocab_size") != [vocab_size]:
         return published
-    if relative_difference(lm_head, load_frozen_parts(target.directory).lm_head) > ROUNDING:
+    if num_differing_rows(lm_head, load_frozen_parts(target.directory).lm_head):
         return published
     return replace(published, settings=published.settings | {"draft_vocab_size": [None, vocab_size]})
 
@@ -341,24 +341,27 @@ def without_repeated_tensors(state: Tensors, expected: Tensors, directory: Path,
     parts = load_frozen_parts(target.directory) if repeated else None
     for name, part in repeated.items():
         ours = getattr(parts, part)
-        difference = relative_difference(state[name], ours)
-        if difference > ROUNDING:
+        if differing := num_differing_rows(state[name], ours):
             warnings.warn(
-                f"{directory}: {name} should equal the target's, which is used, but differs (relative difference "
-                f"{difference:.2g}); the head may draft worse than published until it is trained",
+                f"{directory}: {name} should equal the target's, which is used, but differs in {differing:,} of "
+                f"{len(ours):,} rows; the head may draft worse than published until it is trained",
                 stacklevel=2,
             )
     return {name: tensor for name, tensor in state.items() if name not in repeated}
 
 
-def relative_difference(tensor: torch.Tensor, reference: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the norm of `reference`; infinity if the shapes differ."""
+def num_differing_rows(tensor: torch.Tensor, reference: torch.Tensor) -> int:
+    """Returns how many rows differ by more than `ROUNDING` of their norm; all of them if the shapes differ.
+
+    A head may have trained one row alone, that of its mask token.
+    """
     if tensor.shape != reference.shape:
-        return float("inf")
-    sums = torch.zeros(2, dtype=torch.float64)
+        return len(reference)
+    differing = 0
     for ours, theirs in zip(reference.split(4096), tensor.split(4096), strict=True):
-        sums += torch.stack([(theirs.float() - ours.float()).square().sum(), ours.float().square().sum()]).double()
-    return float((sums[0] / sums[1]).sqrt())
+        distance = (theirs.float() - ours.float()).norm(dim=-1)
+        differing += int((distance > ROUNDING * ours.float().norm(dim=-1)).sum())
+    return differing
 
 
 def without_zero_biases(tensors: Tensors, expected: Tensors, directory: Path) -> Tensors:

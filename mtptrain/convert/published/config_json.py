@@ -130,6 +130,16 @@ def same_as(other: str) -> Rule:
     return rule
 
 
+def same_scaling(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
+    """Accepts the older key of `rope_parameters` if it says the same, but for the theta that it does not have."""
+    scaling, parameters = (
+        {name.replace("rope_type", "type"): inner for name, inner in each.items() if name != "rope_theta"}
+        for each in (value if isinstance(value, dict) else {}, config.get("rope_parameters") or {})
+    )
+    is_same = "rope_parameters" not in config or scaling == parameters
+    return None if is_same else "the same as rope_parameters, but for rope_theta"
+
+
 def num_captured(value: Any, config: Config, target: PreTrainedConfig) -> str | None:
     """Accepts the number of captured layers, which is 3 if no ids are given."""
     ids = captured_ids(config)
@@ -163,7 +173,7 @@ ROPE_NUMBERS = (
 BOOLEAN = only(True, False, reason="")
 ROPE = {
     **dict.fromkeys(("rope_parameters", "original_max_position_embeddings"), anything),
-    "rope_scaling": same_as("rope_parameters"),
+    "rope_scaling": same_scaling,
     **dict.fromkeys((f"{section}.{name}" for section in ROPE_SECTIONS for name in ("rope_type", "type")), anything),
     **dict.fromkeys((f"{section}.truncate" for section in ROPE_SECTIONS), BOOLEAN),
     **dict.fromkeys((f"{section}.{name}" for section in ROPE_SECTIONS for name in ROPE_NUMBERS), number),
@@ -386,6 +396,8 @@ def rope_and_eps(
     """
     names = ("original_max_position_embeddings", "max_position_embeddings", "rms_norm_eps", *ROPE_NAMES)
     given = deepcopy({name: config[name] for name in names if name in config})  # transformers adds to its sections
+    if "rope_parameters" in given:
+        given.pop("rope_scaling", None)  # which says the same, and may lack the theta
     try:
         own = LlamaConfig.from_dict({"rope_theta": theta} | given)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:

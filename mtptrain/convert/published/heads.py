@@ -11,7 +11,7 @@ A directory or hub repository must have safetensors files and one of these (clas
 - `MedusaModel`, or FasterDecoding's tensor names: Medusa;
 - `DFlashDraftModel`, NeMo Automodel's `Qwen3DFlashDraftModel`: head `dflash`;
 - `Qwen3DSparkModel`, `DSparkDraftModel`: head `dspark`, or `dflash` if the Markov head has rank 0;
-- `DFlash2DraftModel`: head `dflash2`;
+- `DFlash2DraftModel`, NeMo Automodel's `Qwen3DFlash2DraftModel`: head `dflash2`;
 - a `speculators_model_type` of vLLM Speculators: `eagle3`, `peagle`, `dflash`, `dspark` or `dflash2`;
 - a model with an MTP layer in DeepSeek's layout after its decoder layers (`model.layers.N.eh_proj`): head `mtp`.
 
@@ -88,6 +88,7 @@ KNOWN = {
     VllmDspark.architecture: ("dspark", VllmDspark),
     "DSparkDraftModel": ("dspark", VllmDspark),
     VllmDflash2.architecture: ("dflash2", VllmDflash2),
+    "Qwen3DFlash2DraftModel": ("dflash2", VllmDflash2),
 }
 """The head and format of each model class that config.json may name."""
 OTHER_DRAFTERS = {

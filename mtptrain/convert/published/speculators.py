@@ -2,8 +2,9 @@
 
 Speculators keeps the settings of the layers in `transformer_layer_config`, counts captured layers as we do, and says
 with a key of its own whether layers that slide are causal; full layers never are. vLLM 0.32 takes that key for all
-layers of `dflash`: a head is read here as it was trained. Sources: Speculators 0.9, and vLLM's
-`configs/speculators/algos.py`.
+layers of `dflash`; here it means what it meant in training. Windows are those of engines, which move on with each token
+of a block, while Speculators trains all tokens of a block with the window of the first. Sources: Speculators 0.9, and
+vLLM's `configs/speculators/algos.py`.
 """
 
 from pathlib import Path
@@ -67,7 +68,7 @@ def engine_config(directory: Path) -> dict[str, Any]:
     if not isinstance(captured, list) or not all(type(layer) is int for layer in captured):
         raise UserError(f"{path}: {CAPTURED} must be a list of layers, but is {captured}; download the head again")
     config.pop(CAPTURED)
-    if config.pop(NON_CAUSAL, False):
+    if config.pop(NON_CAUSAL, kind == "dflash2"):  # the default of both
         config["is_causal"] = False  # without this key, layers that slide are causal and full ones are not
     if slides:
         config.setdefault("use_sliding_window", True)

@@ -48,6 +48,7 @@ LAYOUTS: dict[str, tuple[HeadConfig, str, dict[str, Any]]] = {
     "older dflash": (DFLASH, "dflash", BLOCK | {"max_anchors": 512, "has_no_defaults_at_init": False}),
     "dspark": (DSPARK, "dspark", PLAIN | MARKOV | {"block_size": 3, "sample_from_anchor": True}),
     "dspark, fill-in": (replace(DSPARK, sample_from_anchor=False), "dspark", PLAIN | MARKOV),
+    "dflash2 without a key": (replace(DFLASH2, **MIXED), "dflash2", BLOCK | CONVOLUTION),
     "dflash2": (DFLASH2, "dflash2", PLAIN | CONVOLUTION | {"sliding_window_non_causal": True}),
 }  # fmt: skip
 
