@@ -165,12 +165,12 @@ def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
     ("overrides", "code", "message"),
     [
         (
-            ["seed=0,1", "run_dir=/tmp/${seed}", "export.output_dir=/tmp/x"],
+            ["seed=0,1", "run_dir=/none/${seed}", "export.output_dir=/none/x"],
             1,
-            "export.output_dir: must differ between the variants of --multirun, but is /tmp/x for both (recipe=",
+            "export.output_dir: must differ between the variants of --multirun, but is /none/x for both (recipe=",
         ),
-        (["seed=0,1", "run_dir=/tmp/x"], 1, "run_dir: must differ between the variants of --multirun, but is /tmp/x"),
-        (["train.lr=1,-1", "run_dir=/tmp/${train.lr}"], 1, "train.lr: must be a number of at least 0.0, but is -1.0"),
+        (["seed=0,1", "run_dir=/none/x"], 1, "run_dir: must differ between the variants of --multirun, but is /none/x"),
+        (["train.lr=1,-1", "run_dir=/none/${train.lr}"], 1, "train.lr: must be a number of at least 0.0, but is -1.0"),
         (["train.lrr=1,2"], 2, "train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
         (
             ["head=mtp,mtpp"],
