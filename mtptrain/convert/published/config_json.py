@@ -273,7 +273,7 @@ RULES: dict[str, dict[str, Rule]] = {
         ),
         "layer_types": in_each_layer(FULL, SLIDING),
         **dict.fromkeys(("sliding_window", "dflash_config.swa_window_size"), size),
-        "max_anchors": anything,  # of training, as below
+        "max_anchors": anything,  # the number of blocks per document in training
         "dflash_config": anything,
         "dflash_config.block_size": same_as("block_size"),
         "dflash_config.mask_token_id": token_id,
@@ -326,6 +326,8 @@ RULES[WITHOUT_MARKOV] = RULES["dspark"] | {
     ),
 }
 """DeepSpec's DFlash is DSpark's class with a Markov head of rank 0. It is read as head `dflash`."""
+DSPARK_KINDS = ("dspark", WITHOUT_MARKOV)
+"""Kinds with DSpark's class, whose keys may stand at either place and whose block size counts the drafts."""
 RULES["dflash2"] = RULES["dflash"] | {
     "dflash_config.conv_kernel_size": between(1, MAX_KERNEL_SIZE),
     "dflash_config.conv_group_size": size,
@@ -349,7 +351,7 @@ def read_config(directory: Path, kind: str, target_config: PreTrainedConfig) -> 
             config |= {f"{key}.{part}": inner for part, inner in value.items()}
     config = {key: value for key, value in config.items() if value is not None}
     _refuse_quantisation(directory / MODEL_OPT_QUANTISATION)
-    is_dspark = kind in ("dspark", WITHOUT_MARKOV)
+    is_dspark = kind in DSPARK_KINDS
     nested = ["block_size", "sample_from_anchor", *(DSPARK_NESTED if is_dspark else ())]
     for key in (*(f"dflash_config.{name}" for name in nested), f"eagle_config.{LAYER_IDS}"):
         if key in config:  # the same as a key at the top level, whose rule it must also keep

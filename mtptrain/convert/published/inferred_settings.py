@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Tensors
-from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, LAYER_IDS, WITHOUT_MARKOV, Config, captured_ids
+from mtptrain.convert.published.config_json import DSPARK_KINDS, FROM_1_IN_SGLANG, LAYER_IDS, Config, captured_ids
 from mtptrain.convert.published.speculators import SPECULATORS
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import FULL, SLIDING, CausalLayers
@@ -91,7 +91,7 @@ def dflash_settings(
     directory: Path, kind: str, config: Config, tensors: Tensors, target_config: PreTrainedConfig
 ) -> Settings:
     """Returns the settings of a block drafter of this kind, one of `RULES`."""
-    is_dspark, is_dflash2 = kind in ("dspark", WITHOUT_MARKOV), kind == "dflash2"
+    is_dspark, is_dflash2 = kind in DSPARK_KINDS, kind == "dflash2"
     key_of = OWN_KEYS.get(kind, {})
     needed = ["num_hidden_layers", "block_size", "dflash_config.target_layer_ids", "dflash_config.mask_token_id"]
     missing = [key for key in (*needed, *key_of.values()) if key not in config]
@@ -146,11 +146,8 @@ def _eagle3_layers(directory: Path, ids: list[int] | None, target_config: PreTra
     elif target_config.model_type in FROM_1_IN_SGLANG and ids[0] != 1:
         choices = [ids]  # which SGLang reads so too
     else:
-        as_sglang, serving, stored = (
-            [layer + 1 for layer in ids],
-            directory / SERVING,
-            read_json(directory / "config.json"),
-        )
+        as_sglang, serving = [layer + 1 for layer in ids], directory / SERVING
+        stored = read_json(directory / "config.json")
         engine = read_json(serving).get("engine") if serving.is_file() else stored.get(SPECULATORS)
         either = [as_sglang, ids] if stored.get(LAYER_IDS) is None else [ids, as_sglang]
         choices = either if engine is None else [as_sglang if engine == "sglang" else ids]
