@@ -11,26 +11,22 @@ Reads `run_dir/prompts/`; writes `run_dir/draft_vocab/` (see mtptrain/data/draft
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import program
-from mtptrain.config import load_config
+from mtptrain.config import PipelineConfig
 from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
-from mtptrain.heads.config import HeadConfig
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     with writing(config.stage_dir("draft_vocab")):
         manifest = prepare_draft_vocab(Run(config))
     print_summary(manifest)
@@ -151,7 +147,3 @@ def print_summary(manifest: DraftVocabManifest) -> None:
             f"{manifest.filled_up_tokens:,} of the chosen tokens never occur in the training split where a draft can "
             "predict them: they are special tokens, or those with the lowest ids, which fill up the vocabulary"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ of an uninterrupted run.
 import hashlib
 import re
 import shutil
+import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,12 +22,11 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import program
-from mtptrain.config import Backend, PipelineConfig, StoreDtype, load_config
+from mtptrain.command_line.program import stage_command
+from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
@@ -49,9 +49,7 @@ from mtptrain.utils.errors import UserError
 from .extraction import Extraction, prepare_extraction
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     if config.plan:
         print_plan(config)
         return
@@ -83,7 +81,7 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
     if config.target.verify and ranks.is_first:
         verify_weights(run.target.directory)
     if is_alone_on_cpu():
-        continue_on_ranks(worthwhile_ranks(extraction))
+        continue_on_ranks(stage_command("hidden-states", sys.argv[1:]), worthwhile_ranks(extraction))
     if ranks.local_rank == 0:
         remove_scratch(config)
     if not begin_unless_finished(extraction, ranks):
@@ -368,7 +366,3 @@ def print_check(store: HiddenStore, num_damaged: int, seconds: float) -> None:
     table.add_row("tokens", f"{store.manifest.num_tokens:,}")
     table.add_row("read", f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.2f} GB/s")
     Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,11 +9,9 @@ train.safetensors, validation.safetensors, documents.jsonl, report.json and, las
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.command_line.program import program
-from mtptrain.config import PromptsConfig, load_config
+from mtptrain.config import PipelineConfig, PromptsConfig
 from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
@@ -37,9 +35,7 @@ from .prompts_report import (
 from .renderings import NO_ANSWER
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     with writing(config.stage_dir("prompts")):
         report = prepare_prompts(Run(config))
     print_report(report)
@@ -184,7 +180,3 @@ def make_report(
         items=len(source.names) + len(source.refused),
         is_dated=is_dated,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import command, program
+from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
-from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker, load_config
+from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker
 from mtptrain.convert.draft_model import load_draft_model
 from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import has_loop
@@ -60,9 +59,7 @@ from .measurement import Candidate, Measured, Measurement
 from .report_page import MEASURED_WITH, Section, held_out_section, write_run_page
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     ranks = init_ranks(config.distributed_timeout_hours)
     given, default = config.acceptance.output_dir, config.stage_dir("acceptance")
     with writing_output(given, "acceptance.output_dir", default, ranks) as output_dir:
@@ -291,7 +288,3 @@ def print_section(section: Section | None) -> None:
     for row in section.rows:
         table.add_row(*row)
     Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

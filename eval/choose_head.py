@@ -12,13 +12,12 @@ too. Writes `run_dir/train/best/` and `run_dir/train/choice.json`, and prints a 
 from dataclasses import asdict
 from pathlib import Path
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.command_line.program import command, program
-from mtptrain.config import PipelineConfig, TrainConfig, load_config
+from mtptrain.command_line.program import command
+from mtptrain.config import PipelineConfig, TrainConfig
 from mtptrain.heads.files import (
     CHOICE,
     RESTORE,
@@ -37,9 +36,7 @@ from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_sealed
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     ranks = init_ranks(config.distributed_timeout_hours)
     stage_dir = config.stage_dir("train")
     with writing(stage_dir, ranks):
@@ -139,7 +136,3 @@ def print_table(config: PipelineConfig, measured: dict[int, Validated], best_ste
             "best" if step == best_step else "",
         )
     Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

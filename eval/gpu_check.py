@@ -23,9 +23,8 @@ from pathlib import Path
 import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
-from mtptrain.command_line.program import command, program, quoted
+from mtptrain.command_line.program import command, quoted
 from mtptrain.command_line.stages import stages_of
 from mtptrain.config import CheckSize, PipelineConfig, load_config
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
@@ -65,10 +64,8 @@ SIZES = {
 }
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
-    device = init_ranks().device
+def main(config: PipelineConfig) -> None:
+    device = init_ranks(config.distributed_timeout_hours).device
     if config.check.size is CheckSize.full and device.type != "cuda":
         raise UserError(
             "check.size: must be tiny on a machine without a GPU, because the full checks take hours on a CPU, "
@@ -165,7 +162,3 @@ def report(rows: list[Row], directory: Path, device: torch.device) -> int:
     write_json(directory / "report.json", {**facts, "rows": [asdict(row) for row in rows]})
     print(f"{num_failed} of {len(rows)} checks failed; {directory / 'report.json'}")
     return int(num_failed > 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,12 +21,11 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from rich.table import Table
 
-from mtptrain.command_line.program import command, program
+from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
-from mtptrain.config import load_config
+from mtptrain.config import PipelineConfig
 from mtptrain.convert.engine_settings import remove_engine_settings, write_engine_settings
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.run import Run
@@ -47,9 +46,7 @@ from .serving_speed.break_even_measurement import measure_break_even
 from .serving_speed.engine_runs import Bench, drafting_choices, measure
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     given, is_break_even = config.serving_bench.output_dir, config.serving_bench.break_even
     default = break_even_dir(config) if is_break_even else config.stage_dir("serving_bench")
     with writing_output(given, "serving_bench.output_dir", default) as output_dir:
@@ -166,7 +163,3 @@ def print_table(bench: Bench, rows: Sequence[Row], version: str, costs: Sequence
             end_section=row.concurrency == rows[-1].concurrency,
         )
     wide_console(108 if costs else 88).print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from rich.table import Table
 
-from mtptrain.command_line.program import command, program
+from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
-from mtptrain.config import Dtype, PipelineConfig, load_config
+from mtptrain.config import Dtype, PipelineConfig
 from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
@@ -55,9 +54,7 @@ FEW_DRAFTS = 30
 """Number of accepted drafts below which lengths within the tolerance say little."""
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     settings = config.acceptance
     if settings.temperature > 0:
         raise UserError(
@@ -334,7 +331,3 @@ def print_table(config: PipelineConfig, comparison: Comparison, engine: str, rul
         )
     if rule:
         print(rule)
-
-
-if __name__ == "__main__":
-    main()

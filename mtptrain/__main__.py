@@ -6,32 +6,31 @@ several GPUs for one stage, start `mtptrain` with torchrun:
     torchrun --nproc-per-node 8 -m mtptrain train recipe=llama3_1_8b_mtp
 """
 
-import runpy
 import sys
 from difflib import get_close_matches
 
+from mtptrain.command_line.stages import STAGES
 from mtptrain.utils.startup import prepare_process
 
 
 def main() -> None:
     prepare_process()
-    from mtptrain.command_line.program import python_module
-    from mtptrain.command_line.stages import STAGES
-    from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
-
     stage = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if stage in ("-h", "--help"):
         width = max(map(len, STAGES))
         lines = [f"  {name:<{width}}  {each.does}" for name, each in STAGES.items()]
         print("usage: mtptrain STAGE recipe=NAME [setting=value ...]", *lines, sep="\n")
         return
+    from mtptrain.command_line.program import run_stage  # after the help, which should not wait for Hydra
+    from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
+
     if stage not in STAGES:
         near = get_close_matches(stage, STAGES, n=1)
         advice = f"did you mean {near[0]}?" if near else "choose one of them"
         exit_with_line(f"error: stage: must be one of {', '.join(STAGES)}, but is {stage!r}; {advice}", EXIT_MISTAKE)
     del sys.argv[1]
     try:
-        runpy.run_module(python_module(STAGES[stage].program), run_name="__main__", alter_sys=True)
+        run_stage(stage)
     except KeyboardInterrupt:
         # between imports: during one, prepare_process's handler ends the process, and later the program handles it
         exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)

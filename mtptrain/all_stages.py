@@ -31,11 +31,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import program, stage_command
+from mtptrain.command_line.program import stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.convert.formats import has_format
@@ -53,9 +52,7 @@ from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
 from mtptrain.utils.files import read_sealed
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     check(config)
     hydra = HydraConfig.get()
     if hydra.mode is RunMode.MULTIRUN:
@@ -207,7 +204,3 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
     figures = page if page.is_file() else report_path  # a kill or a failure to draw may leave no page
     exported = f"; {export.parent} has the head and says how to serve it" if has_format(config.head.name) else ""
     print(f"{figures} shows it{exported}")
-
-
-if __name__ == "__main__":
-    main()

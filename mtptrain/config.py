@@ -9,13 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from mtptrain.heads import HEADS
-from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.settings.data import (
     Backend,
     ConversationSchema,
@@ -42,12 +38,12 @@ from mtptrain.settings.evaluation import (
     check_export,
     check_serving,
 )
-from mtptrain.settings.hardware import this_machine
+from mtptrain.settings.hardware import has_gpu, this_machine
+from mtptrain.settings.heads import HEAD_CONFIGS, DraftModelConfig, HeadConfig
 from mtptrain.settings.loss import OWN_PARTS, LossPart, loss_mix
 from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
 from mtptrain.settings.training import Resume, Tracker, TrainConfig
-from mtptrain.utils.distributed import TIMEOUT_HOURS
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import refuse_overwriting
 from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path, random_seed
@@ -107,9 +103,9 @@ class PipelineConfig:
     """Whether mtptrain run or mtptrain hidden-states only prints what the run will need, then exits."""
     verify: bool = False
     """Whether mtptrain hidden-states only checks every byte of the finished store against its hashes, then exits."""
-    distributed_timeout_hours: float = between(1 / 3600, 10_000, default=TIMEOUT_HOURS)
-    """How long ranks wait for each other before the run fails. A rank that fails ends the run at once, regardless of
-    the timeout."""
+    distributed_timeout_hours: float = between(1 / 3600, 10_000, default=24.0)
+    """How long ranks wait for each other before the run fails: extraction may finish hours earlier on one rank than on
+    another. A rank that fails ends the run at once, regardless of the timeout."""
     cpu_ranks: int = at_least(0, default=0)
     """On a CPU, the number of ranks that mtptrain responses and mtptrain hidden-states start themselves if torchrun
     has not started them; 0 for one per core, as far as there are work and memory for them."""
@@ -144,8 +140,8 @@ def register() -> None:
     OmegaConf.register_new_resolver("this_machine", lambda field: getattr(this_machine(), field), replace=True)
     store = ConfigStore.instance()
     store.store(name="pipeline_schema", node=PipelineConfig)
-    for name, head in HEADS.items():
-        store.store(group="head", name=name, node=head.Config)
+    for name, head in HEAD_CONFIGS.items():
+        store.store(group="head", name=name, node=head)
 
 
 def load_config(cfg: DictConfig) -> PipelineConfig:
@@ -157,9 +153,11 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, PipelineConfig)
     check_bounds(config)
-    if config.head.name not in HEADS:
-        raise UserError(f"head.name: must be one of {', '.join(HEADS)}, but is {config.head.name!r}; set head=NAME")
-    if type(config.head) is not HEADS[config.head.name].Config:
+    if config.head.name not in HEAD_CONFIGS:
+        raise UserError(
+            f"head.name: must be one of {', '.join(HEAD_CONFIGS)}, but is {config.head.name!r}; set head=NAME"
+        )
+    if type(config.head) is not HEAD_CONFIGS[config.head.name]:
         raise UserError(
             f"head.name: must be {type(config.head)().name}, the head whose settings are chosen, but is "
             f"{config.head.name}; set head={config.head.name} instead"
@@ -180,12 +178,12 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
 
 def _resolve_precision(config: PipelineConfig) -> None:
     """Replace every `auto` by what it stands for, on this machine or on the GPUs that a plan is made for."""
-    has_gpu = torch.cuda.is_available() or (config.plan and config.planner.gpu_tflops > 0)
+    on_gpu = has_gpu() or (config.plan and config.planner.gpu_tflops > 0)
     responses, hidden_states = config.responses, config.hidden_states
-    responses.dtype = resolve_dtype(responses.dtype, config.stage_dir("responses"), has_gpu)
-    hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), has_gpu)
-    config.acceptance.dtype = resolve_acceptance_dtype(config.acceptance.dtype, has_gpu)
-    config.deepspeed = resolve_deepspeed(config.deepspeed, config.stage_dir("train"), has_gpu)
+    responses.dtype = resolve_dtype(responses.dtype, config.stage_dir("responses"), on_gpu)
+    hidden_states.dtype = resolve_dtype(hidden_states.dtype, config.stage_dir("hidden_states"), on_gpu)
+    config.acceptance.dtype = resolve_acceptance_dtype(config.acceptance.dtype, on_gpu)
+    config.deepspeed = resolve_deepspeed(config.deepspeed, config.stage_dir("train"), on_gpu)
 
 
 def _check_relations(config: PipelineConfig) -> None:
@@ -233,12 +231,12 @@ def _check_depths(config: PipelineConfig) -> None:
 def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
     """Raises UserError if a head cannot draft exactly as many tokens as the setting asks for."""
     depths = head.ttt_steps
-    if HEADS[head.name].drafts_whole_blocks and num_drafts != depths:
+    if head.drafts_whole_blocks and num_drafts != depths:
         raise UserError(
             f"{setting}: must equal head.ttt_steps={depths} with head {head.name}, which always drafts a whole "
             f"block, but is {num_drafts}; set it to {depths}, or train with head.ttt_steps={num_drafts}"
         )
-    if HEADS[head.name].is_bound_to_depths and num_drafts > depths:
+    if head.is_bound_to_depths and num_drafts > depths:
         raise UserError(
             f"{setting}: must be at most head.ttt_steps={depths} with head {head.name}, which can draft only at "
             f"depths that it was trained for, but is {num_drafts}; lower it, or train with head.ttt_steps={num_drafts}"
@@ -246,7 +244,7 @@ def check_depths(head: HeadConfig, setting: str, num_drafts: int) -> None:
 
 
 def _check_confidence(config: PipelineConfig) -> None:
-    if config.acceptance.confidence_thresholds and HEADS[config.head.name].own_loss_part != LossPart.confidence:
+    if config.acceptance.confidence_thresholds and config.head.own_loss_part != LossPart.confidence:
         raise UserError(
             f"acceptance.confidence_thresholds: must be left out with head {config.head.name}, which has no "
             f"confidence, but are {config.acceptance.confidence_thresholds}; leave them out, or set "
@@ -255,7 +253,7 @@ def _check_confidence(config: PipelineConfig) -> None:
 
 
 def _check_tree(config: PipelineConfig) -> None:
-    if Baseline.tree in config.acceptance.baselines and not HEADS[config.head.name].drafts_trees:
+    if Baseline.tree in config.acceptance.baselines and not config.head.drafts_trees:
         raise UserError(
             f"acceptance.baselines: must not contain tree with head {config.head.name}, which drafts chains only, but "
             "does; remove it"
@@ -263,7 +261,7 @@ def _check_tree(config: PipelineConfig) -> None:
 
 
 def _heads_with(part: LossPart) -> str:
-    return " or ".join(name for name, kind in HEADS.items() if kind.own_loss_part == part)
+    return " or ".join(name for name, kind in HEAD_CONFIGS.items() if kind.own_loss_part == part)
 
 
 PUBLISHED_LOSS = {
@@ -275,8 +273,8 @@ PUBLISHED_LOSS = {
 
 def _check_loss(config: PipelineConfig) -> None:
     mix = loss_mix(config.train.loss, config.train.feature_weight)
-    own = HEADS[config.head.name].own_loss_part
-    if isinstance(config.head, DraftModelHead.Config) and LossPart.features in mix:
+    own = config.head.own_loss_part
+    if isinstance(config.head, DraftModelConfig) and LossPart.features in mix:
         raise UserError(
             f"train.{'feature_weight' if config.train.feature_weight else 'loss.features'}: must be 0 with head "
             "draft_model, whose states are not compared with the target's, but is "

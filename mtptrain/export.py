@@ -12,12 +12,10 @@ import shlex
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import program
-from mtptrain.config import ExportEngine, load_config
+from mtptrain.config import ExportEngine, PipelineConfig
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
@@ -45,9 +43,8 @@ Another method that is given, such as medusa or draft_model, is overridden. Sour
 """
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    export(Run(load_config(cfg)))
+def main(config: PipelineConfig) -> None:
+    export(Run(config))
 
 
 def export(run: Run) -> None:
@@ -211,7 +208,3 @@ def print_summary(weights: Path, proof: int) -> None:
     table.add_row("equal proposals after reloading", f"{proof:,} tokens")
     Console().print(table)
     print(f"written to {weights.parent}; its README.md says how to serve it")  # a table would cut off the path
-
-
-if __name__ == "__main__":
-    main()

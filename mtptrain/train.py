@@ -20,15 +20,12 @@ import signal
 import sys
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from tqdm import tqdm
 
-from mtptrain.command_line.program import program
-from mtptrain.config import Dtype, PipelineConfig, Resume, TrainConfig, load_config
+from mtptrain.config import PipelineConfig, Resume, TrainConfig
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.convert.warm_start import check_one_start, load_init, start_from_target
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
@@ -49,7 +46,7 @@ from mtptrain.hidden_states.store import HiddenStates
 from mtptrain.planning.costs import step_flops
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
-from mtptrain.settings.precision import announce_precision, compute_dtype
+from mtptrain.settings.precision import announce_precision, train_dtype
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.checkpoint import (
@@ -75,14 +72,18 @@ from mtptrain.utils.errors import UserError
 CHECKPOINTS = "checkpoints"
 
 
-@partial(program, kept=lambda run_dir: describe_newest(run_dir / "train" / CHECKPOINTS))
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
+    # Tensor sizes differ from step to step, which fragments GPU memory. Torch reads this when it first uses a GPU. Only
+    # training sets it: vLLM's workers would inherit it, and they cannot share memory in expandable segments.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
     ranks = init_ranks(config.distributed_timeout_hours)
     stop = StopSignal(ranks)
-    with writing(config.stage_dir("train"), ranks):
-        training = prepare(Run(config), ranks, stop)
-        progress = fit(training, ranks, stop)
+    try:
+        with writing(config.stage_dir("train"), ranks):
+            training = prepare(Run(config), ranks, stop)
+            progress = fit(training, ranks, stop)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(describe_newest(config.stage_dir("train") / CHECKPOINTS)) from None
     if progress.step < training.num_steps:
         sys.exit(EXIT_STOPPED)
     if ranks.is_first:
@@ -165,8 +166,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
             f"for {num_steps} steps; set train.max_steps={step_of(checkpoint)}, or another run_dir"
         )
     if ranks.is_first:
-        is_bf16 = compute_dtype(config.deepspeed) is torch.bfloat16
-        announce_precision("deepspeed", Dtype.bfloat16 if is_bf16 else Dtype.float32)
+        announce_precision("deepspeed", train_dtype(config.deepspeed))
         write_provenance(run.stage_dir("train"), config)
     ranks.barrier()
     # 5. Build the engine, and load the checkpoint into it.
@@ -343,10 +343,3 @@ def keep_unmeasured(
         for directory in directories:
             save_head(directory, head_state, training.config.head, {"step": progress.step, **training.head_facts})
     return progress, {}
-
-
-if __name__ == "__main__":
-    # Tensor sizes differ from step to step, which fragments GPU memory. Torch reads this when it first uses a GPU. Only
-    # training sets it: vLLM's workers would inherit it, and they cannot share memory in expandable segments.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
-    main()

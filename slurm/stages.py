@@ -12,11 +12,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
-from mtptrain.command_line.program import program
+from mtptrain.command_line.program import run_program
 from mtptrain.command_line.stages import STAGES, stages_of
-from mtptrain.config import PipelineConfig, load_config
+from mtptrain.config import PipelineConfig
 from mtptrain.convert.formats import has_format
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.utils.errors import UserError
@@ -61,9 +60,7 @@ def check_skipped(skipped: Sequence[str]) -> None:
             raise UserError(f"SKIP: must name only stages among {' '.join(known)}, but holds {word!r}; correct it")
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    settings = load_config(cfg)
+def main(settings: PipelineConfig) -> None:
     for name in ("plan", "verify"):
         if getattr(settings, name):
             raise UserError(
@@ -96,4 +93,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

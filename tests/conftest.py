@@ -37,7 +37,7 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target
 from mtptrain.utils.files import write_text
-from tests.programs import run_ranks
+from tests.programs import module_command, run_ranks
 from tests.slow import is_slow
 
 # A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves. The packages of
@@ -236,19 +236,19 @@ def config_for(tmp_path: Path, tiny_target: Path) -> Callable[..., PipelineConfi
     return build
 
 
-def program_command(module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> list[str]:
+def program_command(program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> list[str]:
     """Returns the command that runs a program with a recipe, by torchrun if `num_ranks` is above 1."""
     launcher = [sys.executable, "-m"]
     if num_ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
-    return [*launcher, module, f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides]
+    return [*launcher, *module_command(program), f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides]
 
 
 def run_program(
-    module: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
+    program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with a recipe, and return its exit code and output."""
-    return run_ranks(module, [f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides], num_ranks)
+    return run_ranks(program, [f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides], num_ranks)
 
 
 def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) -> Path:
@@ -296,7 +296,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Run
     directory = tmp_path_factory.mktemp("tiny")
     files = write_text_files(directory / "files")
     overrides = (*TINY_SETTINGS, f"target.path={tiny_target}", f"prompts.paths=[{files}]")
-    for module in ("data_prep.prompts", "data_prep.hidden_states"):
+    for module in ("prompts", "hidden-states"):
         result = run_program(module, f"run_dir={directory}/run", *overrides)
         assert result.returncode == 0, result.stderr[-3000:]
     return directory / "run", overrides

@@ -23,6 +23,7 @@ from typing import IO
 import psutil
 import torch
 
+from mtptrain.command_line.stages import STAGES
 from mtptrain.utils.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -33,8 +34,13 @@ FORKED.set_forkserver_preload(
 )
 
 
-def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module` to its end, in `num_ranks` processes. If one fails, kill the others.
+def module_command(program: str) -> list[str]:
+    """Returns the arguments after `python -m` that run a stage, or `mtptrain` itself, or any other module."""
+    return ["mtptrain", program] if program in STAGES else [program]
+
+
+def run_ranks(program: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a stage or a module to its end, in `num_ranks` processes. If one fails, kill the others.
 
     Returns:
         The first exit code that is not 0, or else 0, and the output of all ranks.
@@ -42,6 +48,7 @@ def run_ranks(module: str, arguments: list[str], num_ranks: int = 1) -> subproce
     Raises:
         subprocess.TimeoutExpired: after ten minutes.
     """
+    module, *arguments = [*module_command(program), *arguments]
     command = [sys.executable, "-m", module, *arguments]
     port, processes = free_port(), list[BaseProcess]()
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:

@@ -61,7 +61,7 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run whose head is trained, measured and exported."""
     directory = tmp_path_factory.mktemp("changed")
     shutil.copytree(tiny_run[0], directory / "run")
-    for module in ("mtptrain.train", "eval.acceptance", "mtptrain.export"):
+    for module in ("train", "acceptance", "export"):
         result = run_program(module, f"run_dir={directory}/run", *tiny_run[1])
         assert result.returncode == 0, result.stderr[-3000:]
     return directory / "run", tiny_run[1]
@@ -70,30 +70,30 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("name", "change", "module"),
     [
-        ("prompts/train.safetensors", flip_bit, "data_prep.hidden_states"),
-        ("prompts/train.safetensors", flip_bit, "mtptrain.train"),
-        ("prompts/validation.safetensors", flip_bit, "eval.acceptance"),
-        ("prompts/documents.jsonl", ask_another_question, "eval.acceptance"),
-        ("prompts/manifest.json", edit("vocab_size", value=999), "mtptrain.train"),
-        ("hidden_states/manifest.json", edit("num_documents", value=1), "mtptrain.train"),
-        ("train/best/head.safetensors", flip_bit, "eval.acceptance"),
-        ("train/best/head.safetensors", flip_bit, "mtptrain.export"),
-        ("train/best/head.json", edit("step", value=7000), "eval.acceptance"),
-        ("train/best/head.json", edit("acceptance_length", value=3.9), "mtptrain.export"),
-        ("train/checkpoints/step_00000020/state.safetensors", flip_bit, "mtptrain.train"),
-        ("train/checkpoints/step_00000020/complete.json", Path.unlink, "mtptrain.train"),
-        ("acceptance/report.json", edit("acceptance_length", value=9.077), "mtptrain.export"),
-        ("export/vllm/model.safetensors", flip_bit, "mtptrain.all_stages"),
-        (f"export/vllm/{SERVING}", Path.unlink, "mtptrain.all_stages"),
+        ("prompts/train.safetensors", flip_bit, "hidden-states"),
+        ("prompts/train.safetensors", flip_bit, "train"),
+        ("prompts/validation.safetensors", flip_bit, "acceptance"),
+        ("prompts/documents.jsonl", ask_another_question, "acceptance"),
+        ("prompts/manifest.json", edit("vocab_size", value=999), "train"),
+        ("hidden_states/manifest.json", edit("num_documents", value=1), "train"),
+        ("train/best/head.safetensors", flip_bit, "acceptance"),
+        ("train/best/head.safetensors", flip_bit, "export"),
+        ("train/best/head.json", edit("step", value=7000), "acceptance"),
+        ("train/best/head.json", edit("acceptance_length", value=3.9), "export"),
+        ("train/checkpoints/step_00000020/state.safetensors", flip_bit, "train"),
+        ("train/checkpoints/step_00000020/complete.json", Path.unlink, "train"),
+        ("acceptance/report.json", edit("acceptance_length", value=9.077), "export"),
+        ("export/vllm/model.safetensors", flip_bit, "run"),
+        (f"export/vllm/{SERVING}", Path.unlink, "run"),
     ],
 )
 def test_a_changed_file_is_named_before_it_is_used(
     finished: Run, tmp_path: Path, name: str, change: Change, module: str
 ) -> None:
     shutil.copytree(finished[0], tmp_path / "run")
-    if module == "data_prep.hidden_states":
+    if module == "hidden-states":
         shutil.rmtree(tmp_path / "run/hidden_states")
-    elif module == "mtptrain.all_stages":  # passes over all stages, because links are to folders of other runs
+    elif module == "run":  # passes over all stages, because links are to folders of other runs
         (tmp_path / "run").rename(tmp_path / "other")
         (tmp_path / "run").mkdir()
         for stage in (tmp_path / "other").iterdir():

@@ -22,7 +22,7 @@ from tests.conftest import GENERATION_TEMPLATE, TINY_SETTINGS, make_config, run_
 NESTED, GARBAGE = b"[" * 100_000, b"{\xff\xfe}"
 PROGRESS = re.compile(r"\s*|.*(\d%\|.*|\[\d\d:\d\d.*\])(\x1b\[A)?")
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
-PROMPTS, STATES, ACCEPTANCE = "data_prep.prompts", "data_prep.hidden_states", "eval.acceptance"
+PROMPTS, STATES, ACCEPTANCE = "prompts", "hidden-states", "acceptance"
 VOCABULARY = ["head=eagle3", "head.capture_layers=[1,2]", "head.draft_vocab_size=64"]
 
 
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[str, Callable[[Place], list[str]], str]] = {
     "endless template": (PROMPTS, template(ENDLESS), r"the chat template of \S+ must render a conversation within"),
     "data": (PROMPTS, lambda place: place.chats(NESTED), r"\S+/chats\.jsonl:1: must be JSON, but is nested too deep"),
     "weights": (STATES, weights_truncated, r"\S+/model\.safetensors: must be a complete safetensors file"),
-    "no draft vocabulary": ("mtptrain.train", lambda place: VOCABULARY, r"\S*draft_vocab\S*: .*mtptrain draft-vocab"),
+    "no draft vocabulary": ("train", lambda place: VOCABULARY, r"\S*draft_vocab\S*: .*mtptrain draft-vocab"),
     "unknown head": (PROMPTS, setting("head.name=foo"), r"head\.name: must be one of mtp, .*, but is 'foo'"),
     "number": (PROMPTS, setting(f"train.batch_tokens={10**20}"), r"train\.batch_tokens: must be below 2\*\*63, but"),
     "paths": (PROMPTS, setting("prompts.paths=[[a]]"), r"prompts\.paths: must be .*\[\['a'\]\];"),

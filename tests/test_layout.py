@@ -15,16 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from mtptrain.command_line.stages import STAGES
 from tests.slow import SLOW
 
 ROOT = Path(__file__).parents[1]
 PARTS = [
     "utils",
-    "target",
-    "heads",
     "settings",
     "config",
     "command_line",
+    "target",
+    "heads",
     "run_dir",
     "data",
     "decoding",
@@ -45,7 +46,7 @@ FORBIDDEN = {
     "data_prep": {"eval", "tests"},
     "eval": {"data_prep", "tests"},
 }
-IS_PROGRAM = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
+IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -79,7 +80,8 @@ def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
 def import_violations(root: Path) -> list[str]:
     """Returns imports in a forbidden direction and imports of programs, as `path:line: reason`."""
     all_modules = modules(root)
-    programs = {name for name, path in all_modules.items() if IS_PROGRAM.search(path.read_text())}
+    stages = {stage.program for stage in STAGES.values()}
+    programs = {name for name, path in all_modules.items() if name in stages or IS_SCRIPT.search(path.read_text())}
     violations = []
     for name, path in all_modules.items():
         package = name.split(".")[0]

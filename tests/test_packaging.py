@@ -163,8 +163,5 @@ def test_a_bare_checkout_runs_from_any_folder(checkout: Path, tiny_target: Path,
     assert recipes == checkout / "recipes"
 
     command = prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources"))
-    run(sys.executable, "-m", "data_prep.prompts", *command, cwd=Path("/"), pythonpath=checkout)
-    assert (tmp_path / "run/prompts/config.yaml").is_file()
-    (tmp_path / "run/prompts/config.yaml").unlink()
     run(sys.executable, "-m", "mtptrain", "prompts", *command, cwd=Path("/"), pythonpath=checkout)
     assert (tmp_path / "run/prompts/config.yaml").is_file()

@@ -17,7 +17,7 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("pipeline")
     shutil.copytree(tiny_run[0], directory / "run")
     overrides = (f"run_dir={directory}/run", *tiny_run[1])
-    for module in ("mtptrain.train", "eval.acceptance", "mtptrain.export"):
+    for module in ("train", "acceptance", "export"):
         result = run_program(module, *overrides)
         assert result.returncode == 0, result.stderr[-3000:]
         (directory / f"{module}.out").write_text(result.stdout)
@@ -83,7 +83,7 @@ def test_acceptance_takes_its_own_prompts_temperature_and_output_dir(finished: R
     before = (finished[0] / "acceptance/report.json").read_bytes()
     reports = []
     for _ in range(2):
-        result = run_program("eval.acceptance", *finished[1], *settings)
+        result = run_program("acceptance", *finished[1], *settings)
         assert result.returncode == 0, result.stderr[-3000:]
         reports.append(without_times(tmp_path / "out/report.json"))
     assert reports[0] == reports[1], "the same seed must give the same figures"
@@ -104,7 +104,7 @@ def test_everything_beside_the_head_is_measured_and_greedy_answers_are_the_same(
         f"acceptance.output_dir={tmp_path}/measured",
         "acceptance.tree_nodes=12",
     )
-    result = run_program("eval.acceptance", *finished[1], baselines, f"acceptance.draft_model={target_dir}", *settings)
+    result = run_program("acceptance", *finished[1], baselines, f"acceptance.draft_model={target_dir}", *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "measured/report.json").read_text())
     assert list(report["baselines"]) == ["none", "prompt_lookup", "model", "tree", "hybrid"]
@@ -130,7 +130,7 @@ def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_p
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = (f"acceptance.prompts_file={tmp_path}/prompts.jsonl", f"acceptance.output_dir={tmp_path}/both")
-    result = run_program("eval.acceptance", *finished[1], *settings)
+    result = run_program("acceptance", *finished[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     found = {
         (row["id"], row["turn"]): row
@@ -147,9 +147,7 @@ def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_p
     second = {"id": "second", "messages": said}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(second) + "\n")
     assert (
-        run_program(
-            "eval.acceptance", *finished[1], *settings[:1], f"acceptance.output_dir={tmp_path}/alone"
-        ).returncode
+        run_program("acceptance", *finished[1], *settings[:1], f"acceptance.output_dir={tmp_path}/alone").returncode
         == 0
     )
     alone = json.loads((tmp_path / "alone/generations.jsonl").read_text())
@@ -160,7 +158,7 @@ def test_a_conversation_goes_on_from_the_targets_own_answer(finished: Run, tmp_p
 
 
 def test_two_ranks_measure_the_same_acceptance_as_one(finished: Run, tmp_path: Path) -> None:
-    result = run_program("eval.acceptance", *finished[1], f"acceptance.output_dir={tmp_path}", num_ranks=2)
+    result = run_program("acceptance", *finished[1], f"acceptance.output_dir={tmp_path}", num_ranks=2)
     assert result.returncode == 0, result.stderr[-3000:]
     assert without_times(tmp_path / "report.json") == without_times(finished[0] / "acceptance/report.json")
     two, one = (
@@ -177,7 +175,7 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
         "acceptance.baselines=[]",
         f"acceptance.output_dir={tmp_path}",
     )
-    result = run_program("eval.acceptance", *finished[1], *settings)
+    result = run_program("acceptance", *finished[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     report, plain = (json.loads((path / "report.json").read_text()) for path in (tmp_path, finished[0] / "acceptance"))
     assert report["top_p"] == 0.9 and report["acceptance_length"] == plain["acceptance_length"], (
@@ -212,11 +210,11 @@ def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: R
     ]
     before = f"acceptance.output_dir={tmp_path}/before"
     programs = [
-        ["data_prep.prompts"],
-        ["eval.acceptance", before],
-        ["data_prep.hidden_states"],
-        ["mtptrain.train"],
-        ["eval.acceptance"],
+        ["prompts"],
+        ["acceptance", before],
+        ["hidden-states"],
+        ["train"],
+        ["acceptance"],
     ]
     for program, *more in programs:
         result = run_program(program, *overrides, *more, recipe="quickstart_continual")
@@ -231,10 +229,10 @@ def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: R
 @pytest.mark.parametrize(
     ("module", "stage"),
     [
-        ("data_prep.hidden_states", "prompts"),
-        ("mtptrain.train", "prompts"),
-        ("eval.acceptance", "train"),
-        ("mtptrain.export", "train"),
+        ("hidden-states", "prompts"),
+        ("train", "prompts"),
+        ("acceptance", "train"),
+        ("export", "train"),
     ],
 )
 def test_a_program_without_the_stage_before_it_says_what_to_run(
@@ -276,14 +274,14 @@ def test_a_program_without_the_stage_before_it_says_what_to_run(
     ids=lambda value: value[0].split("=")[0] if isinstance(value, tuple) else None,
 )
 def test_bad_input_to_acceptance_is_refused(finished: Run, overrides: tuple[str, ...], message: str) -> None:
-    result = run_program("eval.acceptance", *finished[1], *overrides)
+    result = run_program("acceptance", *finished[1], *overrides)
     assert result.returncode != 0
     assert message in result.stderr
 
 
 def test_a_head_for_other_weights_is_refused(finished: Run, tmp_path: Path) -> None:
     other = make_target(tmp_path / "target", seed=5)
-    for module in ("eval.acceptance", "mtptrain.export"):
+    for module in ("acceptance", "export"):
         result = run_program(module, *finished[1], f"target.path={other}")
         assert result.returncode != 0
         assert re.search(

@@ -43,10 +43,10 @@ def test_a_target_of_any_family_goes_through_all_stages(tmp_path: Path, name: st
         "train.max_steps=4",
         f"prompts.paths=[{files}]",
     )
-    for module in ("data_prep.prompts", "data_prep.hidden_states", "mtptrain.train", "eval.acceptance"):
+    for module in ("prompts", "hidden-states", "train", "acceptance"):
         result = run_program(module, *overrides)
         assert result.returncode == 0, result.stderr[-3000:]
-    result = run_program("mtptrain.export", *overrides)
+    result = run_program("export", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "run/acceptance/report.json").read_text())
     assert report["rounds"] > 0

@@ -185,7 +185,7 @@ def commands(recipe: str, target: str, config: PipelineConfig, plan: Plan) -> li
     ]
     if config.train.validation_prompts == 0 and config.train.validate_every > 0:
         lines.append("mtptrain choose-head")
-    lines += [f"{launcher(measuring)} acceptance", "mtptrain export"]
+    lines += [f"{launcher(measuring)} acceptance", "export"]
     with_recipe = [f"{line} recipe={recipe}" for line in lines]
     with_recipe[0] += " plan=true"
     if config.prompts.source is PromptSource.responses:

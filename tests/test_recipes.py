@@ -113,13 +113,13 @@ def test_every_choice_of_a_group_composes_with_the_quickstart(choice: str) -> No
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_composes_with_the_quickstart(head: str) -> None:
-    loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[head].own_loss_part) else ()
+    loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[head].Config.own_loss_part) else ()
     assert type(make_config(f"head={head}", *loss).head) is HEADS[head].Config
 
 
-@pytest.mark.parametrize("head", [name for name, head in HEADS.items() if not head.drafts_trees])
+@pytest.mark.parametrize("head", [name for name, head in HEADS.items() if not head.Config.drafts_trees])
 def test_a_tree_of_a_head_that_drafts_chains_only_is_refused(head: str) -> None:
-    loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[head].own_loss_part) else ()
+    loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[head].Config.own_loss_part) else ()
     with pytest.raises(
         ValueError,
         match=rf"^acceptance\.baselines: must not contain tree with head {head}, which drafts chains only, but does; ",
@@ -232,7 +232,7 @@ def test_a_block_drafter_without_anchors_or_layers_is_refused(setting: str, mess
     ],
 )
 def test_a_program_answers_a_wrong_command_line_with_what_would_be_right(arguments: list[str], message: str) -> None:
-    result = run_ranks("data_prep.prompts", arguments)
+    result = run_ranks("prompts", arguments)
     assert result.returncode == 2
     assert result.stderr.startswith(message)
     available = result.stderr.removeprefix(message).replace(",", "").split()

@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 from rich.table import Table
 from tqdm import tqdm
 
-from mtptrain.command_line.program import command, program
+from mtptrain.command_line.program import command, run_program
 from mtptrain.command_line.tables import wide_console
-from mtptrain.config import BENCH, BenchConfig, PipelineConfig, check_depths, load_config
+from mtptrain.config import BENCH, BenchConfig, PipelineConfig, check_depths
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.round_costs import LoopBench, PromptIds, Spent
@@ -66,9 +65,7 @@ COLUMNS = {
 """The columns of the printed table, with the entry of a row and its format."""
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     check(config)
     output_dir = config.stage_dir("bench_decode")
     with writing(output_dir):
@@ -221,4 +218,4 @@ def draw(rows: Sequence[DecodingRow], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

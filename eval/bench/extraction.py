@@ -24,13 +24,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from mtptrain.command_line.program import program
-from mtptrain.config import BENCH, BenchConfig, PipelineConfig, StoreDtype, load_config
+from mtptrain.command_line.program import run_program
+from mtptrain.config import BENCH, BenchConfig, PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.fill import Streams
@@ -60,9 +59,7 @@ ExtractionFigures = dict[str, float]
 """Measurements by name; the unit is part of the name."""
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     device = init_ranks(config.distributed_timeout_hours).device
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as directory:
@@ -242,4 +239,4 @@ def print_tables(config: PipelineConfig, device: torch.device, figures: Extracti
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -26,16 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import program
+from mtptrain.command_line.program import run_program
 from mtptrain.command_line.tables import wide_console
-from mtptrain.config import BENCH, PipelineConfig, load_config
-from mtptrain.heads import HEADS
-from mtptrain.heads.config import HeadConfig
-from mtptrain.settings.precision import compute_dtype
+from mtptrain.config import BENCH, PipelineConfig
+from mtptrain.settings.heads import DflashConfig, Eagle3Config, HeadConfig, MtpConfig
+from mtptrain.settings.precision import train_dtype
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.compile import eager
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
@@ -56,12 +54,11 @@ from .train_steps import (
     target_of,
 )
 
-EAGLE3, DFLASH = HEADS["eagle3"], HEADS["dflash"]
 GPU_HEADS = (
-    HEADS["mtp"].Config(ttt_steps=3),
-    EAGLE3.Config(ttt_steps=7),
-    EAGLE3.Config(ttt_steps=7, draft_vocab_size=32_000),
-    DFLASH.Config(ttt_steps=15, num_layers=5, sliding_window=2048, anchors_per_document=512),  # as published
+    MtpConfig(ttt_steps=3),
+    Eagle3Config(ttt_steps=7),
+    Eagle3Config(ttt_steps=7, draft_vocab_size=32_000),
+    DflashConfig(ttt_steps=15, num_layers=5, sliding_window=2048, anchors_per_document=512),  # as published
 )
 GPU_DOCUMENTS = ([8192] * 2, [0] * 2)
 DOCUMENT_TOKENS = 512
@@ -69,13 +66,11 @@ TrainFigures = dict[str, Any]
 """Measurements by name; the unit is part of the name."""
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     check(config)
     ranks = init_ranks(config.distributed_timeout_hours)
     config = replace(config, train=replace(config.train, compile=True, micro_batches_per_step=1))
-    dtype = compute_dtype(config.deepspeed)
+    dtype = getattr(torch, train_dtype(config.deepspeed))
     peak = matmul_peak(ranks.device, dtype)
     figures: TrainFigures = {"device": device_name(ranks.device), "dtype": str(dtype), "matmul_tflops": peak / 1e12}
     if config.bench.target is not None:
@@ -121,7 +116,7 @@ def bench_steps(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Train
     rows = []
     for hidden_size in config.bench.hidden_sizes:
         for num_tokens in config.bench.train_tokens:
-            head, shape = EAGLE3.Config(ttt_steps=config.bench.depths), full_documents(num_tokens)
+            head, shape = Eagle3Config(ttt_steps=config.bench.depths), full_documents(num_tokens)
             case = case_of(hidden_size, config.bench.vocab_size, head)
             peer = PeerProcess(config, case, shape, ranks) if has_peer else None
             rows.append(
@@ -191,7 +186,7 @@ def bench_prompts(config: PipelineConfig, ranks: Ranks) -> TrainFigures:
 
     Also compares ours with the peer for prompts nine times as long as the answers."""
     hidden_size, vocab_size = config.bench.prompt_sizes
-    head, answer, documents = EAGLE3.Config(ttt_steps=config.bench.depths), 256, 2
+    head, answer, documents = Eagle3Config(ttt_steps=config.bench.depths), 256, 2
     case = case_of(hidden_size, vocab_size, head)
     steps = {
         str(factor): Ours(
@@ -224,11 +219,11 @@ def bench_lengths(config: PipelineConfig, ranks: Ranks, peak: float) -> list[Tra
     measured, longest, depths = [], config.bench.longest_tokens, config.bench.depths
     lengths = [1024 << i for i in range(longest.bit_length()) if 1024 << i <= longest]
     short = [length for length in lengths[1:] if length <= longest // 4]
-    steps = [
-        (EAGLE3.Config(ttt_steps=depths), length, supervised)
+    steps: list[tuple[HeadConfig, int, int]] = [
+        (Eagle3Config(ttt_steps=depths), length, supervised)
         for length, supervised in (*((length, 1024) for length in lengths), *((length, length) for length in short))
     ]
-    steps += [(DFLASH.Config(ttt_steps=depths, anchors_per_document=512), length, length) for length in short]
+    steps += [(DflashConfig(ttt_steps=depths, anchors_per_document=512), length, length) for length in short]
     for head, length, supervised in steps:
         case = case_of(config.bench.hidden_sizes[0], config.bench.vocab_size, head)
         ours = Ours(config, case, ([length], [length - supervised]), ranks)
@@ -321,4 +316,4 @@ def shown(name: str, value: object) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 
 from mtptrain.config import PipelineConfig
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.hidden_states.store import StoredDocument
 from mtptrain.planning.costs import step_flops
-from mtptrain.settings.precision import compute_dtype
+from mtptrain.settings.heads import HeadConfig
+from mtptrain.settings.precision import train_dtype
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, make_batch
@@ -87,7 +87,7 @@ class Ours:
         self.head = build_head(case.head, target)
         if self.head.d2t is not None:
             self.head.d2t.zero_()
-        self.parts = random_parts(target, ranks.device, compute_dtype(config.deepspeed))
+        self.parts = random_parts(target, ranks.device, getattr(torch, train_dtype(config.deepspeed)))
         self.trainer = Trainer(self.head, self.parts, config.train, config.deepspeed, 10_000, ranks)
         self.device = ranks.device
         self.batch = random_batch(target, shape, self.head)
@@ -205,7 +205,7 @@ class PeerProcess:
         answer = self._ask(
             {
                 "device": str(ranks.device),
-                "autocasts": compute_dtype(config.deepspeed) is torch.bfloat16,
+                "autocasts": getattr(torch, train_dtype(config.deepspeed)) is torch.bfloat16,
                 **sizes,
                 "lengths": list(lengths),
                 "prompts": list(prompts),

@@ -1,6 +1,7 @@
 """Compares attention and loss with their definitions, and decoding with the training forward, on random tensors."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ def dense_depth_attention(
 def random_case(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Head, FrozenParts, Batch]:
     """Returns a head for a small target, its frozen parts and a packed batch, all with random values."""
     torch.manual_seed(0)
-    settings = {"num_layers": 2, "sliding_window": 16} if name == "dflash" else {}
+    settings: dict[str, Any] = {"num_layers": 2, "sliding_window": 16} if name == "dflash" else {}
     case = case_of(hidden_size=256, vocab_size=512, head=HEADS[name].Config(ttt_steps=DEPTHS, **settings))
     head = build_head(case.head, case.target).to(device, dtype)
     batch = random_batch(case.target, (LENGTHS, [0] * len(LENGTHS)), head).to(device, dtype)

@@ -1,15 +1,19 @@
-"""The command line of every program: its entry point, checks of Hydra's overrides, and commands as strings."""
+"""The command line of every program: its entry point, checks of Hydra's overrides, and commands as strings.
 
-import functools
+A program is imported only after its settings have been composed and checked, because most need seconds to import.
+"""
+
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -21,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.command_line.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, mistake, setting_names, unknown_name
 from mtptrain.command_line.stages import KEPT_STAGES, STAGES
-from mtptrain.config import RECIPES
+from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.settings.hardware import announce_hardware
 from mtptrain.utils.errors import (
     EXIT_INTERRUPTED,
@@ -34,24 +38,42 @@ from mtptrain.utils.errors import (
     show_warning,
 )
 from mtptrain.utils.masking import hide_passwords
-from mtptrain.utils.startup import imports_are_done
+from mtptrain.utils.startup import guarded_imports, imports_are_done
 
 READ_BY = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
 """The stages that can do something else than run, by the setting that tells them to."""
 
 
-def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | None = None) -> Callable[[], None]:
-    """Returns the entry point of a program, which reads the command line and calls `main` with the composed config.
+_started_stage: str | None = None
+
+
+def started_stage() -> str | None:
+    """Returns the name of the stage that this process runs, or None for any other program."""
+    return _started_stage
+
+
+def run_stage(name: str) -> None:
+    """Run the stage of this name on the settings in `sys.argv[1:]`."""
+    global _started_stage
+    _started_stage, module = name, python_module(STAGES[name].program)
+
+    def load() -> Any:
+        with guarded_imports():
+            return import_module(module)
+
+    if STAGES[name].takes_settings:
+        run_program(lambda config: load().main(config))
+    else:
+        load().main()
+
+
+def run_program(main: Callable[[PipelineConfig], None]) -> None:
+    """Read the command line and call `main` with the checked settings.
 
     If the program cannot finish, it exits with one line on stderr: with status 1 if it refuses its input, 2 if the
     command line is wrong, and 130 after Ctrl-C. A fault of the program itself shows its stack, with status 1.
-
-    Args:
-        main: the program.
-        kept: returns what the line after Ctrl-C says, given the run's directory; by default, what `STAGES` says.
     """
 
-    @functools.wraps(main)
     def task(cfg: DictConfig) -> None:
         try:
             run_dir = OmegaConf.select(cfg, "run_dir")
@@ -63,44 +85,39 @@ def program(main: Callable[[DictConfig], None], kept: Callable[[Path], str] | No
             except UserError as error:
                 exit_with_error(error, str(error), EXIT_MISTAKE)
             try:
+                config = load_config(cfg)
                 announce_hardware(HydraConfig.get().runtime.choices.get("hardware"))
-                main(cfg)
+                main(config)
             except (HydraException, OmegaConfBaseException) as error:
                 exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
 
     def after_ctrl_c(run_dir: str | None) -> str:
-        if kept is not None and run_dir is not None:
-            return kept(Path(run_dir))
         stage = started_stage()
         return (KEPT_STAGES if stage is None else STAGES[stage].kept).format(run_dir=run_dir)
 
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 
-    @functools.wraps(main)
-    def entry_point() -> None:
-        imports_are_done()
-        warnings.showwarning = show_warning
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-        try:
-            options, unknown = get_args_parser().parse_known_args()
-            refuse_dashes(unknown)
-            if options.multirun and started_stage() != "run":
-                raise UserError(
-                    "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but "
-                    "is given to another program; leave it out"
-                )
-            refuse_additions(sys.argv[1:])
-            with TemporaryDirectory() if options.multirun else nullcontext("") as sweep_dir:
-                os.environ["MTPTRAIN_SWEEP_DIR"] = sweep_dir  # for Hydra's multirun.yaml, which could hold a password
-                run()
-        except KeyboardInterrupt:
-            exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:  # some of Hydra's are OSErrors too
-            exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
-        except OSError as error:  # Hydra could not create its directory
-            exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
-
-    return entry_point
+    imports_are_done()
+    warnings.showwarning = show_warning
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    try:
+        options, unknown = get_args_parser().parse_known_args()
+        refuse_dashes(unknown)
+        if options.multirun and started_stage() != "run":
+            raise UserError(
+                "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but "
+                "is given to another program; leave it out"
+            )
+        refuse_additions(sys.argv[1:])
+        with TemporaryDirectory() if options.multirun else nullcontext("") as sweep_dir:
+            os.environ["MTPTRAIN_SWEEP_DIR"] = sweep_dir  # for Hydra's multirun.yaml, which could hold a password
+            run()
+    except KeyboardInterrupt:
+        exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # some of Hydra's are OSErrors too
+        exit_with_error(error, mistake(error, sys.argv[1:]), EXIT_MISTAKE)
+    except OSError as error:  # Hydra could not create its directory
+        exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
 
 
 def refuse_unread(config: DictConfig, stage: str | None) -> None:
@@ -137,13 +154,6 @@ def refuse_dashes(unknown: Sequence[str]) -> None:
             f"{unknown[0]}: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
             "NAME=VALUE, without dashes"
         )
-
-
-def started_stage() -> str | None:
-    """Returns the name of the stage that this process runs, or None for any other program."""
-    spec = sys.modules["__main__"].__spec__
-    name = None if spec is None else spec.name.removesuffix(".__main__")
-    return next((stage for stage, each in STAGES.items() if python_module(each.program) == name), None)
 
 
 def command() -> str:

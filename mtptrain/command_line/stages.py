@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from mtptrain.config import PipelineConfig, PromptSource
+if TYPE_CHECKING:  # `mtptrain --help` needs no settings
+    from mtptrain.config import PipelineConfig
 
 Runner = Literal["process", "ranks", "server"]
 """How a stage of a whole run runs: as one process without a GPU, as ranks on the GPUs, or as one process that queries a
@@ -26,36 +27,38 @@ class Stage:
     does: str
     """Its description in `mtptrain --help`."""
     runner: Runner = "process"
-    is_needed: Callable[[PipelineConfig], bool] | None = None
+    is_needed: Callable[["PipelineConfig"], bool] | None = None
     """Returns whether a whole run with these settings has this stage; None if no whole run has it."""
     output: str = ""
     """The file in `run_dir` that a finished stage of a whole run leaves, with `{engine}` for `export.engine`."""
     reads: tuple[str, ...] = ()
     """The entries of the config that shape its output and that no stage before it reads: see `settings_of`."""
     kept: str = KEPT_STAGES
-    """The line after Ctrl-C. mtptrain train looks for checkpoints instead (argument `kept` of `program`)."""
+    """The line after Ctrl-C. mtptrain train looks for checkpoints instead."""
+    takes_settings: bool = True
+    """Whether its arguments are settings; `main` then takes the checked `PipelineConfig`, otherwise nothing."""
 
 
-def _always(config: PipelineConfig) -> bool:
+def _always(config: "PipelineConfig") -> bool:
     return True
 
 
-def _has_responses(config: PipelineConfig) -> bool:
-    return config.prompts.source is PromptSource.responses
+def _has_responses(config: "PipelineConfig") -> bool:
+    return config.prompts.source == "responses"
 
 
-def _has_draft_vocab(config: PipelineConfig) -> bool:
+def _has_draft_vocab(config: "PipelineConfig") -> bool:
     return getattr(config.head, "draft_vocab_size", None) is not None and config.head.init_from is None
 
 
-def _keeps_unmeasured_heads(config: PipelineConfig) -> bool:
+def _keeps_unmeasured_heads(config: "PipelineConfig") -> bool:
     return config.train.validation_prompts == 0 and config.train.validate_every > 0
 
 
 STAGES = {
     "run": Stage("mtptrain.all_stages", "run all stages that a recipe needs, up to the export, on this machine"),
     "responses": Stage(
-        "data_prep.responses",
+        "data_prep.responses.regenerate",
         "optional: let the target regenerate the responses in conversations",
         "ranks",
         _has_responses,
@@ -109,7 +112,11 @@ STAGES = {
         "export/{engine}/provenance.json",
         ("export",),
     ),
-    "compare": Stage("eval.compare", "compare measurements on one page; takes directories of runs instead of settings"),
+    "compare": Stage(
+        "eval.compare",
+        "compare measurements on one page; takes directories of runs instead of settings",
+        takes_settings=False,
+    ),
     "serving-check": Stage("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),
     "serving-bench": Stage("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
     "gpu-check": Stage("eval.gpu_check", "run the checks that need a machine with GPUs"),
@@ -117,7 +124,7 @@ STAGES = {
 """All stages by the name that users type. Those of a whole run are in the order in which it runs them."""
 
 
-def stages_of(config: PipelineConfig) -> list[tuple[str, Stage, Runner]]:
+def stages_of(config: "PipelineConfig") -> list[tuple[str, Stage, Runner]]:
     """Returns the stages of a whole run with these settings, in order: name, stage, and what runs it."""
     return [
         (name, stage, "server" if name == "responses" and config.responses.url else stage.runner)

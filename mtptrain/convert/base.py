@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import HeadConfig, LayerConfig
 from mtptrain.heads.layers import HeadDims, head_dims
+from mtptrain.settings.heads import HeadConfig, LayerConfig
 from mtptrain.target.families import head_rope_parameters, norm_eps
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import save_tensors, write_json

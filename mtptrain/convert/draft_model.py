@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mtptrain.convert.base import Tensors
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import SIZES, DraftModelHead, published_config
 from mtptrain.heads.files import build_head, check_values, checked_weights, fill_head, first_misfit
 from mtptrain.serving.exports import refuse_changed_export
+from mtptrain.settings.heads import DraftModelConfig, HeadConfig
 from mtptrain.target.checkpoint_check import check_weights, stored_tensors
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts, refuse_missing, refuse_quantised
@@ -50,7 +50,7 @@ def load_draft_model(
             hold a language model with the target's tokenizer, or its weights do not match its config.
     """
     published_config(path, target.config, setting)  # called for its errors, which name `setting`
-    config = DraftModelHead.Config(init_from=path)
+    config = DraftModelConfig(init_from=path)
     head = build_head(config, target.config)
     filled = fill_head(head, initial_weights(config, target, setting)[1], dtype, device)
     assert isinstance(filled, DraftModelHead)
@@ -58,7 +58,7 @@ def load_draft_model(
 
 
 def initial_weights(
-    config: DraftModelHead.Config, target: TargetFiles, setting: str = "head.init_from"
+    config: DraftModelConfig, target: TargetFiles, setting: str = "head.init_from"
 ) -> tuple[Path, Tensors]:
     """Returns the directory of `init_from` and its weights, padded to the target's vocabulary.
 
@@ -95,7 +95,7 @@ def check_start(config: HeadConfig, target: TargetFiles) -> None:
         UserError: the model does not exist, or has no weights, or its tokenizer is not the target's, or its weights do
             not match its config.
     """
-    if not isinstance(config, DraftModelHead.Config) or config.init_from is None:
+    if not isinstance(config, DraftModelConfig) or config.init_from is None:
         return
     if not (Path(config.init_from) / "head.json").is_file():
         _checked_directory(config.init_from, target, "head.init_from")
@@ -231,7 +231,7 @@ def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
         wrong.append(("num_hidden_layers", f"at most {target.config.num_hidden_layers}", head.config.num_hidden_layers))
     if wrong:
         name, wanted, found = wrong[0]
-        if name not in DraftModelHead.Config.__dataclass_fields__:
+        if name not in DraftModelConfig.__dataclass_fields__:
             raise UserError(
                 f"head.start_from_target: the draft model's {name} must be {wanted}, as in the target, but is {found}; "
                 "set head.start_from_target=false"

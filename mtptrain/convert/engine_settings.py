@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.formats import format_for
-from mtptrain.heads.config import HeadConfig
 from mtptrain.serving.depth_choice import (
     ADAPTIVE_ALGORITHMS,
     Speeds,
@@ -19,6 +18,7 @@ from mtptrain.serving.depth_choice import (
     why_fixed,
 )
 from mtptrain.serving.exports import served_model, speculative_config
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json, write_text
 

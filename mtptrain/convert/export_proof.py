@@ -115,7 +115,7 @@ def random_documents(head: Head, parts: FrozenParts) -> DocumentBatch:
 @torch.no_grad()
 def propose(head: Head, parts: FrozenParts, tokens: torch.Tensor, states: TargetStates) -> Proposed:
     """Returns the drafts after the prompt, and after every further DRAFTS + 1 tokens."""
-    batch_size, num_drafts = len(tokens), head.ttt_steps if head.is_bound_to_depths else DRAFTS
+    batch_size, num_drafts = len(tokens), head.ttt_steps if head.Config.is_bound_to_depths else DRAFTS
     drafter = HeadDrafter(head, parts, num_drafts)
     drafter.start(batch_size, TOKENS + num_drafts + 1)
     drafts = []

@@ -31,7 +31,7 @@ from mtptrain.convert.vllm import (
     VllmMtp,
     VllmPeagle,
 )
-from mtptrain.heads.config import HeadConfig
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.gguf_model import require_same_sizes
 from mtptrain.utils.errors import UserError
 

@@ -9,12 +9,9 @@ from mtptrain.convert.llama_cpp import ARCHITECTURE_OF
 from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG
 from mtptrain.convert.transformers import MODEL_CLASSES
 from mtptrain.heads import HEADS
-from mtptrain.heads.config import HeadConfig, LayerConfig
-from mtptrain.heads.dflash import DflashHead, layer_kinds
-from mtptrain.heads.dflash2 import Dflash2Head
+from mtptrain.heads.dflash import layer_kinds
 from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.layers import head_dims
-from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.serving.exports import (
     FAMILIES_OF_OPENVINO,
@@ -22,6 +19,7 @@ from mtptrain.serving.exports import (
     STREAMS_OF_SGLANG,
     WITHOUT_STREAMS_IN_VLLM,
 )
+from mtptrain.settings.heads import Dflash2Config, DflashConfig, HeadConfig, LayerConfig, MtpConfig
 from mtptrain.target.families import head_dim, head_rope_parameters, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 from mtptrain.utils.errors import UserError
@@ -125,19 +123,19 @@ def unknown_draft_model(head: HeadConfig, model: PreTrainedConfig) -> object:
     return None if rope_type == "default" or has_factors else f"a {model.model_type} with {rope_type} RoPE"
 
 
-def own_lm_head(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+def own_lm_head(head: DflashConfig, target: PreTrainedConfig) -> object:
     return head.draft_vocab_size
 
 
-def many_candidates(head: Dflash2Head.Config, target: PreTrainedConfig) -> object:
+def many_candidates(head: Dflash2Config, target: PreTrainedConfig) -> object:
     return head.selector_top_k if head.selector_top_k * (head.selector_top_k + 1) > target.hidden_size else None
 
 
-def causal_layers(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+def causal_layers(head: DflashConfig, target: PreTrainedConfig) -> object:
     return str(head.causal) if any(kind.is_causal for kind in layer_kinds(head)) else None
 
 
-def causal_in_some(head: DflashHead.Config, target: PreTrainedConfig) -> object:
+def causal_in_some(head: DflashConfig, target: PreTrainedConfig) -> object:
     return str(head.causal) if len({kind.is_causal for kind in layer_kinds(head)}) > 1 else None
 
 
@@ -145,7 +143,7 @@ def is_mimo(target: PreTrainedConfig) -> bool:
     return bool(target.model_type == MiMoConfig.model_type)
 
 
-def biases_without_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+def biases_without_mimo(head: MtpConfig, target: PreTrainedConfig) -> object:
     return "true" if head.attention_bias and not is_mimo(target) else None
 
 
@@ -154,7 +152,7 @@ def not_true_for_mimo_alone(name: str) -> FindViolation:
     return lambda head, target: None if getattr(head, name) == is_mimo(target) else str(getattr(head, name)).lower()
 
 
-def settings_of_mimo(head: MtpHead.Config, target: PreTrainedConfig) -> object:
+def settings_of_mimo(head: MtpConfig, target: PreTrainedConfig) -> object:
     """Returns which settings of MiMo's MTP layer the head has, or None."""
     settings = [name for name in ("attention_bias", "zero_first_embedding", "prenorm_states") if getattr(head, name)]
     return f"one with {', '.join(settings)}" if settings else None

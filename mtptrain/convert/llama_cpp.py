@@ -16,14 +16,20 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.data.draft_vocab import offsets
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead, block_size, layer_kinds
-from mtptrain.heads.dflash2 import Dflash2Head, published_settings
-from mtptrain.heads.draft_model import DraftModelHead, model_config
-from mtptrain.heads.dspark import DsparkHead
+from mtptrain.heads.dflash2 import published_settings
+from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import HeadDims, Rope
 from mtptrain.heads.peagle import mask_token_id
+from mtptrain.settings.heads import (
+    Dflash2Config,
+    DflashConfig,
+    DraftModelConfig,
+    DsparkConfig,
+    Eagle3Config,
+    HeadConfig,
+)
 from mtptrain.target.families import head_dim, key_heads, mlp_size, norm_eps
 from mtptrain.target.gguf_header import read_header
 from mtptrain.target.gguf_model import INTERLEAVED, MODULES, ROPE_FACTORS, interleaved, uninterleaved
@@ -199,7 +205,7 @@ class LlamaCppEagle3(GgufFormat):
         "norm.weight": "output_norm.weight",
         "lm_head.weight": "output.weight",
     }
-    head: Eagle3Head.Config
+    head: Eagle3Config
 
     def method_settings(self) -> dict[str, Any]:
         return {
@@ -230,7 +236,7 @@ class LlamaCppDflash(WithTokenizer):
 
     architecture = "dflash"
     method = "draft-dflash"
-    head: DflashHead.Config
+    head: DflashConfig
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
@@ -281,7 +287,7 @@ class LlamaCppDspark(LlamaCppDflash):
     """Exports `dspark`."""
 
     method = "draft-dspark"
-    head: DsparkHead.Config
+    head: DsparkConfig
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
@@ -298,7 +304,7 @@ class LlamaCppDspark(LlamaCppDflash):
 class LlamaCppDflash2(LlamaCppDflash):
     """Exports `dflash2`."""
 
-    head: Dflash2Head.Config
+    head: Dflash2Config
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
@@ -321,7 +327,7 @@ class LlamaCppDraftModel(WithTokenizer):
     """Exports `draft_model` as a model of its own. llama.cpp compares its tokenizer with the target's."""
 
     method = "draft-simple"
-    head: DraftModelHead.Config
+    head: DraftModelConfig
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)

@@ -12,7 +12,7 @@ import torch
 
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.convert.target_files import WholeCheckpoint, add_target_files
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.settings.heads import MtpConfig
 from mtptrain.target.mimo import ARCHITECTURE, MTP_LAYERS
 
 MIMO_LAYER = f"{MTP_LAYERS}0."
@@ -36,7 +36,7 @@ class MimoLayer(Format):
     }
     model_entries = {"model_type": "qwen2", "num_nextn_predict_layers": 1}  # noqa: RUF012 (never changed)
     """Entries of config.json for the model that has the layer."""
-    head: MtpHead.Config
+    head: MtpConfig
     _INPUT_PROJ = MIMO_LAYER + "input_proj.weight"
 
     def tensors(self, state: Tensors) -> Tensors:

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import Format, Tensors
 from mtptrain.convert.vllm import VllmDflash, VllmDraftModel, VllmEagle3
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.utils.files import save_tensors
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.convert.base import LAYER_PARTS, Format
 from mtptrain.convert.target_files import add_target_files
-from mtptrain.heads.config import HeadConfig
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 

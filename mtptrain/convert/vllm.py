@@ -17,14 +17,22 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
 from mtptrain.convert.published.config_json import LAYER_IDS
 from mtptrain.data.draft_vocab import membership
-from mtptrain.heads.config import HeadConfig
-from mtptrain.heads.dflash import FULL, CausalLayers, DflashHead, layer_types
-from mtptrain.heads.dflash2 import Dflash2Head, published_settings
-from mtptrain.heads.draft_model import DraftModelHead, model_config
-from mtptrain.heads.dspark import DsparkHead
+from mtptrain.heads.dflash import FULL, DflashHead, layer_types
+from mtptrain.heads.dflash2 import published_settings
+from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.eagle3 import Eagle3Head
-from mtptrain.heads.medusa import MedusaHead
-from mtptrain.heads.peagle import PeagleHead, mask_token_id
+from mtptrain.heads.peagle import mask_token_id
+from mtptrain.settings.heads import (
+    CausalLayers,
+    Dflash2Config,
+    DflashConfig,
+    DraftModelConfig,
+    DsparkConfig,
+    Eagle3Config,
+    HeadConfig,
+    MedusaConfig,
+    PeagleConfig,
+)
 from mtptrain.target.families import has_window_in_all_layers, sliding_window
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.utils.files import save_tensors
@@ -121,7 +129,7 @@ class VllmEagle3(VllmFormat):
     architecture = "LlamaForCausalLMEagle3"
     method = "eagle3"
     names = EAGLE3_NAMES
-    head: Eagle3Head.Config
+    head: Eagle3Config
 
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)
@@ -162,7 +170,7 @@ class VllmPeagle(VllmEagle3):
     """
 
     speculative_settings = {"parallel_drafting": True}  # noqa: RUF012 (never changed)
-    head: PeagleHead.Config
+    head: PeagleConfig
 
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)
@@ -186,7 +194,7 @@ class VllmMedusa(VllmFormat):
     architecture = "MedusaModel"
     method = "medusa"
     lm_head_name = "lm_head.safetensors"
-    head: MedusaHead.Config
+    head: MedusaConfig
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         return {
@@ -222,7 +230,7 @@ class VllmDflash(VllmFormat):
 
     architecture = "DFlashDraftModel"
     method = "dflash"
-    head: DflashHead.Config
+    head: DflashConfig
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         layers = DflashHead.resolve_capture_layers(self.head, self.target)
@@ -269,7 +277,7 @@ class VllmDspark(VllmDflash):
 
     architecture = "Qwen3DSparkModel"
     method = "dspark"
-    head: DsparkHead.Config
+    head: DsparkConfig
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = super().config_json(dtype)
@@ -292,7 +300,7 @@ class VllmDflash2(VllmDflash):
     """Exports `dflash2`. Both vLLM and SGLang read its settings in `dflash_config`."""
 
     architecture = "DFlash2DraftModel"
-    head: Dflash2Head.Config
+    head: Dflash2Config
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         config = super().config_json(dtype)
@@ -310,7 +318,7 @@ class VllmDraftModel(VllmFormat):
     """Exports `draft_model` as a standard transformers checkpoint with the target's tokenizer."""
 
     method = "draft_model"
-    head: DraftModelHead.Config
+    head: DraftModelConfig
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)

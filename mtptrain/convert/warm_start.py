@@ -22,7 +22,6 @@ from mtptrain.convert.published.native_mtp import read_native_mtp
 from mtptrain.data.draft_vocab import check_draft_token_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import (
@@ -36,7 +35,7 @@ from mtptrain.heads.files import (
     stored_calibration,
 )
 from mtptrain.heads.layer_head import LayerHead
-from mtptrain.heads.native_mtp import NativeMtpHead
+from mtptrain.settings.heads import DraftModelConfig, HeadConfig, NativeMtpConfig
 from mtptrain.target.families import head_dim as target_head_dim
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
@@ -203,7 +202,7 @@ def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def check_one_start(config: HeadConfig) -> None:
-    if config.start_from_target and not HEADS[config.name].starts_from_target:
+    if config.start_from_target and not config.starts_from_target:
         raise UserError(
             f"head.start_from_target: must be false with head {config.name}, which cannot start as the target's last "
             "layer, but is true; set head.start_from_target=false"
@@ -232,11 +231,11 @@ def load_init(path: str, config: HeadConfig, target: TargetFiles) -> Tensors:
 
 def _read(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Tensors]:
     """Returns the directory of a published head or language model, and its `state_dict`."""
-    if isinstance(config, DraftModelHead.Config):
+    if isinstance(config, DraftModelConfig):
         return initial_weights(replace(config, init_from=path), target)
     target_config = target.config
     is_own = (Path(path) / "head.json").is_file()
-    is_native = isinstance(config, NativeMtpHead.Config) and not is_own
+    is_native = isinstance(config, NativeMtpConfig) and not is_own
     published = (read_native_mtp if is_native else read_published)(path, target_config)
     if not is_own:
         published = allow_target_lm_head(published, target)

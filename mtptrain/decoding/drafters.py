@@ -123,7 +123,7 @@ class TreeDrafter(HeadDrafter):
 
     def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int, num_nodes: int, top_k: int) -> None:
         super().__init__(head, parts, num_speculative_tokens)
-        assert head.drafts_trees, "the head drafts chains only"
+        assert head.Config.drafts_trees, "the head drafts chains only"
         self.top_k = top_k
         self.num_nodes = min(num_nodes, top_k + (num_speculative_tokens - 1) * top_k**2)
 

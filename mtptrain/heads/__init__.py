@@ -1,28 +1,15 @@
 """All heads by name. To add one, see docs/add_a_head.md."""
 
-from mtptrain.heads.base import Head
-from mtptrain.heads.dflash import DflashHead
-from mtptrain.heads.dflash2 import Dflash2Head
-from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.dspark import DsparkHead
-from mtptrain.heads.eagle import EagleHead
-from mtptrain.heads.eagle3 import Eagle3Head
-from mtptrain.heads.hydra import HydraHead
-from mtptrain.heads.medusa import MedusaHead
-from mtptrain.heads.mtp import MtpHead
-from mtptrain.heads.native_mtp import NativeMtpHead
-from mtptrain.heads.peagle import PeagleHead
+from importlib import import_module
 
-HEADS: dict[str, type[Head]] = {
-    "mtp": MtpHead,
-    "native_mtp": NativeMtpHead,
-    "eagle": EagleHead,
-    "eagle3": Eagle3Head,
-    "peagle": PeagleHead,
-    "medusa": MedusaHead,
-    "hydra": HydraHead,
-    "dflash": DflashHead,
-    "dspark": DsparkHead,
-    "dflash2": Dflash2Head,
-    "draft_model": DraftModelHead,
-}
+from mtptrain.heads.base import Head
+from mtptrain.settings.heads import HEAD_CONFIGS
+
+
+def _class_at(path: str) -> type[Head]:
+    module, _, name = path.partition(":")
+    found: type[Head] = getattr(import_module(module), name)
+    return found
+
+
+HEADS = {name: _class_at(config.implementation) for name, config in HEAD_CONFIGS.items()}

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.packing import PackedTokens
+from mtptrain.settings.heads import HeadConfig
+from mtptrain.settings.loss import LossPart
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
@@ -67,19 +69,8 @@ class Head(nn.Module, ABC):
     docs/add_a_head.md.
     """
 
-    Config: ClassVar[type[Any]]
-    """The dataclass of the head's settings, a subclass of `HeadConfig`."""
-    drafts_trees: ClassVar[bool] = False
-    """Whether `draft_next` can continue several branches, given a `TreeSlots`."""
-    is_bound_to_depths: ClassVar[bool] = False
-    """Whether the head drafts at most T tokens, because it can draft only at depths that it was trained for."""
-    drafts_whole_blocks: ClassVar[bool] = False
-    """Whether the head drafts exactly T tokens, because the tokens of all depths see each other."""
-    own_loss_part: ClassVar[str | None] = None
-    """The part of `train.loss` that alone trains a part of the head: `confidence`, if the head says how likely each
-    draft is to be accepted, or `selector`, if it chooses each draft among few candidates."""
-    starts_from_target: ClassVar[bool] = False
-    """Whether `head.start_from_target` can copy one or more of the target's layers into the head."""
+    Config: ClassVar[type[HeadConfig]]
+    """The dataclass of the head's settings, whose class variables say what the head can do."""
     ttt_steps: int
     """T, the number of trained depths."""
     capture_layers: tuple[int, ...]
@@ -244,7 +235,7 @@ class Head(nn.Module, ABC):
     @property
     def has_confidence(self) -> bool:
         """Whether the head says how likely each draft is to be accepted."""
-        return self.own_loss_part == "confidence"
+        return self.Config.own_loss_part is LossPart.confidence
 
     def calibrate(self, scale: float, shift: float) -> None:
         """Let the logit z of each confidence be scale * z + shift from now on. Only heads with a confidence can."""

@@ -10,8 +10,6 @@ predicts the token at its own position; with `sample_from_anchor` (DeepSpec) eac
 tokens predicts the token after its position.
 """
 
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +19,17 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.draft_blocks import block_attention, block_view
 from mtptrain.heads.base import FirstStates, Head
-from mtptrain.heads.config import MAX_LAYERS, MAX_SIZE, LayerConfig
 from mtptrain.heads.eagle3 import resolved_layers
 from mtptrain.heads.layers import Attention, HeadDims, RmsNorm, SwiGlu, head_dims, initialise
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.heads.peagle import mask_token_id
+from mtptrain.settings.heads import CausalLayers, DflashConfig
 from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.setting_bounds import at_least_or_none, between, between_or_none
 
 NUM_CAPTURED = 5
 """Number of streams that a head captures by default, as published heads do."""
@@ -40,15 +37,6 @@ NUM_CAPTURED = 5
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers, as configs of published heads name them."""
-
-
-class CausalLayers(StrEnum):
-    """Layers in which a token of a block sees only the tokens of its block up to itself."""
-
-    none = "none"
-    sliding = "sliding"
-    """Those with a window. vLLM takes these if a config says nothing."""
-    all = "all"
 
 
 class LayerKind(NamedTuple):
@@ -130,40 +118,9 @@ class DflashLayer(nn.Module):
 class DflashHead(Head):
     """DFlash head. It drafts exactly `ttt_steps` tokens: tokens see their whole block, whose size training fixes."""
 
-    is_bound_to_depths = True
-    drafts_whole_blocks = True
+    Config = DflashConfig
 
-    @dataclass
-    class Config(LayerConfig):
-        name: str = "dflash"
-        num_layers: int = between(1, MAX_LAYERS, default=1)
-        """Number of draft layers. Published heads have five."""
-        head_dim: int | None = None
-        """Size of an attention head; by default hidden size / number of attention heads."""
-        capture_layers: list[int] | None = None
-        """Residual streams to read: k is the stream after k decoder layers.
-
-        The default for a target of n layers is that of published heads: five, spread evenly from 2 to n - 2. If n is
-        below 8, it is that of `eagle3` for a shallow target."""
-        draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
-        """Size D of the head's own vocabulary, for which it trains its own lm_head; see head `eagle3`."""
-        mask_token_id: int | None = None
-        """Token that stands for tokens not drafted yet; see head `peagle`."""
-        anchors_per_document: int | None = at_least_or_none(1)
-        """Maximum number of draft positions per document that a training step uses, chosen at random in each epoch.
-        The published number is 512. null uses all of them."""
-        causal: CausalLayers = CausalLayers.none
-        """Layers in which a token of a block sees only the tokens of its block up to itself."""
-        sample_from_anchor: bool = False
-        """The newest token drafts too: each token of a block predicts the token after its position. The block is then a
-        token shorter."""
-        sliding_window: int | None = at_least_or_none(2)
-        """Window W of sliding layers: a token at position p sees those from p - W + 1 on. null: no layer slides."""
-        layer_types: list[str] | None = None
-        """`full_attention` or `sliding_attention` for each layer. null with a window: the last layer of several sees
-        everything, all others slide."""
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: DflashConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
         hidden_size, eps = dims.hidden_size, norm_eps(target_config)
@@ -186,7 +143,7 @@ class DflashHead(Head):
         return DflashLayer(dims, target_config, kind)
 
     @classmethod
-    def resolve_capture_layers(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
+    def resolve_capture_layers(cls, config: DflashConfig, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the configured layers, or the default.
 
         Raises:
@@ -271,12 +228,12 @@ class DflashHead(Head):
         return self.norm(x)
 
 
-def block_size(config: DflashHead.Config) -> int:
+def block_size(config: DflashConfig) -> int:
     """Returns R, the number of tokens of a block: the newest token and the mask tokens."""
     return config.ttt_steps + (not config.sample_from_anchor)
 
 
-def layer_types(config: DflashHead.Config) -> list[str]:
+def layer_types(config: DflashConfig) -> list[str]:
     """Returns the type of each layer.
 
     Raises:
@@ -300,7 +257,7 @@ def layer_types(config: DflashHead.Config) -> list[str]:
     return kinds
 
 
-def layer_kinds(config: DflashHead.Config) -> list[LayerKind]:
+def layer_kinds(config: DflashConfig) -> list[LayerKind]:
     """Returns how each layer attends.
 
     Raises:

@@ -9,7 +9,6 @@ U(c) + <A[x] * P h, B[c]> of a token c after the token x, for the draft's state 
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +17,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import Correction
-from mtptrain.heads.config import MAX_SIZE
 from mtptrain.heads.dflash import DflashHead, DflashLayer, LayerKind
 from mtptrain.heads.layers import HeadDims
 from mtptrain.heads.packing import PackedTokens
+from mtptrain.settings.heads import Dflash2Config
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.setting_bounds import between
 
 MAX_KERNEL_SIZE, MAX_CANDIDATES = 16, 1024
 BEFORE, AFTER = 0, 1
@@ -103,21 +101,9 @@ class CandidateSelector(nn.Module):
 class Dflash2Head(DflashHead):
     """DFlash 2 head."""
 
-    own_loss_part = "selector"
+    Config = Dflash2Config
 
-    @dataclass
-    class Config(DflashHead.Config):
-        name: str = "dflash2"
-        conv_kernel_size: int = between(1, MAX_KERNEL_SIZE, default=2)
-        """Tokens that a convolution adds: a token of a block and those before it."""
-        conv_group_size: int = between(1, MAX_SIZE, default=16)
-        """Channels that share the kernel's changes. It must divide the target's hidden size."""
-        selector_rank: int = between(1, MAX_SIZE, default=256)
-        """Rank r of the selector's scores. Published heads have 256."""
-        selector_top_k: int = between(1, MAX_CANDIDATES, default=16)
-        """Tokens that a draft chooses among. Published heads have 16."""
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: Dflash2Config, target_config: PreTrainedConfig) -> None:
         check_settings(config, target_config)
         super().__init__(config, target_config)
         for module in self.modules():
@@ -147,7 +133,7 @@ class Dflash2Head(DflashHead):
         return torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, candidates, scores)
 
 
-def check_settings(config: Dflash2Head.Config, target_config: PreTrainedConfig) -> None:
+def check_settings(config: Dflash2Config, target_config: PreTrainedConfig) -> None:
     """Raises UserError for settings that do not fit the target, or that no engine serves."""
     hidden_size, vocab_size = int(target_config.hidden_size), int(target_config.vocab_size)
     if hidden_size % config.conv_group_size:
@@ -172,7 +158,7 @@ def check_settings(config: Dflash2Head.Config, target_config: PreTrainedConfig) 
         )
 
 
-def published_settings(config: Dflash2Head.Config) -> dict[str, int]:
+def published_settings(config: Dflash2Config) -> dict[str, int]:
     """Returns the settings that a head has beyond those of DFlash, under the names that published heads use too."""
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     return {name: getattr(config, name) for name in names}

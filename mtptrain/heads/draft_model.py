@@ -7,7 +7,7 @@ Inference from Transformers via Speculative Decoding (arXiv 2211.17192).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from mtptrain.heads.attention.depths import TRAINED_OR_CACHED
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import FirstStates, Head
-from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE, HeadConfig, config_of
 from mtptrain.heads.packing import PackedTokens, Packing, Segments
+from mtptrain.settings.heads import DraftModelConfig, config_of
 from mtptrain.target.causal_attention import Extras, SeenSlots
 from mtptrain.target.families import (
     head_rope_parameters,
@@ -38,7 +38,6 @@ from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed
-from mtptrain.utils.setting_bounds import between, between_or_none
 
 TRAINED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Families that can be trained: their layers are dense and scale scores by 1 / sqrt(head_dim). The first is for targets
@@ -48,34 +47,9 @@ of any other family."""
 class DraftModelHead(Head):
     """A causal language model of transformers. Its tensors are named as in a stock checkpoint."""
 
-    starts_from_target = True
+    Config = DraftModelConfig
 
-    @dataclass
-    class Config(HeadConfig):
-        """Settings of the model. Sizes are for random weights only; with `init_from`, that model or head has them.
-
-        Here `init_from` is a language model (a directory or a hub name), or a head of another run.
-        """
-
-        name: str = "draft_model"
-        ttt_steps: int = between(1, MAX_DEPTHS, default=1)
-        """Number of depths in the loss. Later depths compute the same as depth 0 of later tokens, so 1 suffices for any
-        number of drafts."""
-        hidden_size: int | None = between_or_none(1, MAX_SIZE)
-        """null takes the target's size, here and for the sizes below unless noted."""
-        num_hidden_layers: int | None = between_or_none(1, MAX_LAYERS)
-        """null takes one layer."""
-        num_attention_heads: int | None = between_or_none(1, MAX_SIZE)
-        num_key_value_heads: int | None = between_or_none(1, MAX_SIZE)
-        intermediate_size: int | None = between_or_none(1, MAX_SIZE)
-        tie_word_embeddings: bool | None = None
-        """Whether the output layer is the embedding table; null takes the target's setting."""
-        start_from_target: bool = False
-        """A model of the target's hidden size starts from a copy of the target's embeddings, first layers, final norm
-        and lm_head; its other sizes must be the target's too, except the number of layers. A narrower model starts
-        from the principal components of the target's embeddings and lm_head, and from random layers."""
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: DraftModelConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         self.config = model_config(config, target_config)
         self.target_hidden_size = int(target_config.hidden_size)
@@ -92,7 +66,7 @@ class DraftModelHead(Head):
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
     @classmethod
-    def check_trainable(cls, config: Config, target_config: PreTrainedConfig) -> None:
+    def check_trainable(cls, config: DraftModelConfig, target_config: PreTrainedConfig) -> None:
         """Refuse families that are not in `TRAINED_MODEL_TYPES`, and models with a sliding window."""
         found = model_config(config, target_config)
         window, family = sliding_window(found), found.model_type
@@ -216,7 +190,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 
 def model_config(
-    config: DraftModelHead.Config, target_config: PreTrainedConfig, setting: str = "head.init_from"
+    config: DraftModelConfig, target_config: PreTrainedConfig, setting: str = "head.init_from"
 ) -> PreTrainedConfig:
     """Returns the config of the language model, with the target's vocabulary size.
 
@@ -264,7 +238,7 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
                 f"{setting}: must be a language model, but {path} holds the head {stored['name']}; set it to a "
                 f"language model, or train with head={stored['name']}"
             )
-        return model_config(config_of(DraftModelHead.Config, stored, Path(path) / "head.json"), target_config, setting)
+        return model_config(config_of(DraftModelConfig, stored, Path(path) / "head.json"), target_config, setting)
     directory = config_dir(path, setting=setting)
     try:
         found = read_target_config(directory)
@@ -292,7 +266,7 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
     return found
 
 
-def _random_config(config: DraftModelHead.Config, target: PreTrainedConfig) -> PreTrainedConfig:
+def _random_config(config: DraftModelConfig, target: PreTrainedConfig) -> PreTrainedConfig:
     """Returns the config of a model of the target's family if that family can be trained, else of a Llama."""
     defaults = {
         "hidden_size": target.hidden_size,

@@ -6,17 +6,14 @@ chosen. The confidence of a draft is sigmoid(w [h; W1[token before]] + b), for i
 accepted once all drafts before it were. DSpark (arXiv 2607.05147), with the Markov head that engines call `vanilla`.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import Correction
-from mtptrain.heads.config import MAX_SIZE
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.packing import PackedTokens
-from mtptrain.utils.setting_bounds import between
+from mtptrain.settings.heads import DsparkConfig
 
 
 class MarkovHead(nn.Module):
@@ -43,17 +40,9 @@ class ConfidenceHead(nn.Module):
 class DsparkHead(DflashHead):
     """DSpark head."""
 
-    own_loss_part = "confidence"
+    Config = DsparkConfig
 
-    @dataclass
-    class Config(DflashHead.Config):
-        name: str = "dspark"
-        sample_from_anchor: bool = True
-        """The newest token drafts too, as in published heads; see head `dflash`."""
-        markov_rank: int = between(1, MAX_SIZE, default=256)
-        """Rank of the correction by the token before. Published heads have 256."""
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: DsparkConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         vocab_size = int(target_config.vocab_size)
         self.markov_head = MarkovHead(vocab_size, config.draft_vocab_size or vocab_size, config.markov_rank)

@@ -5,28 +5,22 @@ residual stream, which is also fed back. EAGLE: Speculative Sampling Requires Re
 2401.15077).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.settings.heads import EagleConfig
 from mtptrain.target.families import norm_eps
 
 
 class EagleHead(LayerHead):
     """EAGLE-1 head, whose only norm is the one before the MLP."""
 
-    @dataclass
-    class Config(LayerConfig):
-        name: str = "eagle"
-        head_dim: int | None = None
-        """Size of an attention head; by default hidden size / number of attention heads."""
+    Config = EagleConfig
 
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: EagleConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
         self.fc = nn.Linear(2 * dims.hidden_size, dims.hidden_size, bias=False)  # columns: embedding, then hidden state

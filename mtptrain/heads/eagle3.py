@@ -7,46 +7,24 @@ Inference Acceleration of Large Language Models via Training-Time Test (arXiv 25
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import MAX_SIZE, LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.settings.heads import Eagle3Config
 from mtptrain.target.families import norm_eps
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.setting_bounds import between_or_none
 
 
 class Eagle3Head(LayerHead):
     """EAGLE-3 head."""
 
-    @dataclass
-    class Config(LayerConfig):
-        name: str = "eagle3"
-        head_dim: int | None = None
-        """Size of an attention head; by default the hidden size / the number of attention heads."""
-        capture_layers: list[int] | None = None
-        """Residual streams to read: k is the stream after k decoder layers.
+    Config = Eagle3Config
 
-        The default for a target of n layers is that of the engines: 2, n // 2 and n - 3. If n is below 7, these are not
-        different layers, and the default is 1, n // 2 and n - 1."""
-        draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
-        """Size D of the head's own vocabulary, for which it trains its own lm_head. `mtptrain draft-vocab` chooses the
-        tokens. By default the head uses the target's vocabulary and frozen lm_head."""
-        norm_before_fc: bool = False
-        """Apply one norm to the concatenated streams before fc."""
-        fc_norm: bool = False
-        """Apply a separate norm to each captured stream before fc."""
-        norm_output: bool = False
-        """Feed back the state after the final norm."""
-        norm_before_residual: bool = False
-        """Start the residual stream from the normed hidden state. Only exports for vLLM and llama.cpp support this."""
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: Eagle3Config, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
         hidden_size, eps, num_captured = dims.hidden_size, norm_eps(target_config), len(self.capture_layers)
@@ -66,7 +44,7 @@ class Eagle3Head(LayerHead):
         initialise(self, hidden_size, target_config.num_hidden_layers)
 
     @classmethod
-    def resolve_capture_layers(cls, config: Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
+    def resolve_capture_layers(cls, config: Eagle3Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
         """Returns the configured layers, or the default.
 
         Raises:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig, config_of
+from mtptrain.settings.heads import HeadConfig, config_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import read_sealed, remove_files, save_tensors, sync, write_sealed

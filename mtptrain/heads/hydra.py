@@ -6,16 +6,15 @@ layer, followed by the target's frozen lm_head. The head has no cache. Hydra: Se
 Medusa Decoding (arXiv 2402.05109).
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import FirstStates, Head
-from mtptrain.heads.medusa import MlpConfig, ResidualMlp, add_silu, last_states
+from mtptrain.heads.medusa import ResidualMlp, add_silu, last_states
 from mtptrain.heads.packing import PackedTokens
+from mtptrain.settings.heads import HydraConfig
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
@@ -42,14 +41,9 @@ class HydraMlp(nn.Module):
 class HydraHead(Head):
     """Hydra head. No engine has a class for it."""
 
-    drafts_trees = True
-    is_bound_to_depths = True
+    Config = HydraConfig
 
-    @dataclass
-    class Config(MlpConfig):
-        name: str = "hydra"
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: HydraConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         self.hidden_size = int(target_config.hidden_size)
         self.mlps = nn.ModuleList(

@@ -27,8 +27,6 @@ class LayerHead(Head):
     run the same methods.
     """
 
-    drafts_trees = True
-    starts_from_target = True
     mask_hidden: nn.Parameter | None
     """Learned state [L, H] that every depth after 0 reads, if one forward drafts all depths. None if each depth reads
     the state and the token of the previous one."""

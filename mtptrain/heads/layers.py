@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mtptrain.heads.config import LayerConfig
+from mtptrain.settings.heads import LayerConfig
 from mtptrain.target.families import head_rope_parameters, key_heads, mlp_size
 from mtptrain.utils.errors import UserError
 

@@ -5,29 +5,18 @@ target's frozen lm_head. The head reads no tokens and has no cache. Medusa: Simp
 with Multiple Decoding Heads (arXiv 2401.10774), with one frozen lm_head instead of a trained one per depth.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import FirstStates, Head
-from mtptrain.heads.config import MAX_LAYERS, HeadConfig
 from mtptrain.heads.packing import PackedTokens
+from mtptrain.settings.heads import MedusaConfig
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.compile import fused
-from mtptrain.utils.setting_bounds import between
-
-
-@dataclass
-class MlpConfig(HeadConfig):
-    """Settings of heads that have a separate MLP for each of the `ttt_steps` depths."""
-
-    num_layers: int = between(1, MAX_LAYERS, default=1)
-    """Number of layers x + SiLU(W x) in the MLP of each depth."""
 
 
 @fused
@@ -54,15 +43,9 @@ class ResidualMlp(nn.Module):
 class MedusaHead(Head):
     """Medusa head, which vLLM serves."""
 
-    is_bound_to_depths = True
+    Config = MedusaConfig
 
-    @dataclass
-    class Config(MlpConfig):
-        name: str = "medusa"
-        fc_bias: bool = False
-        """Whether the layers have biases, as published heads may."""
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: MedusaConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         sizes = int(target_config.hidden_size), config.num_layers
         self.blocks = nn.ModuleList([ResidualMlp(*sizes, config.fc_bias) for _ in range(config.ttt_steps)])

@@ -5,33 +5,22 @@ Llama layer, a final norm and the target's frozen lm_head. The state after the f
 2.2 of the DeepSeek-V3 Technical Report (arXiv 2412.19437), except that all depths share one module.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.layers import Attention, RmsNorm, SwiGlu, head_dims, initialise
+from mtptrain.settings.heads import MtpConfig
 from mtptrain.target.families import norm_eps
 
 
 class MtpHead(LayerHead):
     """Multi-token-prediction head with all RMSNorms."""
 
-    @dataclass
-    class Config(LayerConfig):
-        name: str = "mtp"
-        attention_bias: bool = False
-        """Whether queries, keys and values have biases, as in MiMo's MTP layer."""
-        zero_first_embedding: bool = False
-        """Read zeros in place of the embedding at position 0, as engines do in MiMo's MTP layer."""
-        prenorm_states: bool = False
-        """Read the target's last states before its final norm. vLLM passes these to a head for a MiMo target, and the
-        states after the norm to a head for any other."""
+    Config = MtpConfig
 
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: MtpConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         dims = head_dims(config, target_config)
         hidden_size, eps = dims.hidden_size, norm_eps(target_config)

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.attention.depths import TRAINED_OR_CACHED, DepthKeys
 from mtptrain.heads.base import FirstStates, Head
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.target.causal_attention import FULL, SeenSlots
 from mtptrain.target.form import build_on_meta, find_form
 from mtptrain.target.frozen_parts import FrozenParts
@@ -101,15 +101,9 @@ NATIVE_MTP = {
 class NativeMtpHead(Head):
     """One decoder layer of the target's own code, with the combination and norms of its family's MTP module."""
 
-    drafts_trees = True
+    Config = NativeMtpConfig
 
-    @dataclass
-    class Config(HeadConfig):
-        """Settings. All sizes are those of the target's last layer."""
-
-        name: str = "native_mtp"
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: NativeMtpConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         self.native = NATIVE_MTP.get(target_config.model_type, NativeModule())
         own, hidden_size = module_config(target_config), int(target_config.hidden_size)

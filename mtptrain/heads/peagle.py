@@ -5,30 +5,21 @@ the state and the token of the previous depth, so no depth waits for another. P-
 Scalable Training (arXiv 2602.01469).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.settings.heads import PeagleConfig
 from mtptrain.utils.errors import UserError
 
 
 class PeagleHead(Eagle3Head):
     """P-EAGLE head, which vLLM serves with `parallel_drafting`."""
 
-    drafts_trees = False
-    is_bound_to_depths = True
+    Config = PeagleConfig
 
-    @dataclass
-    class Config(Eagle3Head.Config):
-        name: str = "peagle"
-        mask_token_id: int | None = None
-        """Token that stands for tokens not drafted yet; choose one that the data does not contain. The default is the
-        last id of the target's vocabulary, which most models leave unused."""
-
-    def __init__(self, config: Config, target_config: PreTrainedConfig) -> None:
+    def __init__(self, config: PeagleConfig, target_config: PreTrainedConfig) -> None:
         super().__init__(config, target_config)
         self.mask_token_id = mask_token_id(config.mask_token_id, target_config)
         self.mask_hidden = nn.Parameter(torch.randn(len(self.capture_layers), target_config.hidden_size))

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
 from mtptrain.planning.meter import Meter
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.families import head_dim, routed_experts
 from mtptrain.target.form import build_on_meta, find_form
 from mtptrain.target.frozen_parts import FrozenParts

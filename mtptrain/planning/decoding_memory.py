@@ -6,9 +6,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mtptrain.config import PipelineConfig, PromptSource
 from mtptrain.heads import HEADS
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
+from mtptrain.settings.heads import DraftModelConfig, HeadConfig
 from mtptrain.target.families import head_dim, key_heads, largest, mlp_size, routed_experts
 from mtptrain.target.form import build_on_meta, find_form
 
@@ -89,7 +89,7 @@ def draft_model_bytes(
     config: HeadConfig, target_config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[int, int] | None:
     """Returns the bytes of weights, and of keys and values per token, of head `draft_model`; None for other heads."""
-    if not isinstance(config, DraftModelHead.Config):
+    if not isinstance(config, DraftModelConfig):
         return None
     with torch.device("meta"):
         head = build_head(config, target_config)

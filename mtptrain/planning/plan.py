@@ -23,7 +23,7 @@ from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token,
 from mtptrain.planning.costs import MicroBatch, StepCosts, TargetCosts, head_parameters, step_costs, target_costs
 from mtptrain.planning.decoding_memory import draft_model_bytes, validation_bytes
 from mtptrain.planning.workload import Workload, count_workload, estimate_steps, read_train_documents
-from mtptrain.settings.precision import compute_dtype
+from mtptrain.settings.precision import train_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir, weight_files
@@ -178,12 +178,12 @@ def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
             stored_bytes[settings.store_dtype],
             planner.train_peak_share,
             planner.num_gpus,
-            compute_dtype(config.deepspeed),
+            getattr(torch, train_dtype(config.deepspeed)),
         ),
         export_bytes=proof_bytes(
             target_config.vocab_size, target_config.hidden_size, num_parameters, _num_tables(target_config)
         ),
-        draft_model_bytes=draft_model_bytes(config.head, target_config, compute_dtype(config.deepspeed)),
+        draft_model_bytes=draft_model_bytes(config.head, target_config, getattr(torch, train_dtype(config.deepspeed))),
     )
 
 
@@ -291,7 +291,7 @@ def micro_batch_costs(
     micro_batch = MicroBatch(
         head=config.head,
         target_config=target_config,
-        dtype=compute_dtype(config.deepspeed),
+        dtype=getattr(torch, train_dtype(config.deepspeed)),
         lengths=lengths,
         supervised_share=workload.supervised_tokens / max(1, workload.tokens),
         loss=LossSettings.of(config.train),
@@ -314,7 +314,7 @@ def train_memory(
     master weights.
     """
     stage = int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
-    width, num_gpus = compute_dtype(config.deepspeed).itemsize, config.planner.num_gpus
+    width, num_gpus = getattr(torch, train_dtype(config.deepspeed)).itemsize, config.planner.num_gpus
     optimizer = num_parameters * (8 + (4 if width == 2 or stage else 0))
     validates = config.train.validation_prompts > 0
     return TrainMemory(

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mtptrain.config import PipelineConfig
-from mtptrain.heads import HEADS
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import START, TARGET_WEIGHTS
 from mtptrain.settings.evaluation import ServingEngine
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import fingerprint
 from mtptrain.utils.errors import UserError
@@ -85,10 +84,9 @@ class RoundCost:
 
 def default_choices(head: HeadConfig) -> list[int]:
     """Returns the values of K to measure by default: those of `CHOICES` that a head can draft."""
-    kind = HEADS[head.name]
-    if kind.drafts_whole_blocks:
+    if head.drafts_whole_blocks:
         return [head.ttt_steps]
-    return [num_drafts for num_drafts in CHOICES if num_drafts <= head.ttt_steps or not kind.is_bound_to_depths]
+    return [num_drafts for num_drafts in CHOICES if num_drafts <= head.ttt_steps or not head.is_bound_to_depths]
 
 
 def usual_length(head_name: str, num_speculative_tokens: int) -> tuple[float, float] | None:

@@ -50,7 +50,7 @@ class LossPart(StrEnum):
 COUPLED_PARTS = (LossPart.e2e, LossPart.dpace)
 """Parts whose value at one depth depends on the other depths of the same draft position."""
 OWN_PARTS = (LossPart.confidence, LossPart.selector)
-"""Parts that only some heads have; see `Head.own_loss_part`."""
+"""Parts that only some heads have; see `HeadConfig.own_loss_part`."""
 
 
 def loss_mix(loss: object, feature_weight: float = 0.0) -> dict[LossPart, float]:

@@ -11,37 +11,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from mtptrain.settings.data import Dtype
+from mtptrain.settings.hardware import has_gpu
 from mtptrain.utils.cpu import has_bf16_instructions
 from mtptrain.utils.errors import UserError
 
 AUTO = "auto"
 
 
-def fast_dtype(has_gpu: bool) -> tuple[Dtype, str]:
+def fast_dtype(on_gpu: bool) -> tuple[Dtype, str]:
     """Returns the dtype of `auto` for extraction, responses and training, and the reason."""
-    if has_gpu and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return Dtype.float32, f"because {torch.cuda.get_device_name()} has no bf16 instructions"
-    if has_gpu:
+    if on_gpu and has_gpu():  # a plan may be made for GPUs that this machine does not have
+        import torch
+
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            return Dtype.float32, f"because {torch.cuda.get_device_name()} has no bf16 instructions"
+    if on_gpu:
         return Dtype.bfloat16, "because this machine has a GPU"
     if has_bf16_instructions():
         return Dtype.bfloat16, "because this CPU has bf16 instructions"
     return Dtype.float32, "because this CPU has no bf16 instructions that torch uses"
 
 
-def resolve_dtype(setting: Dtype, stage_dir: Path, has_gpu: bool) -> Dtype:
+def resolve_dtype(setting: Dtype, stage_dir: Path, on_gpu: bool) -> Dtype:
     """Returns the dtype that a stage computes in: as set, else as the stage began, else the fast one."""
     if setting != AUTO:
         return setting
     began = _began_with(stage_dir, lambda config: Dtype(config[stage_dir.name]["dtype"]))
-    return fast_dtype(has_gpu)[0] if began is None else began
+    return fast_dtype(on_gpu)[0] if began is None else began
 
 
-def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, has_gpu: bool) -> dict[str, Any]:
+def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, on_gpu: bool) -> dict[str, Any]:
     """Returns DeepSpeed's config with `auto` replaced in `bf16.enabled` and `zero_optimization.stage`.
 
     The stage is 1 with bf16, whose fp32 weights it divides among the ranks, and 0 with fp32.
@@ -54,8 +57,8 @@ def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, has_gpu: bool)
         return deepspeed  # refused by `check_deepspeed`
     is_bf16 = bf16.get("enabled", False)
     if is_bf16 == AUTO:
-        began = _began_with(stage_dir, lambda config: compute_dtype(config["deepspeed"]))
-        is_bf16 = (began or getattr(torch, fast_dtype(has_gpu)[0])) is torch.bfloat16
+        began = _began_with(stage_dir, lambda config: train_dtype(config["deepspeed"]))
+        is_bf16 = (began or fast_dtype(on_gpu)[0]) is Dtype.bfloat16
     if is_bf16 not in (True, False):
         raise UserError(f"deepspeed.bf16.enabled: must be true, false or auto, but is {is_bf16!r}; correct it")
     stage = zero.get("stage", 0)
@@ -66,17 +69,17 @@ def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, has_gpu: bool)
     }
 
 
-def compute_dtype(deepspeed: dict[str, Any]) -> torch.dtype:
+def train_dtype(deepspeed: dict[str, Any]) -> Dtype:
     """Returns the dtype in which DeepSpeed computes with a config without `auto`."""
-    return torch.bfloat16 if deepspeed.get("bf16", {}).get("enabled") else torch.float32
+    return Dtype.bfloat16 if deepspeed.get("bf16", {}).get("enabled") else Dtype.float32
 
 
-def resolve_acceptance_dtype(setting: Dtype, has_gpu: bool) -> Dtype:
+def resolve_acceptance_dtype(setting: Dtype, on_gpu: bool) -> Dtype:
     """Returns the dtype of validation and acceptance: as set, else bfloat16 on a GPU that has it, where engines use it
     too, and float32 on a CPU, where all counters then equal an engine's."""
     if setting != AUTO:
         return setting
-    return fast_dtype(has_gpu)[0] if has_gpu else Dtype.float32
+    return fast_dtype(on_gpu)[0] if on_gpu else Dtype.float32
 
 
 def announce_precision(name: str, dtype: Dtype) -> None:
@@ -86,11 +89,12 @@ def announce_precision(name: str, dtype: Dtype) -> None:
         name: the setting.
         dtype: its resolved value.
     """
-    fast, reason = fast_dtype(torch.cuda.is_available())
+    on_gpu = has_gpu()
+    fast, reason = fast_dtype(on_gpu)
     if dtype == fast:
         print(f"{name}: {dtype}, {reason}", flush=True)
     elif dtype == Dtype.float32:
-        device = "a GPU" if torch.cuda.is_available() else "this CPU"
+        device = "a GPU" if on_gpu else "this CPU"
         print(f"{name}: {dtype}, as set or as this run began; {device} computes {fast} fast too", flush=True)
     else:
         warnings.warn(

@@ -10,7 +10,7 @@ import torch
 
 from mtptrain.config import TrainConfig
 from mtptrain.heads.base import Head
-from mtptrain.settings.precision import compute_dtype
+from mtptrain.settings.precision import train_dtype
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
 from mtptrain.training.deepspeed_engine import GradientClipper, build_engine, is_partitioned
@@ -50,7 +50,7 @@ class Trainer:
         self.ranks = ranks
         self.config = config
         self.num_steps = num_steps
-        self.dtype = compute_dtype(deepspeed_config)
+        self.dtype = getattr(torch, train_dtype(deepspeed_config))
         self.parts = parts.to(ranks.device, self.dtype)
         self.loss_settings = LossSettings.of(config)
         self.clock = PhaseClock(ranks.device)

@@ -2,8 +2,10 @@
 
 import ctypes
 import os
-
-import torch
+import platform
+import re
+import sys
+from pathlib import Path
 
 from mtptrain.utils.errors import UserError
 
@@ -11,8 +13,8 @@ PRETENDED_BF16 = "MTPTRAIN_CPU_BF16"
 """Environment variable with which tests run both paths on any CPU: `0` pretends that bf16 instructions are missing, `1`
 that there are some."""
 
-HAS_TILES = bool(torch.cpu.get_capabilities().get("amx_bf16"))
-"""Whether this CPU has matrix instructions for bf16 (AMX tiles)."""
+_AVX512 = {"avx512bw", "avx512vl", "avx512dq"}
+"""Instructions with which torch multiplies bf16 matrices on a CPU of this kind, even without those for bf16 itself."""
 
 
 def has_bf16_instructions() -> bool:
@@ -28,6 +30,13 @@ def has_bf16_instructions() -> bool:
         raise UserError(f"{PRETENDED_BF16}: must be 0, 1 or unset, but is {pretended!r}; unset it")
     if pretended is not None:
         return pretended == "1"
+    if "torch" not in sys.modules and sys.platform == "linux" and platform.machine() == "x86_64":
+        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        flags = set(found[1].split()) if found else set()
+        if "avx_ne_convert" not in flags:  # with these, torch's answer depends on how it was built
+            return flags >= _AVX512
+    import torch
+
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

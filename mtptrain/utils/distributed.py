@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,9 +36,6 @@ programs start as many ranks as the CPU has cores."""
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux shows the limits of a container."""
-
-TIMEOUT_HOURS = 24.0
-"""Default of `distributed_timeout_hours`: extraction may finish hours earlier on one rank than on another."""
 
 _waiting_group: dist.ProcessGroup | None = None
 """A gloo group of all ranks. Ranks sleep while they wait in it; NCCL's barrier would keep the GPU busy."""
@@ -111,7 +109,7 @@ class StopSignal:
         return signal.Signals(int(received)) if received else None
 
 
-def init_ranks(timeout_hours: float = TIMEOUT_HOURS) -> Ranks:
+def init_ranks(timeout_hours: float) -> Ranks:
     """Join the process groups if torchrun started more than one rank.
 
     Args:
@@ -176,23 +174,21 @@ def is_alone_on_cpu() -> bool:
     return "RANK" not in os.environ and not torch.cuda.is_available()
 
 
-def continue_on_ranks(num_ranks: int) -> None:
-    """Run the same program with the same arguments on `num_ranks` ranks of one thread each, then exit as they do.
+def continue_on_ranks(command: Sequence[str], num_ranks: int) -> None:
+    """Run a command, that of this process, on `num_ranks` ranks of one thread each, then exit as they do.
 
-    Does nothing for one rank, on a GPU, in a process that torchrun has started, or if the process runs no module.
-    Unlike torchrun, this shows nothing but what the ranks print.
+    Does nothing for one rank, on a GPU, or in a process that torchrun has started. Unlike torchrun, this shows nothing
+    but what the ranks print.
     """
-    module = sys.modules["__main__"].__spec__
-    if num_ranks == 1 or not is_alone_on_cpu() or module is None:
+    if num_ranks == 1 or not is_alone_on_cpu():
         return
     release_locks()
-    name = module.name.removesuffix(".__main__")
     of_all = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
     of_all |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     sys.stdout.flush()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", name, *sys.argv[1:]],
+            command,
             env={**os.environ, **of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(num_ranks)

@@ -32,7 +32,7 @@ def errors_as_lines(
 ) -> Iterator[None]:
     """End the program with its error on stderr if the block, or the function that this decorates, cannot finish.
 
-    `refusal` decides between one line and the stack.
+    `refusal` decides between one line and the stack. The argument of a KeyboardInterrupt goes before `kept`.
 
     Args:
         kept: returns what the line after Ctrl-C says about the work done so far.
@@ -41,8 +41,8 @@ def errors_as_lines(
     imports_are_done()
     try:
         yield
-    except KeyboardInterrupt:
-        exit_with_line(f"stopped by Ctrl-C; {kept()}", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        exit_with_line(f"stopped by Ctrl-C; {interrupt.args[0] if interrupt.args else kept()}", EXIT_INTERRUPTED)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             exit_with_line(f"error: {ended.code}", EXIT_REFUSED)

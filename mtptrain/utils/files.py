@@ -13,13 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from mtptrain.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -323,7 +324,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         ) from error
 
 
-def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def save_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
     """Write a safetensors file atomically, with permissions from the umask.
 
     safetensors would let only the owner read the file.
@@ -331,6 +332,8 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         OSError: the file could not be written, for example because the disk is full. The temporary file is removed.
     """
+    from safetensors.torch import save_file  # torch takes seconds to import, which a refused setting need not wait for
+
     temporary = path.with_name(path.name + ".tmp")
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with written_whole(path, temporary):

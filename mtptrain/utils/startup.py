@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from traceback import walk_stack
 from types import FrameType
 
@@ -13,12 +14,26 @@ SPIN_COUNT = "1000"
 
 
 def prepare_process() -> None:
-    """Set how OpenMP waits, and let Ctrl-C end the imports with one line."""
+    """Set how OpenMP waits, and let Ctrl-C end the imports with one line until `imports_are_done`."""
     # OpenMP reads this when torch is loaded. By default a waiting OpenMP thread spins for milliseconds. On a busy
     # machine it may spin on the very core that is needed by the thread it waits for. docs/performance.md has
     # measurements.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    _guard_imports()
+
+
+@contextmanager
+def guarded_imports() -> Iterator[None]:
+    """Let Ctrl-C end the imports in the block with one line too."""
+    _guard_imports()
+    try:
+        yield
+    finally:
+        imports_are_done()
+
+
+def _guard_imports() -> None:
     if (
         threading.current_thread() is threading.main_thread()  # others cannot set handlers
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 
 from mtptrain.config import TrainConfig
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import map_tensors
 from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, make_batch

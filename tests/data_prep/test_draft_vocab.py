@@ -136,7 +136,7 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(
         *SETTINGS,
         "head.draft_vocab_size=200",
     )
-    result = run_program("data_prep.draft_vocab", *overrides)
+    result = run_program("draft-vocab", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "200 of 260 tokens" in result.stdout and result.stdout.count("100.00%") == 2
     assert "of the chosen tokens never occur in the training split" in result.stdout

@@ -83,16 +83,14 @@ def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures
 ) -> None:
     settings = (*LEARNING, "train.max_steps=40", "deepspeed=zero0", "train.validate_every=15")
     shutil.copytree(tiny_run[0], tmp_path / "measured")
-    run("mtptrain.train", f"run_dir={tmp_path}/measured", *tiny_run[1], *settings)
+    run("train", f"run_dir={tmp_path}/measured", *tiny_run[1], *settings)
     lines = map(json.loads, (tmp_path / "measured/train/metrics.jsonl").read_text().splitlines())
     expected = [line for line in lines if "acceptance_length" in line]
 
     run_dir, overrides = fresh_run
-    assert "not measured: run mtptrain choose-head" in run(
-        "mtptrain.train", *overrides, *settings, "train.validation_prompts=0"
-    )
+    assert "not measured: run mtptrain choose-head" in run("train", *overrides, *settings, "train.validation_prompts=0")
     assert kept(run_dir) == ["step_00000015", "step_00000030", "step_00000040"]
-    printed = run("eval.choose_head", *overrides, *settings)
+    printed = run("choose-head", *overrides, *settings)
     choice = json.loads((run_dir / "train/choice.json").read_text())
     names = ("step", "acceptance_length", "acceptance_rate_at")
     assert [[head[name] for name in names] for head in choice["heads"]] == [
@@ -111,7 +109,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     run_dir, overrides = fresh_run
     settings = (*LEARNING, *KEEPING, "train.validate_every=15")
     stage_dir = run_dir / "train"
-    run("mtptrain.train", *overrides, *settings, "train.max_steps=20")
+    run("train", *overrides, *settings, "train.max_steps=20")
     last = stage_dir / "heads/step_00000020/head.safetensors"
     generator = torch.Generator().manual_seed(0)
     spoilt = {
@@ -120,7 +118,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     save_file(spoilt, last)
     describe_again(last.with_name("head.json"))
     assert not (stage_dir / "best").exists()
-    printed = run("eval.choose_head", *overrides, *settings)
+    printed = run("choose-head", *overrides, *settings)
     choice = json.loads((stage_dir / "choice.json").read_text())
     first, second = choice["heads"]
     assert first["prompts"] == second["prompts"] > 12
@@ -131,12 +129,12 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     assert found.read_bytes() == wanted.read_bytes()
     assert [line.rstrip(" │").endswith("best") for line in printed.splitlines() if "│" in line] == [True, False]
 
-    run("mtptrain.train", *overrides, *settings, "train.max_steps=21")
+    run("train", *overrides, *settings, "train.max_steps=21")
     assert facts(stage_dir / "last")["step"] == 21 and facts(stage_dir / "best")["step"] == 15
     assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000021"]
 
     shutil.rmtree(stage_dir / "checkpoints/step_00000021")
-    run("mtptrain.train", *overrides, *settings, "train.max_steps=22")
+    run("train", *overrides, *settings, "train.max_steps=22")
     assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000022"]
     assert facts(stage_dir / "best")["step"] == 15, "the choice must hold as long as every head that it measured exists"
 
@@ -147,13 +145,13 @@ def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best
     run_dir, overrides = fresh_run
     stage_dir = run_dir / "train"
     settings = (*overrides, *LEARNING, "deepspeed=zero0")
-    run("mtptrain.train", *settings, "train.validation_prompts=0", "train.validate_every=5", "train.max_steps=5")
-    run("eval.choose_head", *settings)
-    run("mtptrain.train", *settings, "train.max_steps=40")
+    run("train", *settings, "train.validation_prompts=0", "train.validate_every=5", "train.max_steps=5")
+    run("choose-head", *settings)
+    run("train", *settings, "train.max_steps=40")
     assert not (stage_dir / "choice.json").exists()
     best = facts(stage_dir / "best")
     weights = (stage_dir / "best/head.safetensors").read_bytes()
-    run("eval.choose_head", *settings)
+    run("choose-head", *settings)
     choice = json.loads((stage_dir / "choice.json").read_text())
     first, second = choice["heads"]
     assert (first["step"], second["step"], choice["best_step"]) == (5, 40, 40)
@@ -167,22 +165,22 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     run_dir, overrides = fresh_run
     stage_dir = run_dir / "train"
     settings = (*overrides, *KEEPING, "train.save_every=6")
-    run("mtptrain.train", *settings, "train.max_steps=10")
-    run("eval.choose_head", *overrides)
+    run("train", *settings, "train.max_steps=10")
+    run("choose-head", *overrides)
     undisturbed = (stage_dir / "heads/step_00000010/head.safetensors").read_bytes()
     shutil.rmtree(stage_dir / "checkpoints/step_00000010")
-    run("mtptrain.train", *settings, "train.max_steps=8")
+    run("train", *settings, "train.max_steps=8")
     assert kept(run_dir) == ["step_00000005", "step_00000008"]
     assert (stage_dir / "best").exists() and not (stage_dir / "choice.json").exists()
     shutil.rmtree(stage_dir / "checkpoints/step_00000008")
-    run("mtptrain.train", *settings, "train.max_steps=10")
+    run("train", *settings, "train.max_steps=10")
     assert kept(run_dir) == ["step_00000005", "step_00000010"]
     assert (stage_dir / "heads/step_00000010/head.safetensors").read_bytes() == undisturbed
 
-    run("eval.choose_head", *overrides)
+    run("choose-head", *overrides)
     for name in ("heads", "checkpoints"):
         shutil.rmtree(stage_dir / name)
-    anew = run_program("mtptrain.train", *settings, "train.max_steps=7", "train.validate_every=0")
+    anew = run_program("train", *settings, "train.max_steps=7", "train.validate_every=0")
     assert anew.returncode == 1 and "best: must not exist if training starts anew and measures no head" in anew.stderr
 
 
@@ -202,8 +200,8 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
 )
 def test_heads_that_cannot_be_measured_are_refused(fresh_run: Run, overrides: tuple[str, ...], message: str) -> None:
     if overrides:
-        run("mtptrain.train", *fresh_run[1], *KEEPING, "train.max_steps=1")
-    result = run_program("eval.choose_head", *fresh_run[1], *overrides)
+        run("train", *fresh_run[1], *KEEPING, "train.max_steps=1")
+    result = run_program("choose-head", *fresh_run[1], *overrides)
     assert result.returncode != 0
     assert message in result.stderr
     assert not (fresh_run[0] / "train/choice.json").exists()

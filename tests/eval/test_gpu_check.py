@@ -179,7 +179,7 @@ def test_what_the_check_cannot_run_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], messages: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    result = run_program("eval.gpu_check", f"run_dir={tmp_path}/run", *overrides)
+    result = run_program("gpu-check", f"run_dir={tmp_path}/run", *overrides)
     assert result.returncode != 0
     assert all(message in result.stderr for message in messages)
     assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ from eval import serving_bench
 from eval.engines import check_server, is_same_model
 from eval.serving_bench import prepare, write_results
 from eval.serving_speed.engine_runs import Bench, check_device, vllm_arguments
-from mtptrain.config import RECIPES, PipelineConfig
+from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.convert.engine_settings import write_engine_settings
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance
@@ -285,7 +285,7 @@ def test_a_benchmark_that_fails_keeps_the_earlier_report_and_its_settings(
     with initialize_config_dir(RECIPES, version_base="1.3"):
         cfg = compose("pipeline", ["recipe=quickstart", *settings, "acceptance.max_new_tokens=7"])
     with pytest.raises(UserError, match="the engine failed"):
-        serving_bench.main.__wrapped__(cfg)  # type: ignore[attr-defined]
+        serving_bench.main(load_config(cfg))
     assert {path.name: path.read_bytes() for path in (run_dir / "serving_bench").iterdir()} == before
 
 
@@ -354,7 +354,7 @@ def test_bad_input_is_refused_before_anything_starts(
     fresh_run: tuple[Path, tuple[str, ...]], overrides: list[str], message: str
 ) -> None:
     run_dir, settings = fresh_run
-    result = run_program("eval.serving_bench", *settings, *overrides)
+    result = run_program("serving-bench", *settings, *overrides)
     assert result.returncode == 1 and message in result.stderr, result.stderr
     assert not (run_dir / "serving_bench").exists()
 

@@ -20,7 +20,7 @@ from tests.conftest import make_config, run_program
 
 def test_a_check_of_sampled_decoding_is_refused(tmp_path: Path, tiny_target: Path) -> None:
     result = run_program(
-        "eval.serving_check", f"run_dir={tmp_path}", f"target.path={tiny_target}", "acceptance.temperature=0.7"
+        "serving-check", f"run_dir={tmp_path}", f"target.path={tiny_target}", "acceptance.temperature=0.7"
     )
     assert result.returncode != 0
     assert (

@@ -253,7 +253,7 @@ def test_streaming_needs_two_programs_at_a_time_and_only_its_plan_is_a_whole_run
 def test_a_recipe_for_any_target_has_a_plan_without_other_settings(recipe: str, tmp_path: Path) -> None:
     shutil.copytree(DEMO_DIR, tmp_path / "mine")
     arguments = [f"recipe={recipe}", f"target.path={tmp_path}/mine", f"run_dir={tmp_path}/run", "plan=true"]
-    result = run_ranks("mtptrain.all_stages", arguments)
+    result = run_ranks("run", arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "plan of " in result.stdout and f"{recipe}, " in result.stdout
     assert result.stderr.count("hardware: ") == 1
@@ -288,7 +288,7 @@ def test_hidden_states_that_other_settings_leave_as_they_are_count_as_made_with_
     config = make_config(*overrides)
     output = all_stages.output_of("hidden-states", STAGES["hidden-states"], config)
     assert not all_stages.is_finished("hidden-states", output, 0, config)
-    assert run_program("data_prep.hidden_states", *overrides).returncode == 0
+    assert run_program("hidden-states", *overrides).returncode == 0
     assert all_stages.is_finished("hidden-states", output, 0, config)
 
 
@@ -300,7 +300,7 @@ def test_gpus_that_cannot_share_a_step_are_refused_before_anything_runs() -> Non
 def test_a_whole_run_ends_with_a_table_and_is_not_repeated(tiny_run: Run, tmp_path: Path) -> None:
     shutil.copytree(tiny_run[0], tmp_path / "run")
     overrides = ("recipe=quickstart", f"run_dir={tmp_path}/run", *tiny_run[1])
-    first = run_program("mtptrain.all_stages", *overrides)
+    first = run_program("run", *overrides)
     assert first.returncode == 0, first.stderr[-3000:]
     headings = [line for line in first.stdout.splitlines() if line.startswith("== mtptrain ")]
     assert [heading.split()[2] for heading in headings] == [
@@ -308,11 +308,11 @@ def test_a_whole_run_ends_with_a_table_and_is_not_repeated(tiny_run: Run, tmp_pa
     ]
     assert "tokens per step" in first.stdout and f"{tmp_path}/run/export/vllm has the head" in first.stdout
     report = (tmp_path / "run/acceptance/report.json").read_bytes()
-    second = run_program("mtptrain.all_stages", *overrides)
+    second = run_program("run", *overrides)
     assert second.returncode == 0, second.stderr[-3000:]
     assert second.stdout.count("done before") >= 3
     assert (tmp_path / "run/acceptance/report.json").read_bytes() == report
-    third = run_program("mtptrain.all_stages", *overrides, "acceptance.num_prompts=2")
+    third = run_program("run", *overrides, "acceptance.num_prompts=2")
     assert third.returncode == 0, third.stderr[-3000:]
     headings = [line for line in third.stdout.splitlines() if line.startswith("== mtptrain ")]
     assert [heading.split()[2] for heading in headings] == ["train:", "acceptance:", "export:"]

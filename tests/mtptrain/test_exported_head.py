@@ -15,13 +15,13 @@ from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, prove_equal_p
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.warm_start import load_init
 from mtptrain.export import check_directory_name, check_tensors, reload_head, write_head
-from mtptrain.heads.config import LayerConfig
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.settings.heads import LayerConfig
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts

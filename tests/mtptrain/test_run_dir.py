@@ -11,25 +11,26 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mtptrain import run_dir
-from mtptrain.config import RECIPES
+from mtptrain.command_line.stages import STAGES
+from mtptrain.config import RECIPES, load_config
 from mtptrain.run_dir import PROVENANCE, check_stage_dir, claim_stage_dir, replaced, write_provenance
 from mtptrain.utils.files import write_json
 from tests.conftest import PLAIN, make_config
 
 SOMEBODYS = {
-    "data_prep.prompts": ["prompts/train.safetensors", "prompts/notes/today.txt"],
-    "data_prep.draft_vocab": ["draft_vocab/manifest.json"],
-    "data_prep.responses.__main__": ["responses/conversations.jsonl", "responses/answers_00000.jsonl"],
-    "data_prep.hidden_states": ["hidden_states/shard_99999.json", "hidden_states/paper.tmp"],
-    "mtptrain.train": [
+    "prompts": ["prompts/train.safetensors", "prompts/notes/today.txt"],
+    "draft-vocab": ["draft_vocab/manifest.json"],
+    "responses": ["responses/conversations.jsonl", "responses/answers_00000.jsonl"],
+    "hidden-states": ["hidden_states/shard_99999.json", "hidden_states/paper.tmp"],
+    "train": [
         *("train/config.yaml", "train/checkpoints/step_00000001/thesis.tex", "train/heads/step_best/a.bin"),
         *("train/metrics.jsonl", "train/provenance.json", "train/best/head.json"),
     ],
-    "eval.choose_head": ["train/heads/step_00000009/head.json"],
-    "eval.acceptance": ["acceptance/report.json", "acceptance/report.html"],
-    "mtptrain.export": ["export/vllm/serving.json", "export/vllm/.git/config", "export/vllm.mtptrain_new/a.txt"],
-    "eval.serving_check": ["serving_check/report.json"],
-    "eval.serving_bench": ["serving_bench/README.md"],
+    "choose-head": ["train/heads/step_00000009/head.json"],
+    "acceptance": ["acceptance/report.json", "acceptance/report.html"],
+    "export": ["export/vllm/serving.json", "export/vllm/.git/config", "export/vllm.mtptrain_new/a.txt"],
+    "serving-check": ["serving_check/report.json"],
+    "serving-bench": ["serving_bench/README.md"],
     "eval.bench.decode": ["bench_decode/report.svg"],
 }
 """Files of somebody else that each program finds where it would write."""
@@ -45,14 +46,14 @@ def test_a_folder_of_somebody_else_is_refused_before_any_work(tmp_path: Path, mo
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text('{"mine": true}')
     overrides = ["recipe=quickstart_eagle3", *PLAIN, f"run_dir={tmp_path}", f"target.path={tmp_path}/nowhere"]
-    more = {"data_prep.responses.__main__": ["prompts.source=responses", "prompts.paths=[a.jsonl]"]}
+    more = {"responses": ["prompts.source=responses", "prompts.paths=[a.jsonl]"]}
     with initialize_config_dir(RECIPES, version_base="1.3"):
         cfg = compose("pipeline", [*overrides, *more.get(module, [])])
     before = files_of(tmp_path)
     with pytest.raises(
         ValueError, match=r"must be new, empty or written by mtptrain, .*; move that away, or set another"
     ):
-        importlib.import_module(module).main.__wrapped__(cfg)
+        importlib.import_module(STAGES[module].program if module in STAGES else module).main(load_config(cfg))
     assert files_of(tmp_path) == before
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead
@@ -21,6 +20,7 @@ from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.heads.peagle import PeagleHead
+from mtptrain.settings.heads import HeadConfig
 from tests.conftest import FAMILIES, LLAMA3_ROPE, YARN_ROPE
 from tests.families import ERNIE_EXPERTS, EXPERTS, GRANITE, LOCAL_EXPERTS, ROUTED, SHARED_EXPERT
 from tests.mimo import MIMO_HEAD

@@ -229,7 +229,7 @@ def make_run(
         )
         facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
         save_head(directory / "train/best", head_of(kind, "llama").state_dict(), make_config(*overrides).head, facts)
-        for module in ("data_prep.prompts", "mtptrain.export"):
+        for module in ("prompts", "export"):
             result = run_program(module, *overrides)
             assert result.returncode == 0, result.stderr[-3000:]
         return directory, overrides

@@ -134,7 +134,7 @@ def run(make_run: Callable[..., Run], llama_server: Path, gguf_of: Callable[[str
 
 
 def test_serving_check_starts_llama_cpp(run: Run, tmp_path: Path) -> None:
-    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}")
+    result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}")
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == "llama_cpp"
@@ -155,7 +155,7 @@ def test_serving_check_asks_a_running_server(run: Run, llama_server: Path, tmp_p
     command = ["run", str(llama_server), *arguments]
     with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
         settings = f"serving.output_dir={tmp_path / 'check'}", f"serving.url={server.url}"
-        result = run_program("eval.serving_check", *run[1], *settings)
+        result = run_program("serving-check", *run[1], *settings)
     if drafts:
         assert result.returncode == 0, result.stderr[-3000:]
         assert json.loads((tmp_path / "check/report.json").read_text())["is_equal"]
@@ -172,19 +172,19 @@ def test_serving_check_asks_a_running_server(run: Run, llama_server: Path, tmp_p
     ],
 )
 def test_serving_check_refuses_what_it_cannot_serve(run: Run, tmp_path: Path, override: str, message: str) -> None:
-    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}", override)
+    result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}", override)
     assert result.returncode != 0 and message in result.stderr
 
 
 def test_the_gguf_file_of_another_target_is_refused(run: Run, gguf_of: Callable[[str], Path], tmp_path: Path) -> None:
     other = f"target.gguf={gguf_of('llama_8_layers')}"
-    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}", other)
+    result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}", other)
     assert result.returncode != 0 and "whose block_count is 4, but in" in result.stderr and "it is 8" in result.stderr
 
 
 def test_serving_bench_measures_llama_cpp(run: Run, tmp_path: Path) -> None:
     settings = *SHORT_BENCH, f"serving_bench.output_dir={tmp_path / 'bench'}"
-    result = run_program("eval.serving_bench", *run[1], *settings)
+    result = run_program("serving-bench", *run[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "bench/report.json").read_text())
     assert report["engine"] == "llama_cpp" and "llama.cpp" in result.stdout
@@ -207,11 +207,11 @@ def test_a_head_with_a_vocabulary_of_its_own_is_checked_by_the_programs(
     settings = ("export.engine=llama_cpp", "serving.engine=llama_cpp", f"target.gguf={gguf_of('llama')}")
     head = ("head=eagle3", "head.capture_layers=[1,2,3]", "head.draft_vocab_size=200")
     _, overrides = make_run("eagle3_small_vocabulary", *head, *settings, "acceptance.num_prompts=6")
-    result = run_program("eval.serving_check", *overrides, f"serving.output_dir={tmp_path / 'check'}")
+    result = run_program("serving-check", *overrides, f"serving.output_dir={tmp_path / 'check'}")
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads((tmp_path / "check/report.json").read_text())["is_equal"]
     result = run_program(
-        "eval.serving_check", *overrides, f"serving.output_dir={tmp_path / 'short'}", "acceptance.max_new_tokens=2"
+        "serving-check", *overrides, f"serving.output_dir={tmp_path / 'short'}", "acceptance.max_new_tokens=2"
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads((tmp_path / "short/report.json").read_text())["theirs"]["rounds"] == 0
@@ -220,7 +220,7 @@ def test_a_head_with_a_vocabulary_of_its_own_is_checked_by_the_programs(
 def test_a_server_of_another_file_is_refused(run: Run, llama_server: Path, quantised: Path, tmp_path: Path) -> None:
     command = ["run", str(llama_server), *server_arguments(quantised, 512, 1, True, None)]
     with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
-        for program in ("eval.serving_check", "eval.serving_bench"):
+        for program in ("serving-check", "serving-bench"):
             result = run_program(program, *run[1], f"serving.url={server.url}", f"run_dir={run[0]}")
             assert result.returncode != 0 and "which is another file; ask another server" in result.stderr
 
@@ -258,7 +258,7 @@ def quantised(target_of: Callable[[str], OnDisk], llama_server: Path, tmp_path_f
 
 def test_quantised_weights_are_compared_on_the_engines_answers(run: Run, quantised: Path, tmp_path: Path) -> None:
     settings = f"target.gguf={quantised}", f"serving.output_dir={tmp_path / 'check'}"
-    result = run_program("eval.serving_check", *run[1], *settings)
+    result = run_program("serving-check", *run[1], *settings)
     report = json.loads((tmp_path / "check/report.json").read_text())
     assert result.returncode == 0, (result.stdout, result.stderr[-3000:])
     assert not report["is_equal"] and "ours are those along the engine's answers" in result.stdout
@@ -268,11 +268,11 @@ def test_quantised_weights_are_compared_on_the_engines_answers(run: Run, quantis
 
 def test_a_head_in_8_bits_accepts_nearly_as_much(run: Run, tmp_path: Path) -> None:
     export = ("export.dtype=q8_0", f"export.output_dir={tmp_path / 'q8_0'}")
-    result = run_program("mtptrain.export", *run[1], *export)
+    result = run_program("export", *run[1], *export)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "rounded to 8 bits" in (tmp_path / "q8_0/README.md").read_text()
     settings = f"serving.head_dir={tmp_path / 'q8_0'}", f"serving.output_dir={tmp_path / 'check'}"
-    result = run_program("eval.serving_check", *run[1], *settings)
+    result = run_program("serving-check", *run[1], *settings)
     assert result.returncode == 0, (result.stdout, result.stderr[-3000:])
     report = json.loads((tmp_path / "check/report.json").read_text())
     assert report["theirs"]["plain_greedy_answers"] == 12, "a rounded head must not change the answers"
@@ -284,5 +284,5 @@ def test_a_wrong_head_is_found_with_quantised_weights_too(run: Run, quantised: P
     next(tensor for tensor in tensors if tensor.name == "output_norm.weight").data[:] = 0
     describe_again(wrong / "serving.json")
     settings = f"target.gguf={quantised}", f"serving.output_dir={tmp_path / 'check'}", f"serving.head_dir={wrong}"
-    result = run_program("eval.serving_check", *run[1], *settings)
+    result = run_program("serving-check", *run[1], *settings)
     assert result.returncode == 1 and "but they differ in" in result.stderr

@@ -56,8 +56,8 @@ def native(
         "train.lr=3e-3",
         f"serving.python={vllm_python}",
     )
-    run("data_prep.prompts", *overrides)
-    run("data_prep.hidden_states", *overrides)
+    run("prompts", *overrides)
+    run("hidden-states", *overrides)
     return checkpoint, directory / "run", overrides
 
 
@@ -69,10 +69,10 @@ def test_a_checkpoints_own_layer_is_measured_fine_tuned_and_served_with_equal_co
     measured = {}
     for name in ("as it is", "fine-tuned"):
         if name == "fine-tuned":
-            run("mtptrain.train", *overrides)
-        run("eval.acceptance", *overrides)
-        run("mtptrain.export", *overrides)
-        run("eval.serving_check", *overrides)
+            run("train", *overrides)
+        run("acceptance", *overrides)
+        run("export", *overrides)
+        run("serving-check", *overrides)
         check, served = report(run_dir, "serving_check"), load_file(run_dir / "export/vllm/mtp.safetensors")
         assert check["is_equal"] and check["ours"] == check["theirs"]
         ours = check["ours"]
@@ -95,5 +95,5 @@ def test_the_settings_of_the_layer_are_named_where_they_are_missing(native: Nati
     _, run_dir, overrides = native
     shutil.copytree(run_dir / "prompts", tmp_path / "prompts")
     others = [setting for setting in overrides if setting not in (*SETTINGS, f"run_dir={run_dir}")]
-    result = run_program("eval.acceptance", *others, f"run_dir={tmp_path}")
+    result = run_program("acceptance", *others, f"run_dir={tmp_path}")
     assert result.returncode != 0 and f"set {' '.join(SETTINGS)}" in result.stderr

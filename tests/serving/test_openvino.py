@@ -48,7 +48,7 @@ def run(make_run: Callable[..., Run], openvino_python: Path) -> Run:
 
 
 def test_serving_check_starts_openvino(run: Run, tmp_path: Path) -> None:
-    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}")
+    result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}")
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["is_equal"] and report["ours"] == report["theirs"] and report["engine"] == "openvino"
@@ -78,7 +78,7 @@ def test_the_commands_of_the_readme_decode(run: Run, openvino_python: Path, tmp_
 
 def test_weights_of_8_bits_are_compared_on_openvinos_answers(run: Run, tmp_path: Path) -> None:
     settings = f"serving.output_dir={tmp_path}", "serving.openvino_weights=int8"
-    result = run_program("eval.serving_check", *run[1], *settings)
+    result = run_program("serving-check", *run[1], *settings)
     assert result.returncode == 0, (result.stdout, result.stderr[-3000:])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["theirs"]["accepted_at"][0] > 0
@@ -87,7 +87,7 @@ def test_weights_of_8_bits_are_compared_on_openvinos_answers(run: Run, tmp_path:
 
 def test_serving_bench_measures_openvino(run: Run, tmp_path: Path) -> None:
     settings = *SHORT_BENCH, f"serving_bench.output_dir={tmp_path / 'bench'}"
-    result = run_program("eval.serving_bench", *run[1], *settings)
+    result = run_program("serving-bench", *run[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "bench/report.json").read_text())
     rows = {(row["num_speculative_tokens"], row["concurrency"]): row for row in report["rows"]}
@@ -109,7 +109,7 @@ def test_whether_a_draft_pays_is_measured_in_openvino(run: Run) -> None:
         *("serving_bench.break_even=true", "serving_bench.num_speculative_tokens=[3]"),
         *("serving_bench.concurrency=[1]", "acceptance.prompt_tokens=16"),
     )
-    result = run_program("eval.serving_bench", *run[1], *settings)
+    result = run_program("serving-bench", *run[1], *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads((run[0] / "serving_bench/break_even/report.json").read_text())["rows"]
     assert [row["engine"] for row in rows] == ["mtptrain", "openvino"] and rows[1]["round_ms"] > 0
@@ -121,13 +121,13 @@ def test_a_worker_without_models_says_so(run: Run, tmp_path: Path) -> None:
     tensors.write_bytes(tensors.read_bytes()[:100])
     describe_again(head / "serving.json")
     settings = f"serving.head_dir={head}", f"serving_bench.output_dir={tmp_path / 'bench'}"
-    result = run_program("eval.serving_bench", *run[1], *settings)
+    result = run_program("serving-bench", *run[1], *settings)
     assert result.returncode == 1
     assert "OpenVINO: must answer, but ended with status 1; its log is" in result.stderr
 
 
 def test_serving_check_refuses_a_python_without_openvino(run: Run, tmp_path: Path) -> None:
     nowhere = "serving.openvino_python=/nowhere"
-    result = run_program("eval.serving_check", *run[1], f"serving.output_dir={tmp_path}", nowhere)
+    result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}", nowhere)
     assert result.returncode != 0
     assert "serving.openvino_python: must be a Python with OpenVINO GenAI, but" in result.stderr

@@ -32,10 +32,10 @@ def test_a_head_for_a_quantised_target_is_accepted_in_the_engine_as_measured(
         "acceptance.max_new_tokens=32",
         f"serving.python={vllm_python}",
     )
-    for module in ("data_prep.prompts", "data_prep.hidden_states", "mtptrain.train", "mtptrain.export"):
+    for module in ("prompts", "hidden-states", "train", "export"):
         result = run_program(module, *overrides)
         assert result.returncode == 0, result.stderr[-3000:]
-    result = run_program("eval.serving_check", *overrides)
+    result = run_program("serving-check", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "run/serving_check/report.json").read_text())
     ours, theirs = report["ours"], report["theirs"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses.__main__ import prepare_responses
+from data_prep.responses.regenerate import prepare_responses
 from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config

@@ -48,7 +48,7 @@ STARTED = (
 @pytest.fixture(scope="module")
 def started(run: Run) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Runs the program with engines that it starts, and returns the finished process and the report."""
-    result = run_program("eval.serving_bench", *run[1], *STARTED)
+    result = run_program("serving-bench", *run[1], *STARTED)
     assert result.returncode == 0, result.stderr[-3000:]
     return result, json.loads((run[0] / "serving_bench/report.json").read_text())
 
@@ -111,7 +111,7 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
     run: Run, server: str, tmp_path: Path
 ) -> None:
     before = VllmServer(server).counters()
-    result = run_program("eval.serving_bench", *run[1], f"serving.url={server}", f"serving_bench.output_dir={tmp_path}")
+    result = run_program("serving-bench", *run[1], f"serving.url={server}", f"serving_bench.output_dir={tmp_path}")
     assert result.returncode == 0, result.stderr[-3000:]
     counts = VllmServer(server).counts_since(before, 2 * NUM_REQUESTS)
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
@@ -143,7 +143,7 @@ def test_a_server_that_cannot_be_compared_is_refused(
 ) -> None:
     names = {"other": target_of("qwen3").directory, "target": target_of("llama").directory, "url": server}
     url, output = f"serving.url={server}", f"serving_bench.output_dir={tmp_path}"
-    result = run_program("eval.serving_bench", *run[1], url, output, override.format(**names))
+    result = run_program("serving-bench", *run[1], url, output, override.format(**names))
     assert result.returncode == 1 and message.format(**names) in result.stderr
 
 
@@ -151,7 +151,7 @@ def test_the_engines_break_even_is_measured_with_a_random_head_and_used_after_tr
     run: Run, tmp_path: Path
 ) -> None:
     settings = (*run[1], "serving_bench.break_even=true", "serving_bench.num_speculative_tokens=[3]")
-    result = run_program("eval.serving_bench", *settings, "serving_bench.server_args=[--enforce-eager]")
+    result = run_program("serving-bench", *settings, "serving_bench.server_args=[--enforce-eager]")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads((run[0] / "serving_bench/break_even/report.json").read_text())["rows"]
     assert [(row["engine"], row["batch_size"]) for row in rows] == [
@@ -162,7 +162,7 @@ def test_the_engines_break_even_is_measured_with_a_random_head_and_used_after_tr
     assert "vllm, batch 2: " in result.stdout and "was not measured" not in result.stdout
     assert not list((run[0] / "serving_bench/break_even").glob("random_head_*"))
 
-    again = run_program("eval.serving_bench", *run[1], *STARTED, f"serving_bench.output_dir={tmp_path}")
+    again = run_program("serving-bench", *run[1], *STARTED, f"serving_bench.output_dir={tmp_path}")
     assert again.returncode == 0 and "predicted" in again.stdout, again.stderr[-3000:]
     for row in json.loads((tmp_path / "report.json").read_text())["rows"]:
         cost = next(each for each in rows if (each["engine"], each["batch_size"]) == ("vllm", row["concurrency"]))
@@ -172,21 +172,21 @@ def test_the_engines_break_even_is_measured_with_a_random_head_and_used_after_tr
 
 def test_a_missing_export_is_refused_before_an_engine_starts(run: Run, tmp_path: Path) -> None:
     settings = (f"serving.head_dir={tmp_path}", f"serving_bench.output_dir={tmp_path}/bench")
-    result = run_program("eval.serving_bench", *run[1], *settings)
+    result = run_program("serving-bench", *run[1], *settings)
     assert result.returncode == 1 and "serving.json: must exist, but does not; run mtptrain export" in result.stderr
     assert not (tmp_path / "bench").exists()
 
 
 def test_an_engine_that_cannot_start_names_its_log(run: Run, tmp_path: Path) -> None:
     settings = (f"serving_bench.output_dir={tmp_path}", "serving_bench.server_args=[--no-such-argument]")
-    result = run_program("eval.serving_bench", *run[1], *settings)
+    result = run_program("serving-bench", *run[1], *settings)
     assert result.returncode == 1
     assert f"vllm serve: must start, but ended with status 2; its log is {tmp_path}/server_K0.log" in result.stderr
     assert "--no-such-argument" in result.stderr
 
 
 def test_ctrl_c_ends_every_process(run: Run, tmp_path: Path) -> None:
-    command = program_command("eval.serving_bench", *run[1], *STARTED, f"serving_bench.output_dir={tmp_path}")
+    command = program_command("serving-bench", *run[1], *STARTED, f"serving_bench.output_dir={tmp_path}")
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: "EngineCore" in read(tmp_path / "server_K0.log"))

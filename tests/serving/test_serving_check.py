@@ -41,7 +41,7 @@ def server(run: Run, vllm_python: str, target_of: Callable[[str], OnDisk]) -> It
 
 
 def check(run: Run, output_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return run_program("eval.serving_check", *run[1], f"serving.output_dir={output_dir}", *overrides)
+    return run_program("serving-check", *run[1], f"serving.output_dir={output_dir}", *overrides)
 
 
 def test_a_served_export_counts_as_we_do(run: Run, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> lis
         "hidden_states.batch_tokens=512",
         f"serving.python={vllm_python}",
     ]
-    result = run_program("data_prep.prompts", *given)
+    result = run_program("prompts", *given)
     assert result.returncode == 0, result.stderr[-3000:]
     return given
 
@@ -42,7 +42,7 @@ def store_dir(overrides: list[str]) -> Path:
 
 
 def extract(overrides: list[str], *more: str, num_ranks: int = 1) -> dict[str, bytes]:
-    result = run_program("data_prep.hidden_states", *overrides, *more, num_ranks=num_ranks)
+    result = run_program("hidden-states", *overrides, *more, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "computed now" in result.stdout
     return {
@@ -81,9 +81,7 @@ def test_runs_killed_at_random_moments_with_changing_ranks_leave_the_bytes_of_an
     rng = random.Random(5)
     killed_after: list[int] = []
     for num_ranks in (1, 2, 1):
-        command = program_command(
-            "data_prep.hidden_states", *overrides, "hidden_states.backend=vllm", num_ranks=num_ranks
-        )
+        command = program_command("hidden-states", *overrides, "hidden_states.backend=vllm", num_ranks=num_ranks)
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             wanted = rng.randint(len(killed_after) * 2, len(killed_after) * 2 + 1)
             deadline = time.monotonic() + 300
@@ -103,7 +101,7 @@ def test_a_target_that_vllm_does_not_extract_from_is_refused_before_an_engine_st
 ) -> None:
     target_dir = make_target(tmp_path, "gemma3_text")
     result = run_program(
-        "data_prep.hidden_states",
+        "hidden-states",
         *overrides,
         "hidden_states.backend=vllm",
         f"target.path={target_dir}",

@@ -49,7 +49,7 @@ def undisturbed(tiny_run: tuple[Path, tuple[str, ...]], tmp_path_factory: pytest
     """The losses of a run with one rank."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     shutil.copytree(tiny_run[0], run_dir)
-    result = run_program("mtptrain.train", f"run_dir={run_dir}", *tiny_run[1], *TRAINING)
+    result = run_program("train", f"run_dir={run_dir}", *tiny_run[1], *TRAINING)
     assert result.returncode == 0, result.stderr[-3000:]
     return losses(run_dir)
 

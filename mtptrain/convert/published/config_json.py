@@ -17,9 +17,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.convert.published.speculators import engine_config
-from mtptrain.heads.config import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
 from mtptrain.heads.dflash import FULL, SLIDING
 from mtptrain.heads.dflash2 import MAX_CANDIDATES, MAX_KERNEL_SIZE
+from mtptrain.settings.heads import MAX_DEPTHS, MAX_LAYERS, MAX_SIZE
 from mtptrain.target.checkpoint_check import MODEL_OPT_QUANTISATION
 from mtptrain.target.families import head_rope_parameters, norm_eps
 from mtptrain.utils.errors import UserError, error_summary

@@ -54,12 +54,11 @@ from mtptrain.convert.vllm import (
     VllmPeagle,
 )
 from mtptrain.heads import HEADS
-from mtptrain.heads.config import HeadConfig, LayerConfig
-from mtptrain.heads.dflash import DflashHead, layer_types
+from mtptrain.heads.dflash import layer_types
 from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
-from mtptrain.heads.medusa import MlpConfig
 from mtptrain.serving.exports import refuse_changed_export
+from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig
 from mtptrain.target.hub import HUB_ERRORS, indexed_files
 from mtptrain.utils.errors import UserError, reason_of
 from mtptrain.utils.files import tensor_shapes
@@ -316,13 +315,13 @@ def _own(directory: Path, target_config: PreTrainedConfig) -> PublishedHead:
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
     """Returns the settings that must match a head's weights, with the target's sizes in place of unset ones."""
     # One MLP per depth, or blocks of one size. The weights of peagle fit any number of depths.
-    weights_fix_depths = isinstance(config, MlpConfig) or HEADS[config.name].drafts_whole_blocks
+    weights_fix_depths = isinstance(config, MlpConfig) or config.drafts_whole_blocks
     ignored = set(IGNORED_SETTINGS) - ({"ttt_steps"} if weights_fix_depths else set())
     settings = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in ignored}
     sizes = vars(head_dims(config, target_config)) if isinstance(config, LayerConfig) else {}
     layers = HEADS[config.name].resolve_capture_layers(config, target_config)
     resolved: dict[str, object] = {"capture_layers": list(layers)} if "capture_layers" in settings else {}
-    if isinstance(config, DflashHead.Config):
+    if isinstance(config, DflashConfig):
         resolved["layer_types"] = layer_types(config)
     return settings | {name: size for name, size in sizes.items() if name in settings} | resolved
 

@@ -13,18 +13,19 @@ from mtptrain.convert.base import Tensors
 from mtptrain.convert.published.config_json import DSPARK_KINDS, FROM_1_IN_SGLANG, LAYER_IDS, Config, captured_ids
 from mtptrain.convert.published.speculators import SPECULATORS
 from mtptrain.heads import HEADS
-from mtptrain.heads.dflash import FULL, SLIDING, CausalLayers
-from mtptrain.heads.dflash2 import Dflash2Head, published_settings
+from mtptrain.heads.dflash import FULL, SLIDING
+from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.layers import SERVED_HEAD_DIMS
 from mtptrain.serving.exports import SERVING
+from mtptrain.settings.heads import CausalLayers, Dflash2Config
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
 Settings = dict[str, list[object]]
 OWN_KEYS = {
     "dspark": {"markov_rank": "markov_rank"},
-    "dflash2": {name: f"dflash_config.{name}" for name in published_settings(Dflash2Head.Config())},
+    "dflash2": {name: f"dflash_config.{name}" for name in published_settings(Dflash2Config())},
 }
 """The key in `config.json` of each setting that a block drafter has beyond those of DFlash."""
 

@@ -8,8 +8,9 @@ from transformers import PreTrainedConfig
 from mtptrain.convert.native_mtp import VllmNativeMtp
 from mtptrain.convert.published.heads import PublishedHead, read_tensors, resolve_init, tensor_files, tensor_names
 from mtptrain.heads.files import build_head
-from mtptrain.heads.native_mtp import NATIVE_MTP, NativeMtpHead
+from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.serving.exports import refuse_changed_export
+from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.target.families import read_target_config
 from mtptrain.utils.errors import UserError
 
@@ -31,7 +32,7 @@ def read_native_mtp(path: str, target_config: PreTrainedConfig) -> PublishedHead
             f"but is a {family}; set head=mtp, or unset head.init_from"
         )
     refuse_changed_export(directory)
-    config, files = NativeMtpHead.Config(), tensor_files(directory)
+    config, files = NativeMtpConfig(), tensor_files(directory)
     form, declared = VllmNativeMtp(config, target_config), declared_modules(directory, target_config)
     found = {name for name in tensor_names(files) if name.startswith(tuple(form.prefixes.values()))}
     with torch.device("meta"):

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 
 from mtptrain.heads.packing import Segments
 from mtptrain.utils.compile import fused
-from mtptrain.utils.cpu import HAS_TILES
 
 aten = torch.ops.aten
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+HAS_TILES = bool(torch.cpu.get_capabilities().get("amx_bf16"))
+"""Whether this CPU has matrix instructions for bf16 (AMX tiles)."""
 SHORT_TOKENS = 1024
 """Maximum number of tokens in a causal segment for which blocks are faster than the flash kernel."""
 BATCH_TOKENS = 2048

@@ -25,7 +25,7 @@ def test_a_finished_store_is_not_computed_again(
 
 
 def verify_by_program(config: PipelineConfig, num_ranks: int) -> subprocess.CompletedProcess[str]:
-    return run_program("data_prep.hidden_states", *overrides_of(config), "verify=true", num_ranks=num_ranks)
+    return run_program("hidden-states", *overrides_of(config), "verify=true", num_ranks=num_ranks)
 
 
 def test_the_full_check_names_every_damaged_shard_and_computes_nothing(prepared: ConfigFor) -> None:

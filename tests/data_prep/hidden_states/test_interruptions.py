@@ -21,14 +21,14 @@ from tests.programs import FORKED, ROOT, ranks_environment
 
 
 def extract(config: PipelineConfig, num_ranks: int) -> str:
-    result = run_program("data_prep.hidden_states", *overrides_of(config), num_ranks=num_ranks)
+    result = run_program("hidden-states", *overrides_of(config), num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def kill_program(config: PipelineConfig, num_ranks: int, after_shards: int) -> None:
     """Starts the program, and kills it and its child processes once `after_shards` shards exist."""
-    command = program_command("data_prep.hidden_states", *overrides_of(config), num_ranks=num_ranks)
+    command = program_command("hidden-states", *overrides_of(config), num_ranks=num_ranks)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store_dir = config.stage_dir("hidden_states")
     deadline = time.monotonic() + 300
@@ -68,7 +68,7 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
 def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
     """Runs the stage as one rank under torchrun."""
     os.environ.update(ranks_environment(rank, num_ranks, port))
-    extract_hidden_states(Run(config), init_ranks())
+    extract_hidden_states(Run(config), init_ranks(timeout_hours=1))
 
 
 def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses.__main__ import prepare_responses
+from data_prep.responses.regenerate import prepare_responses
 from mtptrain.data.prompt_files import PromptsManifest
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer

@@ -156,7 +156,7 @@ def test_the_program_prints_the_report_and_where_it_wrote(
 ) -> None:
     text_config()
     overrides = [f"run_dir={tmp_path}/cli", f"target.path={tiny_target}", f"prompts.paths=[{tmp_path}/texts]"]
-    result = run_program("data_prep.prompts", "prompts.validation_fraction=0.2", *overrides)
+    result = run_program("prompts", "prompts.validation_fraction=0.2", *overrides)
     assert result.returncode == 0, result.stderr
     assert "supervised tokens" in result.stdout
     assert f"written to {tmp_path}/cli/prompts" in result.stdout

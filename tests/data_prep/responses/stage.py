@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_prep.responses.__main__ import prepare_responses
 from data_prep.responses.manifest import ResponsesManifest
+from data_prep.responses.regenerate import prepare_responses
 from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer

@@ -189,9 +189,7 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     by_server: ConfigFor, server: FakeServer, speaking_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.behave = answer_by_question({"of chat3": lambda prompt: (400, {"error": "no"})}, speaking_target)
-    result = run_program(
-        "data_prep.responses", *overrides_for(tmp_path, speaking_target, CHATS), f"responses.url={server.url}"
-    )
+    result = run_program("responses", *overrides_for(tmp_path, speaking_target, CHATS), f"responses.url={server.url}")
     assert result.returncode == 1 and "1 conversations failed; run mtptrain responses again" in result.stderr
     config = by_server()
     assert len(answered(config)) == 19

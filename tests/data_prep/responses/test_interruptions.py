@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     ]
     journal = tmp_path / "run/responses/answers_00000.jsonl"
     process = subprocess.Popen(
-        program_command("data_prep.responses", *overrides),
+        program_command("responses", *overrides),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -117,7 +117,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     server.settle()
     server.requests.clear()
     server.delay_s = 0.0
-    result = run_program("data_prep.responses", *overrides)
+    result = run_program("responses", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"{40 - len(done)} conversations, " in result.stdout
     asked = [load_tokenizer(speaking_target).decode(request["prompt"]) for request in server.requests]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses.__main__ import check_settings, prepare_responses
+from data_prep.responses.regenerate import check_settings, prepare_responses
 from mtptrain.data import chat_template
 from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks

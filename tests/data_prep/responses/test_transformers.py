@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data_prep.responses.__main__ import ProgressBar, fill, make_job
+from data_prep.responses.regenerate import ProgressBar, fill, make_job
 from data_prep.responses.store import ResponsesStore
 from mtptrain.data.chat_template import render_prompt
 from mtptrain.run import Run
@@ -49,7 +49,7 @@ def test_ranks_and_interruptions_change_no_byte(configure: ConfigFor, tmp_path: 
     undisturbed = configure(*sampled, run="undisturbed")
     respond(undisturbed)
     overrides = [*overrides_for(tmp_path, speaking_target, CHATS), *sampled]
-    result = run_program("data_prep.responses", *overrides, num_ranks=2)
+    result = run_program("responses", *overrides, num_ranks=2)
     assert result.returncode == 0, result.stderr[-3000:]
     assert output(configure()) == output(undisturbed)
     # Of 7 batches of 3 conversations, the last of which has 2, the first rank has 4.

@@ -16,7 +16,7 @@ def test_every_batch_size_and_depth_is_measured_and_written(
 ) -> None:
     run_dir, overrides = fresh_run
     trained = run_program(
-        "mtptrain.train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0"
+        "train", *overrides, "train.max_steps=2", "train.warmup_steps=1", "train.validation_prompts=0"
     )
     assert trained.returncode == 0, trained.stderr[-3000:]
     sizes = ("bench.batch_sizes=[1,3]", "bench.draft_depths=[4,1]", "bench.decode_prompts=4", "bench.repeats=1")

@@ -34,9 +34,9 @@ def test_our_own_loop_is_measured_without_prompts_export_or_engine_and_the_plan_
     tiny_target: Path, tmp_path: Path
 ) -> None:
     settings = [f"target.path={tiny_target}", f"run_dir={tmp_path}/run", "head=hydra", "head.ttt_steps=3", *BREAK_EVEN]
-    before = run_program("data_prep.hidden_states", "plan=true", *settings)
+    before = run_program("hidden-states", "plan=true", *settings)
     assert "mtptrain serving-bench recipe=quickstart" in " ".join(before.stdout.replace("│", " ").split())
-    result = run_program("eval.serving_bench", *settings)
+    result = run_program("serving-bench", *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     directory = tmp_path / "run/serving_bench/break_even"
     report = json.loads((directory / "report.json").read_text())
@@ -53,7 +53,7 @@ def test_our_own_loop_is_measured_without_prompts_export_or_engine_and_the_plan_
     assert "vllm was not measured: head: must be one of" in result.stdout, "no engine has a class for hydra"
     assert "mtptrain, batch 3: " in result.stdout
     assert "<svg" in (directory / "plot.svg").read_text() and (directory / "provenance.json").is_file()
-    after = run_program("data_prep.hidden_states", "plan=true", *settings)
+    after = run_program("hidden-states", "plan=true", *settings)
     assert "mtptrain, batch 1: " in after.stdout and "not measured" not in after.stdout
 
 
@@ -157,6 +157,6 @@ def test_bad_input_is_refused_before_anything_is_measured(
     tiny_target: Path, tmp_path: Path, override: str, message: str
 ) -> None:
     settings = [f"target.path={tiny_target}", f"run_dir={tmp_path}/run"]
-    result = run_program("eval.serving_bench", *settings, *BREAK_EVEN, *override.split())
+    result = run_program("serving-bench", *settings, *BREAK_EVEN, *override.split())
     assert result.returncode == 1 and message in result.stderr, result.stderr
     assert not (tmp_path / "run").exists()

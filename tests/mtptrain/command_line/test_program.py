@@ -2,7 +2,9 @@
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -135,18 +137,18 @@ ROOT = Path(__file__).parents[3]
 def test_a_mistake_on_the_command_line_is_one_line_that_names_what_was_meant(
     arguments: list[str], message: str
 ) -> None:
-    result = run_ranks("data_prep.prompts", ["recipe=quickstart", *arguments])
+    result = run_ranks("prompts", ["recipe=quickstart", *arguments])
     assert result.returncode == 2
     assert result.stderr == f"error: {message}\n"
 
 
 def test_a_mistyped_recipe_or_stage_names_the_nearest() -> None:
-    result = run_ranks("data_prep.prompts", ["recipe=quickstrat"])
+    result = run_ranks("prompts", ["recipe=quickstrat"])
     assert result.returncode == 2
     assert re.fullmatch(
         r"error: recipe: must be one of .*, but is 'quickstrat'; did you mean quickstart\?\n", result.stderr
     )
-    result = run_ranks("data_prep.prompts", ["recip=quickstart"])
+    result = run_ranks("prompts", ["recip=quickstart"])
     assert result.stderr.startswith("error: recip: must be the name of") and "mean recipe?" in result.stderr
     result = run_ranks("mtptrain", ["trian", "recipe=quickstart"])
     assert result.returncode == 2
@@ -160,10 +162,10 @@ MESSAGE = "prompts.paths: must name directories, but '/none' is not one; correct
 def test_a_refused_input_is_one_line_and_its_stack_is_shown_on_demand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
+    result = run_ranks("prompts", [*REFUSED, f"run_dir={tmp_path}"])
     assert (result.returncode, result.stderr) == (1, f"error: {MESSAGE}\n")
     monkeypatch.setenv("MTPTRAIN_DEBUG", "1")
-    result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
+    result = run_ranks("prompts", [*REFUSED, f"run_dir={tmp_path}"])
     assert result.returncode == 1
     assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"UserError: {MESSAGE}\n")
 
@@ -171,15 +173,15 @@ def test_a_refused_input_is_one_line_and_its_stack_is_shown_on_demand(
 def test_of_several_ranks_each_says_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    result = run_ranks("data_prep.prompts", [*REFUSED, f"run_dir={tmp_path}"])
+    result = run_ranks("prompts", [*REFUSED, f"run_dir={tmp_path}"])
     assert (result.returncode, result.stderr) == (1, f"rank 1: error: {MESSAGE}\n")
-    result = run_ranks("data_prep.prompts", ["recipe=quickstart", "train.lr"])
+    result = run_ranks("prompts", ["recipe=quickstart", "train.lr"])
     assert result.returncode == 2 and result.stderr.startswith("rank 1: error: train.lr: must be NAME=VALUE")
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    result = run_ranks("data_prep.prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run/inner"])
+    result = run_ranks("prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run/inner"])
     assert result.returncode == 1
     assert re.search(rf"^error: {tmp_path}/run.*: Not a directory\n\Z", result.stderr, re.MULTILINE)
     assert "Traceback" not in result.stderr
@@ -202,12 +204,14 @@ def test_every_program_ends_with_one_line() -> None:
         for folder in ("mtptrain", "data_prep", "eval", "slurm", "tools")
         for path in (ROOT / folder).rglob("*.py")
     }
-    decorator = re.compile(r"^@(program|partial\(program, .*\)|errors_as_lines\(\))\ndef main\(", re.MULTILINE)
-    programs = {name for name, text in sources.items() if decorator.search(text)}
-    assert len(programs) == 19
-    assert {name for name, text in sources.items() if '__name__ == "__main__":' in text} - programs == (
-        STARTED_BY_PROGRAMS
-    )
+    caught = re.compile(r"^@errors_as_lines\(\)\ndef main\(|^    run_program\(main\)", re.MULTILINE)
+    scripts = {name for name, text in sources.items() if '__name__ == "__main__":' in text}
+    assert {name for name in scripts if not caught.search(sources[name])} == STARTED_BY_PROGRAMS
+    for stage in STAGES.values():
+        module = import_module(stage.program)
+        [path] = {f"{stage.program.replace('.', '/')}{end}" for end in (".py", "/__init__.py")} & sources.keys()
+        assert list(get_type_hints(module.main)) == (["config", "return"] if stage.takes_settings else ["return"])
+        assert stage.takes_settings or caught.search(sources[path])
     assert [name for name, text in sources.items() if "hydra.main(" in text] == ["mtptrain/command_line/program.py"]
 
 
@@ -238,7 +242,7 @@ def test_every_command_that_is_named_can_be_typed() -> None:
 
 def test_a_program_without_a_config_refuses_in_one_line_too() -> None:
     message = "/none/report.json: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
-    for module, arguments in (("eval.compare", []), ("mtptrain", ["compare"])):
+    for module, arguments in (("compare", []), ("mtptrain", ["compare"])):
         result = run_ranks(module, [*arguments, "/none/report.json"])
         assert (result.returncode, result.stderr) == (1, f"error: {message}\n")
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from mtptrain.convert.limits import BLOCK_DRAFTERS
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.files import build_head
+from mtptrain.settings.heads import HeadConfig
 
 
 def target_config(**settings: object) -> LlamaConfig:

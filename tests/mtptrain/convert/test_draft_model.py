@@ -180,7 +180,7 @@ def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(
     assert len(ours) == 6 and ours[-1][0] < ours[0][0]
     for one, other in zip(ours, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
-    result = run_program("mtptrain.export", *settings, *DRAFT)
+    result = run_program("export", *settings, *DRAFT)
     assert result.returncode == 0, result.stderr[-3000:]
     model = AutoModelForCausalLM.from_pretrained(run_dir / "export/vllm")
     trained = load_file(run_dir / "train/last/head.safetensors")

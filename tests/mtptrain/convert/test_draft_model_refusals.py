@@ -205,7 +205,7 @@ def test_a_model_with_a_short_context_is_refused_before_extraction(
     fresh_run: tuple[Path, tuple[str, ...]], tmp_path: Path
 ) -> None:
     short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=100)
-    result = run_program("data_prep.hidden_states", *fresh_run[1], *DRAFT[:2], f"head.init_from={short}")
+    result = run_program("hidden-states", *fresh_run[1], *DRAFT[:2], f"head.init_from={short}")
     assert result.returncode != 0
     assert "prompts.max_document_tokens: documents must have at most 100 tokens, the max_position" in result.stderr
 

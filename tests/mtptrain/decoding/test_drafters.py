@@ -77,7 +77,7 @@ HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
     "medusa": ("medusa", {"ttt_steps": 5, "num_layers": 2, "fc_bias": True}),
     "hydra": ("hydra", {"ttt_steps": 5, "num_layers": 2}),
 }
-TREE_CASES = [case for case, (name, _) in HEAD_CASES.items() if HEADS[name].drafts_trees]
+TREE_CASES = [case for case, (name, _) in HEAD_CASES.items() if HEADS[name].Config.drafts_trees]
 CHAIN_CASES = HEAD_CASES | {"draft_model": ("draft_model", {"num_hidden_layers": 2, "hidden_size": 64})}
 
 

@@ -81,7 +81,7 @@ class Observer:
 def running(overrides: tuple[str, ...], log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Starts extraction and training, and kills both at the end of the block."""
     with log.open("ab") as file:
-        modules = ("data_prep.hidden_states", "mtptrain.train")
+        modules = ("hidden-states", "train")
         processes = [
             subprocess.Popen(program_command(module, *overrides), cwd=ROOT, stdout=file, stderr=file)
             for module in modules

@@ -19,7 +19,7 @@ from tests.programs import ROOT
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
     run_dir, url = tmp_path / "run[bold]", "http://me:secret@localhost:1"
     settings = (f"target.path={tiny_target}", f"run_dir={quoted(run_dir)}", f"responses.url='{url}'")
-    result = run_program("data_prep.hidden_states", "plan=true", *settings, "hydra.job.name=plan")
+    result = run_program("hidden-states", "plan=true", *settings, "hydra.job.name=plan")
     assert result.returncode == 0, result.stderr[-3000:]
     letters = "".join(result.stdout.replace("│", " ").split())
     assert f"planof{run_dir}:memory" in letters, "brackets are no markup"

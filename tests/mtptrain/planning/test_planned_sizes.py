@@ -41,7 +41,7 @@ def test_the_planned_disk_is_what_a_store_of_eight_bits_and_captured_layers_take
     (tmp_path / "prompts").symlink_to(tiny_run[0] / "prompts")
     eagle3 = ("head=eagle3", "head.capture_layers=[0,1,2]", "hidden_states.store_dtype=fp8")
     settings = (*tiny_run[1], *eagle3, f"run_dir={tmp_path}")
-    result = run_program("data_prep.hidden_states", *settings)
+    result = run_program("hidden-states", *settings)
     assert result.returncode == 0, result.stderr[-3000:]
     check_disk(StoreDtype.fp8, make_config(*settings))
 

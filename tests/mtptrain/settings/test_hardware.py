@@ -17,6 +17,8 @@ def gpus(number: int, memory_gb: int) -> Iterator[None]:
     """Let torch report this many GPUs."""
     properties = SimpleNamespace(total_memory=memory_gb * 10**9)
     with (
+        patch("torch.cuda.is_available", lambda: number > 0),
+        patch("torch.cuda.is_bf16_supported", lambda **_: True),
         patch("torch.cuda.device_count", lambda: number),
         patch("torch.cuda.get_device_properties", lambda _: properties),
     ):

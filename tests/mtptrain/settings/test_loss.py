@@ -83,7 +83,7 @@ def test_features_have_one_weight() -> None:
 
 
 def test_a_bad_mix_is_refused_before_any_work(tmp_path: Path) -> None:
-    result = run_ranks("data_prep.prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run", "train.loss={kl:-1}"])
+    result = run_ranks("prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run", "train.loss={kl:-1}"])
     assert (result.returncode, result.stderr) == (
         1,
         "error: train.loss: must give each part a finite weight of at least 0, but gives kl the weight -1; "

@@ -5,6 +5,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from mtptrain.config import Dtype
 from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.settings.precision import announce_precision, fast_dtype
 from mtptrain.training.deepspeed_engine import check_device
-from mtptrain.utils import cpu
 from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
 from mtptrain.utils.errors import UserError
 from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
@@ -68,8 +68,12 @@ def test_a_plan_for_gpus_is_made_in_bf16_on_any_machine(pretended: str) -> None:
 
 def test_without_a_switch_the_cpu_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PRETENDED_BF16)
-    assert has_bf16_instructions() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    monkeypatch.setattr(cpu.torch.backends.mkldnn, "is_available", lambda: False)
+    found = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert has_bf16_instructions() == found
+    with monkeypatch.context() as before_torch_is_imported:
+        before_torch_is_imported.delitem(sys.modules, "torch")
+        assert has_bf16_instructions() == found
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not has_bf16_instructions()
     monkeypatch.setenv(PRETENDED_BF16, "true")
     with pytest.raises(UserError, match="MTPTRAIN_CPU_BF16: must be 0, 1 or unset, but is 'true'; unset it"):
@@ -95,17 +99,17 @@ def test_every_stage_runs_in_the_machines_precision_and_says_so(
     reason = "has bf16 instructions" if is_bf16 else "has no bf16 instructions that torch uses"
     printed = {}
     for module in (
-        "data_prep.prompts",
-        "data_prep.hidden_states",
-        "mtptrain.train",
-        "eval.acceptance",
-        "mtptrain.export",
+        "prompts",
+        "hidden-states",
+        "train",
+        "acceptance",
+        "export",
     ):
         result = run_program(module, *overrides)
         assert result.returncode == 0, result.stderr[-3000:]
         printed[module] = result.stdout
-    assert f"hidden_states.dtype: {dtype}, because this CPU {reason}\n" in printed["data_prep.hidden_states"]
-    assert f"deepspeed: {dtype}, because this CPU {reason}\n" in printed["mtptrain.train"]
+    assert f"hidden_states.dtype: {dtype}, because this CPU {reason}\n" in printed["hidden-states"]
+    assert f"deepspeed: {dtype}, because this CPU {reason}\n" in printed["train"]
     assert StoreManifest.read(tmp_path / "run/hidden_states").identity.compute_dtype == dtype
     assert f"enabled: {str(is_bf16).lower()}" in (tmp_path / "run/train/config.yaml").read_text()
     assert json.loads((tmp_path / "run/acceptance/report.json").read_text())["dtype"] == "float32"
@@ -115,19 +119,19 @@ def test_a_run_keeps_its_precision_on_another_machine(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PRETENDED_BF16, WITH)
-    for module in ("data_prep.prompts", "data_prep.hidden_states"):
+    for module in ("prompts", "hidden-states"):
         result = run_program(module, *overrides)
         assert result.returncode == 0, result.stderr[-3000:]
-    first = run_program("mtptrain.train", *overrides, "train.max_steps=2")
+    first = run_program("train", *overrides, "train.max_steps=2")
     assert first.returncode == 0, first.stderr[-3000:]
     monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
-    resumed = run_program("mtptrain.train", *overrides, "train.max_steps=4")
+    resumed = run_program("train", *overrides, "train.max_steps=4")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "deepspeed: should be float32 on this machine" in resumed.stderr
     assert "enabled: true" in (tmp_path / "run/train/config.yaml").read_text()
-    finished = run_program("data_prep.hidden_states", *overrides)
+    finished = run_program("hidden-states", *overrides)
     assert "is finished already" in finished.stdout, finished.stderr[-3000:]
-    other = run_program("data_prep.hidden_states", *overrides, "hidden_states.dtype=float32")
+    other = run_program("hidden-states", *overrides, "hidden_states.dtype=float32")
     assert "the compute dtype (hidden_states.dtype) must be float32, but is bfloat16" in other.stderr
 
 
@@ -152,7 +156,7 @@ def test_an_old_gpu_computes_in_fp32_and_is_refused_for_training(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert fast_dtype(has_gpu=True) == (Dtype.float32, "because Tesla T4 has no bf16 instructions")
+    assert fast_dtype(on_gpu=True) == (Dtype.float32, "because Tesla T4 has no bf16 instructions")
     with pytest.raises(
         ValueError, match=r"deepspeed.bf16.enabled: must be possible on a GPU.*but Tesla T4 has no bf16"
     ):
@@ -172,10 +176,10 @@ def test_a_dtype_wider_than_necessary_is_mentioned(
 def test_a_program_started_alone_on_a_cpu_uses_its_cores_and_writes_the_same_store(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert run_program("data_prep.prompts", *overrides).returncode == 0
+    assert run_program("prompts", *overrides).returncode == 0
     stores: list[dict[str, bytes]] = []
     for num_ranks in (1, 2):
-        command = program_command("data_prep.hidden_states", *overrides, f"cpu_ranks={num_ranks}")
+        command = program_command("hidden-states", *overrides, f"cpu_ranks={num_ranks}")
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert result.returncode == 0, result.stderr[-3000:]
         directory = tmp_path / "run/hidden_states"

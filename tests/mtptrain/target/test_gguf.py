@@ -273,10 +273,10 @@ def test_the_stages_run_on_a_gguf_file(tmp_path: Path, file: Path) -> None:
     overrides = [*TINY_SETTINGS, f"run_dir={tmp_path}/run", f"target.path={file}"]
     overrides.append(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]")
     for module, more in (
-        ("data_prep.prompts", []),
-        ("data_prep.hidden_states", ["plan=true"]),
-        ("data_prep.hidden_states", []),
-        ("mtptrain.train", ["train.max_steps=2"]),
+        ("prompts", []),
+        ("hidden-states", ["plan=true"]),
+        ("hidden-states", []),
+        ("train", ["train.max_steps=2"]),
     ):
         result = run_program(module, *overrides, *more)
         assert result.returncode == 0, result.stderr[-3000:]

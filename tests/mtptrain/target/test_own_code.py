@@ -93,7 +93,7 @@ def test_the_code_of_a_target_that_transformers_knows_is_ignored(tmp_path: Path,
 def test_a_program_asks_nothing_on_stdin(tmp_path: Path, case: str) -> None:
     directory = evil_target(tmp_path / "target", *REFUSED[case][:2])
     (tmp_path / "a.py").write_text("x = 1\n")
-    command = [sys.executable, "-m", "data_prep.prompts", "recipe=quickstart", f"run_dir={tmp_path}/run"]
+    command = [sys.executable, "-m", "mtptrain", "prompts", "recipe=quickstart", f"run_dir={tmp_path}/run"]
     more = [f"target.path={directory}", f"prompts.paths=[{tmp_path}]"]
     home = {"HF_HOME": str(tmp_path / "cache")}
     ran = subprocess.run([*command, *more], input="y\n" * 9, capture_output=True, text=True, env=os.environ | home)

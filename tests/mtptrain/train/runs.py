@@ -12,7 +12,7 @@ FOUR_MICRO_BATCHES = "train.micro_batches_per_step=4"
 def train(run: Run, *overrides: str, num_ranks: int = 1) -> list[dict[str, object]]:
     """Train, and return the records of metrics.jsonl that hold a loss."""
     run_dir, settings = run
-    result = run_program("mtptrain.train", *settings, *overrides, num_ranks=num_ranks)
+    result = run_program("train", *settings, *overrides, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     return records(run_dir)
 

@@ -40,7 +40,7 @@ def test_a_measured_best_head_is_not_replaced_by_one_that_was_not(fresh_run: Run
 def test_fewer_steps_than_were_made_are_refused(fresh_run: Run) -> None:
     train(fresh_run, "train.max_steps=3", "train.validation_prompts=0")
     settings = (fresh_run[0] / "train/config.yaml").read_text()
-    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=2", "train.validation_prompts=0")
+    result = run_program("train", *fresh_run[1], "train.max_steps=2", "train.validation_prompts=0")
     assert result.returncode == 1
     assert re.search(
         r"train\.max_steps: must be at least 3, the step of \S+, but .* set train\.max_steps=3", result.stderr
@@ -52,7 +52,7 @@ def test_a_run_that_starts_again_because_its_checkpoints_are_gone_says_so(fresh_
     settings = ("train.validation_prompts=0", "train.max_steps=2")
     train(fresh_run, *settings)
     shutil.rmtree(fresh_run[0] / "train/checkpoints")
-    again = run_program("mtptrain.train", *fresh_run[1], *settings)
+    again = run_program("train", *fresh_run[1], *settings)
     assert again.returncode == 0, again.stderr[-3000:]
     assert f"WARNING {fresh_run[0]}/train/last: must have a checkpoint beside it" in again.stdout
 
@@ -80,16 +80,16 @@ def test_a_checkpoint_of_another_schedule_or_another_order_of_data_is_refused_an
     # Imitate a checkpoint from before packing had a version, which is refused.
     packing = {name: value for name, value in facts.items() if "packing" in name}
     seal_again(marker, head=facts["head"], **dict.fromkeys(packing, ...))
-    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
+    result = run_program("train", *fresh_run[1], "train.max_steps=4", "train.lr=1e-6")
     assert "step_00000002: train.lr must be 0.003, but is 1e-06; the version of the packing of docu" in result.stderr
     assert "packing of documents must be None, but is 2; restore these settings to resume" in result.stderr
     seal_again(marker, **packing)
-    result = run_program("mtptrain.train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
+    result = run_program("train", *fresh_run[1], "train.max_steps=4", "seed=1", num_ranks=2)
     assert result.returncode != 0
     assert (
         "step_00000002: seed must be 0, but is 1; restore these settings to resume from this checkpoint"
         in result.stderr
     )
-    result = run_program("mtptrain.train", *fresh_run[1], "train.resume=never")
+    result = run_program("train", *fresh_run[1], "train.resume=never")
     assert "train.resume: must be auto if a checkpoint exists, but is never" in result.stderr
     assert (fresh_run[0] / "train/checkpoints/step_00000002/complete.json").is_file()

@@ -25,7 +25,7 @@ def captured_run(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run
     directory = tmp_path_factory.mktemp("eagle3") / "run"
     shutil.copytree(tiny_run[0] / "prompts", directory / "prompts")
     overrides = (f"run_dir={directory}", *tiny_run[1], *EAGLE3)
-    result = run_program("data_prep.hidden_states", *overrides)
+    result = run_program("hidden-states", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     return directory, overrides
 
@@ -36,7 +36,7 @@ def chosen_run(captured_run: Run, tmp_path_factory: pytest.TempPathFactory) -> R
     directory = tmp_path_factory.mktemp("chosen") / "run"
     shutil.copytree(captured_run[0], directory)
     overrides = (f"run_dir={directory}", *captured_run[1][1:])
-    result = run_program("data_prep.draft_vocab", *overrides)
+    result = run_program("draft-vocab", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     return directory, overrides
 
@@ -98,7 +98,7 @@ def test_a_bf16_engine_keeps_the_offsets_whole_and_resumes_with_them(eagle3_run:
     train(eagle3_run, "deepspeed=zero2", "train.max_steps=4")
     resumed = head_tensors(run_dir)
     assert torch.equal(resumed["d2t"], d2t) and not torch.equal(resumed["lm_head.weight"], first["lm_head.weight"])
-    result = run_program("eval.acceptance", *overrides)
+    result = run_program("acceptance", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -118,16 +118,16 @@ def test_a_draft_vocabulary_that_is_missing_stale_or_of_another_size_is_refused(
     run_dir, overrides = copy_of(captured_run, tmp_path)
     # This target has no weights, because the error must come before they are read, which takes long.
     shutil.copytree(tiny_target, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    result = run_program("mtptrain.train", *overrides, f"target.path={tmp_path / 'bare'}")
+    result = run_program("train", *overrides, f"target.path={tmp_path / 'bare'}")
     assert (
         "draft_vocab/manifest.json: must exist, but does not; run mtptrain draft-vocab with the same recipe"
         in result.stderr
     )
-    assert run_program("data_prep.draft_vocab", *overrides, "head.draft_vocab_size=40").returncode == 0
-    result = run_program("mtptrain.train", *overrides)
+    assert run_program("draft-vocab", *overrides, "head.draft_vocab_size=40").returncode == 0
+    result = run_program("train", *overrides)
     assert "manifest.json: head.draft_vocab_size must be 48, but is 40; run mtptrain draft-vocab again" in result.stderr
     seal_again(run_dir / "draft_vocab/manifest.json", prompts_sha256="other")
-    result = run_program("mtptrain.train", *overrides, "head.draft_vocab_size=40")
+    result = run_program("train", *overrides, "head.draft_vocab_size=40")
     assert (
         "the hash of the prompts (train.safetensors) must be" in result.stderr
         and "but is other; run mtptrain" in result.stderr
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_another_draft_vocabulary_is_refused(eagle3_run: Run) ->
     manifest = DraftVocabManifest(**read_sealed(directory / "manifest.json", "again"))
     sha256 = write_draft_vocab(directory, offsets(torch.arange(100, 148)), 260)
     write_manifest(directory, replace(manifest, draft_vocab_sha256=sha256))
-    result = run_program("mtptrain.train", *overrides, "train.max_steps=2")
+    result = run_program("train", *overrides, "train.max_steps=2")
     assert result.returncode != 0
     assert re.search(
         r"the sha256 of the draft vocabulary must be \w+, but is \w+; restore these settings to resume",

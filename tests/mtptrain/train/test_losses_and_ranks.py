@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_another_zero_stage(
         # Kill the run, because a lower train.max_steps would change the schedule of 20 steps, and SIGTERM would stop at
         # a step that the test cannot choose.
         settings = (f"deepspeed=zero{stage}", *[FP32] * (stage > 0), FOUR_MICRO_BATCHES, "train.save_every=6")
-        command = program_command("mtptrain.train", *fresh_run[1], *settings, num_ranks=num_ranks)
+        command = program_command("train", *fresh_run[1], *settings, num_ranks=num_ranks)
         if last_step == 20:
             found = train(fresh_run, *settings, num_ranks=num_ranks)
         else:
@@ -117,7 +117,7 @@ def test_every_loss_trains(fresh_run: Run, overrides: tuple[str, ...]) -> None:
 
 
 def test_records_and_the_table_say_what_the_steps_did_with_their_time(fresh_run: Run) -> None:
-    result = run_program("mtptrain.train", *fresh_run[1], "deepspeed=zero0", "train.validation_prompts=0")
+    result = run_program("train", *fresh_run[1], "deepspeed=zero0", "train.validation_prompts=0")
     (*_, last) = records(fresh_run[0])
     shares = [last[f"{name}_share"] for name in ("data_wait", "forward", "loss", "backward", "optimizer")]
     assert all(0 <= share < 1 for share in shares) and 0.5 < sum(shares) <= 1.001  # type: ignore[operator]
@@ -137,7 +137,7 @@ def test_without_validation_prompts_there_is_no_best_head_and_acceptance_takes_t
     stage_dir = fresh_run[0] / "train"
     last = json.loads((stage_dir / "last/head.json").read_text())
     assert last["step"] == 20 and "acceptance_length" not in last and not (stage_dir / "best").exists()
-    result = run_program("eval.acceptance", *fresh_run[1])
+    result = run_program("acceptance", *fresh_run[1])
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads((fresh_run[0] / "acceptance/report.json").read_text())["head"] == str(stage_dir / "last")
 
@@ -151,7 +151,7 @@ def test_bf16_with_fp32_masters_trains_like_fp32(one_rank: list[dict[str, object
 def test_gradients_of_several_batches_are_added_in_fp32_with_zero2_and_with_a_warning_in_bf16_with_zero1(
     four_batches: list[dict[str, object]], fresh_run: Run, stage: int
 ) -> None:
-    result = run_program("mtptrain.train", *fresh_run[1], f"deepspeed=zero{stage}", FOUR_MICRO_BATCHES)
+    result = run_program("train", *fresh_run[1], f"deepspeed=zero{stage}", FOUR_MICRO_BATCHES)
     assert result.returncode == 0, result.stderr[-3000:]
     warning = "must be 2 to accumulate the gradients of 4 micro-batches per rank in fp32, but is 1"
     assert (warning in result.stderr) == (stage == 1)

@@ -21,7 +21,7 @@ def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh
         "train.validate_every=1",
         "train.log_every=10",
     )
-    result = run_program("mtptrain.train", *fresh_run[1], *settings)
+    result = run_program("train", *fresh_run[1], *settings)
     assert result.returncode != 0
     assert "train: the loss of the new weights must be finite, but a value at step 1 is not, with doc" in result.stderr
     assert not list((fresh_run[0] / "train").glob("checkpoints/step_*")) and not (fresh_run[0] / "train/last").exists()
@@ -29,7 +29,7 @@ def test_a_run_that_diverges_stops_before_it_saves_and_names_its_documents(fresh
 
 def test_a_loss_that_is_not_finite_between_two_records_is_named_with_its_step(fresh_run: Run) -> None:
     settings = ("train.lr=1e30", "train.warmup_steps=0", "train.log_every=10", "train.max_steps=11")
-    result = run_program("mtptrain.train", *fresh_run[1], *settings)
+    result = run_program("train", *fresh_run[1], *settings)
     assert "train: the loss and its gradient must be finite, but a value at step 2 is not, with doc" in result.stderr
 
 
@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_finite_between_two_records_is_named_with_its_step(fr
 def test_bad_input_is_refused_before_training(
     fresh_run: Run, overrides: tuple[str, ...], num_ranks: int, message: str
 ) -> None:
-    result = run_program("mtptrain.train", *fresh_run[1], *overrides, num_ranks=num_ranks)
+    result = run_program("train", *fresh_run[1], *overrides, num_ranks=num_ranks)
     assert result.returncode != 0
     assert message in result.stderr
     assert not (fresh_run[0] / "train").exists()
@@ -79,7 +79,7 @@ def test_bad_input_is_refused_before_training(
 @pytest.mark.parametrize("place", [1, 20, 1000, -1], ids=["length", "header", "offsets", "loss mask"])
 def test_a_flipped_byte_that_decides_the_steps_is_named_before_training_begins(fresh_run: Run, place: int) -> None:
     flip_bit(fresh_run[0] / "hidden_states/shard_00001.safetensors", place)
-    result = run_program("mtptrain.train", *fresh_run[1])
+    result = run_program("train", *fresh_run[1])
     assert result.returncode != 0
     assert "shard_00001.safetensors: the checksum of header, tables and loss mask of shard 1 must be" in result.stderr
     assert not (fresh_run[0] / "train").exists()
@@ -104,7 +104,7 @@ def test_flipped_states_are_named_before_a_step_uses_them_and_training_goes_on_w
     for shard in shards:
         flip_states(shard)
     settings = ("train.max_steps=2", "train.log_every=1")
-    result = run_program("mtptrain.train", *overrides, *settings, num_ranks=2)
+    result = run_program("train", *overrides, *settings, num_ranks=2)
     assert result.returncode != 0
     assert re.search(
         r"shard_\d+.safetensors: the checksum of the document with id \d+ must be .*delete the shard's file and run "
@@ -114,12 +114,12 @@ def test_flipped_states_are_named_before_a_step_uses_them_and_training_goes_on_w
     assert records(run_dir) == [] and not list((run_dir / "train/checkpoints").glob("step_*"))
     for shard in shards:
         shard.unlink()
-    assert run_program("data_prep.hidden_states", *overrides).returncode == 0
+    assert run_program("hidden-states", *overrides).returncode == 0
     assert (run_dir / "hidden_states/manifest.json").read_bytes() == manifest
     assert len(train(fresh_run, *settings)) == 2
 
 
 def test_a_head_that_could_not_be_exported_is_warned_of_before_training(fresh_run: Run) -> None:
     refused_later = ("acceptance.prompt_tokens=400",)
-    result = run_program("mtptrain.train", *fresh_run[1], "head.zero_first_embedding=true", *refused_later)
+    result = run_program("train", *fresh_run[1], "head.zero_first_embedding=true", *refused_later)
     assert "can be trained and measured, but not exported: head.zero_first_embedding: must be" in result.stderr

@@ -26,7 +26,7 @@ def test_a_killed_run_resumes_with_bit_identical_losses(
     run_dir, overrides = fresh_run
     (run_dir / "train").rename(tmp_path / "undisturbed")
 
-    command = program_command("mtptrain.train", *overrides, *settings, num_ranks=num_ranks)
+    command = program_command("train", *overrides, *settings, num_ranks=num_ranks)
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     while len(records(run_dir)) < 10:
         assert process.poll() is None, "training ended before the kill"
@@ -46,7 +46,7 @@ def interrupted(run: Run, tmp_path: Path, *settings: str) -> str:
     """Stops a training run with Ctrl-C after at least five steps. Returns what it wrote to stderr."""
     run_dir, overrides = run
     with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(program_command("mtptrain.train", *overrides, *settings), cwd=ROOT, stderr=stderr)
+        process = subprocess.Popen(program_command("train", *overrides, *settings), cwd=ROOT, stderr=stderr)
     while len(records(run_dir)) < 5:
         assert process.poll() is None, "training ended before Ctrl-C"
         time.sleep(0.01)
@@ -99,7 +99,7 @@ def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_ident
     run_dir, overrides = fresh_run
     (run_dir / "train").rename(tmp_path / "undisturbed")
 
-    command = program_command("mtptrain.train", *overrides, *settings, num_ranks=num_ranks)
+    command = program_command("train", *overrides, *settings, num_ranks=num_ranks)
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
     while len(records(run_dir)) < 5:

@@ -197,10 +197,10 @@ def test_training_goes_on_from_the_checkpoint_before_a_torn_one(
     shutil.copytree(tiny_run[0], tmp_path / "run")
     checkpoints = tmp_path / "run/train/checkpoints"
     settings = (f"run_dir={tmp_path}/run", *tiny_run[1], "train.max_steps=4", "train.save_every=2", *PLAIN_RUN)
-    assert run_program("mtptrain.train", *settings, num_ranks=num_ranks).returncode == 0
+    assert run_program("train", *settings, num_ranks=num_ranks).returncode == 0
     undisturbed = (tmp_path / "run/train/last/head.safetensors").read_bytes()
     truncate(checkpoints / "step_00000004" / STATE)
-    result = run_program("mtptrain.train", *settings, num_ranks=num_ranks)
+    result = run_program("train", *settings, num_ranks=num_ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("step_00000004/state.safetensors: must be as mtptrain wrote it") == 1, (
         "only rank 0 must print the warning"
@@ -218,11 +218,11 @@ def test_settings_are_compared_with_the_checkpoint_that_is_loaded(
     shutil.copytree(tiny_run[0], tmp_path / "run")
     checkpoints = tmp_path / "run/train/checkpoints"
     settings = (f"run_dir={tmp_path}/run", *tiny_run[1], "train.max_steps=2", "train.save_every=1", *PLAIN_RUN)
-    assert run_program("mtptrain.train", *settings).returncode == 0
+    assert run_program("train", *settings).returncode == 0
     truncate(checkpoints / "step_00000002" / STATE)
     marker = checkpoints / "step_00000001" / MARKER
     seal_again(marker, seed=7)
-    result = run_program("mtptrain.train", *settings)
+    result = run_program("train", *settings)
     assert result.returncode != 0
     assert (
         "step_00000001: seed must be 7, but is 0; restore these settings to resume from this checkpoint"

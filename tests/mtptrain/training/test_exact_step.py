@@ -275,8 +275,8 @@ def test_losses_and_gradients_equal_the_plain_formula(
     ]
     if name == "draft_model":  # its states may have another size than the target's
         mix = {LossPart.kl if part is LossPart.features else part: weight for part, weight in mix.items()}
-    if own_weight and head.own_loss_part is not None:
-        mix = mix | {LossPart(head.own_loss_part): own_weight}
+    if own_weight and head.Config.own_loss_part is not None:
+        mix = mix | {LossPart(head.Config.own_loss_part): own_weight}
     loss, drawn = LossSettings(mix, 3.0, chunk_rows), None
     if anchors is not None and isinstance(head, DflashHead):
         drawn = Anchors(anchors, (seed, 0))

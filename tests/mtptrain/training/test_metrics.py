@@ -73,13 +73,13 @@ def test_the_summary_of_a_resumed_run_reads_records_with_an_older_name(tmp_path:
 
 
 START_OF_TRAINING = """
-import os, runpy, sys
+import os, sys
 import torch
 import mtptrain.train
+from mtptrain.__main__ import main
 assert "PYTORCH_ALLOC_CONF" not in os.environ  # importing changes nothing
-torch.cuda.device_count = lambda: sys.exit(print(os.environ.get("PYTORCH_ALLOC_CONF")))
-del sys.modules["mtptrain.train"]
-runpy.run_module("mtptrain.train", run_name="__main__", alter_sys=True)
+torch.cuda.is_available = lambda: sys.exit(print(os.environ.get("PYTORCH_ALLOC_CONF")))
+main()
 """
 
 
@@ -96,7 +96,7 @@ def test_training_sets_the_allocator_before_it_looks_for_gpus_and_not_when_it_is
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     result = subprocess.run(
-        [sys.executable, "-c", START_OF_TRAINING, "recipe=quickstart", "hardware=auto"],
+        [sys.executable, "-c", START_OF_TRAINING, "train", "recipe=quickstart", "hardware=auto"],
         cwd=Path(__file__).parents[3],
         env={**environment, **given},
         capture_output=True,

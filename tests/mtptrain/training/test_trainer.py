@@ -65,7 +65,7 @@ def test_the_first_steps_loss_is_that_of_serving(fresh_run: Run) -> None:
     run_dir, settings = fresh_run
     store = HiddenStore.open(run_dir / "hidden_states")
     few = ("train.max_steps=1", "deepspeed=zero0")
-    result = run_program("mtptrain.train", *settings, *few)
+    result = run_program("train", *settings, *few)
     assert result.returncode == 0, result.stderr[-3000:]
     record = json.loads((run_dir / "train/metrics.jsonl").read_text().splitlines()[0])
     config = make_config(*settings, *few)

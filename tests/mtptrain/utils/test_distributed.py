@@ -64,7 +64,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("LOCAL_RANK", "2")
     message = "^--nproc-per-node: must be at most 2, the number of GPUs that this process sees, but LOCAL_RANK is 2; "
     with pytest.raises(UserError, match=message):
-        init_ranks()
+        init_ranks(timeout_hours=1)
 
 
 LATE_S, SHORT_S = 5.0, 3.0
@@ -120,7 +120,7 @@ PROGRAM = """
 import os, sys, time
 from pathlib import Path
 from mtptrain.utils.distributed import continue_on_ranks
-continue_on_ranks(2)
+continue_on_ranks([sys.executable, "-m", "program", *sys.argv[1:]], 2)
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
 if os.environ["RANK"] == "0" and sys.argv[1] == "fails":
     time.sleep(600)  # as if it waited for the other rank

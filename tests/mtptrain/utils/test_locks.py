@@ -41,12 +41,12 @@ def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("module", "folder"),
     [
-        ("data_prep.prompts", "prompts"),
-        ("data_prep.hidden_states", "hidden_states"),
-        ("mtptrain.train", "train"),
-        ("eval.acceptance", "acceptance"),
+        ("prompts", "prompts"),
+        ("hidden-states", "hidden_states"),
+        ("train", "train"),
+        ("acceptance", "acceptance"),
         ("eval.bench.decode", "bench_decode"),
-        ("eval.gpu_check", "gpu_check"),
+        ("gpu-check", "gpu_check"),
     ],
 )
 def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(

@@ -71,8 +71,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         attend_to_masks(head)
     # Heads that are bound to their depths get more and shorter prompts: most of them feed nothing back and are tried on
     # targets that repeat a token, whose answers have few distinct tokens.
-    tokens = answers(target, *((256, 4, 12) if head.is_bound_to_depths else (16, 16, 48)))
-    depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.drafts_whole_blocks else 3
+    tokens = answers(target, *((256, 4, 12) if head.Config.is_bound_to_depths else (16, 16, 48)))
+    depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.Config.drafts_whole_blocks else 3
     num_tokens = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, target.cache(tokens.shape[1]), head.read_layers)
@@ -96,7 +96,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
         draft_id_of = torch.full((target.config.vocab_size,), -100).index_copy_(0, drafted_tokens, draft_ids)
         labels = torch.where(labels < 0, labels, draft_id_of[labels])
     optimizer = torch.optim.Adam([parameter for parameter in head.parameters() if parameter.requires_grad], lr=1e-2)
-    for _ in range(num_steps * 3 if head.drafts_whole_blocks else num_steps):
+    for _ in range(num_steps * 3 if head.Config.drafts_whole_blocks else num_steps):
         drafted = head(packed, target.parts, depths)
         logits = [head.logits(drafted, target.parts)]
         if (correction := head.correction(packed, drafted)) is not None:

@@ -11,10 +11,10 @@ from mtptrain.convert.formats import FORMATS
 from mtptrain.convert.limits import BLOCK_DRAFTERS
 from mtptrain.convert.published.heads import LEGACY_NAMES
 from mtptrain.convert.warm_start import load_init, num_differing_rows
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.heads.peagle import PeagleHead
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.conftest import make_target

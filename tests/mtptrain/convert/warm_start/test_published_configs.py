@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from mtptrain.convert.limits import BLOCK_DRAFTERS
 from mtptrain.convert.published.config_json import DSPARK_NESTED, MODEL_OPT_EAGLE3
 from mtptrain.convert.warm_start import load_init
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.dspark import DsparkHead
@@ -25,6 +24,7 @@ from mtptrain.heads.files import save_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.peagle import PeagleHead
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.conftest import make_target

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.warm_start import load_init
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target

@@ -45,17 +45,17 @@ def test_training_starts_from_the_published_head_and_acceptance_measures_it_befo
     run_dir, overrides = fresh_run
     state = write(tmp_path / "head", "sglang", MTP, tiny_target)
     init = f"head.init_from={tmp_path}/head"
-    result = run_program("eval.acceptance", *overrides, init)
+    result = run_program("acceptance", *overrides, init)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((run_dir / "acceptance/report.json").read_text())
     assert report["head"] == str(tmp_path / "head") and report["head_sha256"] == weights_fingerprint(tmp_path / "head")
     assert "unchanged from head.init_from; this run has not trained a head" in " ".join(result.stdout.split())
 
-    result = run_program("mtptrain.train", *overrides, init, "train.max_steps=1", "train.lr=1e-9", "deepspeed=zero0")
+    result = run_program("train", *overrides, init, "train.max_steps=1", "train.lr=1e-9", "deepspeed=zero0")
     assert result.returncode == 0, result.stderr[-3000:]
     trained = load_file(run_dir / "train/best/head.safetensors")
     assert all(torch.allclose(trained[name], tensor, atol=1e-6) for name, tensor in state.items())
-    result = run_program("eval.acceptance", *overrides)
+    result = run_program("acceptance", *overrides)
     assert result.returncode == 0, result.stderr[-3000:]
     again = json.loads((run_dir / "acceptance/report.json").read_text())
     assert again["head"] == str(run_dir / "train/best") and again["accepted_at"] == report["accepted_at"]

@@ -9,10 +9,10 @@ import pytest
 
 from mtptrain.convert.published.speculators import CAPTURED, LAYERS, NON_CAUSAL, SPECULATORS
 from mtptrain.convert.warm_start import load_init
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.peagle import PeagleHead
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from tests.mtptrain.convert.warm_start.written_heads import DFLASH, EAGLE3, assert_equal, write
 

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from mtptrain.convert.base import Tensors
 from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
-from mtptrain.heads.config import HeadConfig
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.families import read_target_config
 
 MTP, EAGLE = MtpHead.Config(), EagleHead.Config()

@@ -21,12 +21,11 @@ from typing import TextIO
 
 import httpx
 import torch
-from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.command_line.program import program
-from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig, load_config
+from mtptrain.command_line.program import stage_command
+from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import RowFormat
@@ -55,9 +54,7 @@ more."""
 _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
 
-@program
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def main(config: PipelineConfig) -> None:
     ranks = init_ranks(config.distributed_timeout_hours)
     with writing(config.stage_dir("responses"), ranks):
         manifest = prepare_responses(Run(config), ranks)
@@ -111,7 +108,8 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     if missing and job.server is None and is_alone_on_cpu():
         settings = config.responses
         dtype, num_batches = getattr(torch, settings.dtype.value), -(-len(missing) // settings.batch_size)
-        continue_on_ranks(worthwhile_cpu_ranks(job.target.config, dtype, config.cpu_ranks, num_batches))
+        num_ranks = worthwhile_cpu_ranks(job.target.config, dtype, config.cpu_ranks, num_batches)
+        continue_on_ranks(stage_command("responses", sys.argv[1:]), num_ranks)
     if missing and ranks.is_first:
         if job.server is None:
             announce_precision("responses.dtype", config.responses.dtype)
@@ -364,7 +362,3 @@ def save_conversation(
     progress.rows += 1
     progress.tokens += sum(conversation.answer_tokens)
     bar.update()
-
-
-if __name__ == "__main__":
-    main()
