@@ -12,6 +12,7 @@ import httpx
 from mtptrain.data.chat_template import EndlessTemplate
 from mtptrain.serving.engine import NEUTRAL_SAMPLING
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.masking import address_below
 
 from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
 from .transport import RequestFailed, Transport
@@ -163,7 +164,8 @@ class CompletionServer:
         except (KeyError, TypeError) as error:
             raise UserError(
                 "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
-                f"but {self.url}/models answers {self.quote(json.dumps(content))}; correct the address"
+                f"but {address_below(self.url, '/models')} answers "
+                f"{self.quote(json.dumps(content))}; correct the address"
             ) from error
 
     def _choose_model(self, model: str | None, served: list[str]) -> str:
@@ -195,6 +197,7 @@ class CompletionServer:
 
     def _fetch_checked(self, path: str, request: dict[str, Any] | None = None) -> Any:
         """Fetch without retries, for checks at the start. Errors name the setting to correct."""
+        where = address_below(self.url, path)
         try:
             return self._transport.fetch(path, request)
         except httpx.HTTPStatusError as error:
@@ -202,16 +205,16 @@ class CompletionServer:
             key = "; set the environment variable that responses.api_key_variable names" if is_key_wrong else ""
             raise UserError(
                 "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
-                f"but at {self.url}{path} {error}{key or '; correct the address or serve the target there'}"
+                f"but at {where} {error}{key or '; correct the address or serve the target there'}"
             ) from error
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise UserError(
-                f"responses.url: must be a running server, but {self.url}{path} does not answer "
+                f"responses.url: must be a running server, but {where} does not answer "
                 f"({self._transport.reason(error)}); start it or correct the address"
             ) from error
         except RequestFailed as error:
             raise UserError(
-                f"responses.url: must be an OpenAI-compatible server, but the answer of {self.url}{path} cannot be "
+                f"responses.url: must be an OpenAI-compatible server, but the answer of {where} cannot be "
                 f"read ({error}); correct the address"
             ) from error
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
-from mtptrain.utils.masking import hide_passwords, hide_secrets, printable
+from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable
 
 SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from a server's message."""
@@ -59,7 +59,9 @@ class Transport:
             TimeoutError, httpx.HTTPError, httpx.InvalidURL, RequestFailed: as `_fetch_body`.
             UserError: the answer is not JSON.
         """
-        url = (self._url.removesuffix("/v1") if is_beside else self._url) + path
+        base, mark, query = self._url.partition("?")
+        base = base.rstrip("/").removesuffix("/v1") if is_beside else base
+        url = address_below(base + mark + query, path)
         try:
             where = f"responses.url: the answer of {self._shown_url(url)}"
             return parse_json(asyncio.run(self._fetch_body(url, request)), where, "correct the address")
@@ -147,7 +149,9 @@ def secrets_of(url: str, api_key: str | None) -> list[str]:
             "it is; write it as %2F, %3F or %23, or the at sign of a path as %40"
         )
     password = user_info.partition(":")[2]
+    in_query = [pair.partition("=")[2] or pair for pair in url.partition("?")[2].split("&")]
     secrets = [api_key or "", password, unquote(password), b64encode(unquote(user_info).encode()).decode()]
+    secrets += [*in_query, *map(unquote, in_query)]
     return [form for secret in secrets if secret for form in dict.fromkeys((secret, json.dumps(secret)[1:-1]))]
 
 

@@ -22,6 +22,7 @@ from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import HeadDims, Rope
 from mtptrain.heads.peagle import mask_token_id
+from mtptrain.serving.llama_server import HOST_SAMPLING, draft_arguments
 from mtptrain.settings.heads import (
     Dflash2Config,
     DflashConfig,
@@ -157,14 +158,16 @@ class GgufFormat(Format):
         return TARGET_GGUF if self.target_gguf is None else str(self.target_gguf)
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        words = ["llama-server", "-m", target, "-md", str(directory / self.weights_name), "--spec-type", self.method]
-        return shlex.join([*words, "--spec-draft-n-max", str(num_speculative_tokens), "--spec-draft-p-min", "0"])
+        words = ["llama-server", "-m", target, "-md", str(directory / self.weights_name)]
+        return shlex.join([*words, *draft_arguments(self.method, num_speculative_tokens)])
 
     def notes(self) -> list[str]:
         notes = [
-            "Without `--spec-type`, llama.cpp loads this file and silently drafts nothing. With `-ctk f32 -ctv f32 "
-            "-ctkd f32 -ctvd f32 -fa off`, and target and head in float32, it accepts exactly the drafts that mtptrain "
-            "does; its usual caches in f16 and quantised weights round differently.",
+            "Without `--spec-type`, llama.cpp loads this file and silently drafts nothing. Without "
+            f"`{HOST_SAMPLING}`, it drafts wrong tokens whenever it answers two requests at once: answers stay right, "
+            "but few drafts are accepted. With `-ctk f32 -ctv f32 -ctkd f32 -ctvd f32 -fa off`, and target and head in "
+            "float32, it accepts exactly the drafts that mtptrain does; its usual caches in f16 and quantised weights "
+            "round differently.",
         ]
         if self.is_quantised:
             notes.append("The matrices here are rounded to 8 bits; any acceptance above was measured before that.")

@@ -9,7 +9,7 @@ import httpx
 
 from mtptrain.serving.engine import EngineCounts
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.masking import hide_passwords
+from mtptrain.utils.masking import address_below, hide_passwords
 
 Parsed = TypeVar("Parsed")
 
@@ -87,7 +87,7 @@ class EngineServer:
             raise self._not_this_engine(path, f"answers {_shown(body)}") from error
 
     def _fetch(self, path: str, content: dict[str, Any] | None) -> bytes:
-        url = self.url + path
+        url = address_below(self.url, path)
         try:
             with self._client.stream("GET" if content is None else "POST", url, json=content) as response:
                 body = _bounded(response)

@@ -15,7 +15,7 @@ from mtptrain.serving.engine_server import NO_PROXY, REQUEST_TIMEOUT_S
 from mtptrain.serving.load_generator import Latencies, Load
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json, write_json
-from mtptrain.utils.masking import hide_passwords
+from mtptrain.utils.masking import address_below, hide_passwords
 
 SAMPLING_NAMES = {"repetition_penalty": "repeat_penalty"}
 """llama.cpp's names of settings that vLLM names otherwise."""
@@ -82,7 +82,7 @@ def _ask(client: httpx.Client, load: Load, prompt: list[int], seed: int) -> _Ans
     sampling = {SAMPLING_NAMES.get(name, name): value for name, value in load.sampling.items()}
     request |= sampling | {"stream": True, "cache_prompt": False, "timings_per_token": True}
     start, step, steps, num_tokens = time.perf_counter(), None, [], 0
-    with client.stream("POST", f"{load.url}/completion", json=request) as response:
+    with client.stream("POST", address_below(load.url, "/completion"), json=request) as response:
         response.raise_for_status()
         for message in _messages(response):
             now = time.perf_counter()

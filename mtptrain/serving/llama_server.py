@@ -25,6 +25,9 @@ DEFAULT_SERVER = Path(__file__).parents[2] / ".engines" / "llama_cpp" / "bin" / 
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 EXACT_DRAFT = ("-ctkd", "f32", "-ctvd", "f32")
 """Arguments for keys and values in fp32. By default they are rounded to f16, which changes some answers."""
+HOST_SAMPLING = "--no-spec-draft-backend-sampling"
+"""Without this argument, llama.cpp b11434 drafts wrong tokens with EAGLE-3 heads (and a few with others) as soon as two
+requests are answered at once; by default it answers four. Answers stay right, so only counters and speed show it."""
 VERSION_TIMEOUT_S = 60.0
 RULE = (
     "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
@@ -71,6 +74,11 @@ def is_in_fp32(path: Path) -> bool:
     return kinds <= {GGMLQuantizationType.F32}
 
 
+def draft_arguments(method: str, num_drafts: int) -> list[str]:
+    """Returns the arguments of `llama-server` that draft K = `num_drafts` tokens by a method of llama.cpp."""
+    return ["--spec-type", method, "--spec-draft-n-max", str(num_drafts), "--spec-draft-p-min", "0", HOST_SAMPLING]
+
+
 def server_arguments(
     target: Path, max_context: int, num_slots: int, is_exact: bool, head: tuple[Path, str, int] | None
 ) -> list[str]:
@@ -87,8 +95,7 @@ def server_arguments(
     arguments += ["--metrics", "--no-warmup", *(EXACT if is_exact else ())]
     if head is not None:
         file, method, num_drafts = head
-        arguments += ["-md", str(file), "--spec-type", method]
-        arguments += ["--spec-draft-n-max", str(num_drafts), "--spec-draft-p-min", "0"]
+        arguments += ["-md", str(file), *draft_arguments(method, num_drafts)]
         arguments += EXACT_DRAFT if is_exact else ()
     return arguments
 
@@ -99,7 +106,7 @@ class LlamaCpp:
     name = "llama.cpp"
     advice = (
         "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
-        f"llama.cpp drafts nothing, and with {' '.join((*EXACT, *EXACT_DRAFT))}"
+        f"llama.cpp drafts nothing, and with {' '.join((HOST_SAMPLING, *EXACT, *EXACT_DRAFT))}"
     )
 
     def counted(

@@ -1,4 +1,4 @@
-"""Hides what must not be shown or published: passwords in addresses, keys of servers, and the user's home directory."""
+"""Hides what must not be shown or published: passwords and queries of addresses, keys, and the home directory."""
 
 import re
 from collections.abc import Sequence
@@ -15,15 +15,31 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
+def address_below(url: str, path: str) -> str:
+    """Returns the address of a path below a base URL, whose query, such as a key, stays behind the path."""
+    base, mark, query = url.partition("?")
+    return base.rstrip("/") + path + mark + query
+
+
 def hide_passwords(value: Any) -> Any:
-    """Returns a text, or a list or dict of such values, without the user and password of any address in it."""
+    """Returns a text, or a list or dict of such values, without the user, password and query of any address in it.
+
+    A query holds the key of some servers: of `https://host/v1?key=abc`, `https://host/v1?key=***` stays.
+    """
     if isinstance(value, str):
-        return re.sub(r"(?<=://)[^\s/?#]*@", f"{HIDDEN}@", value)
+        without_user = re.sub(r"(?<=://)[^\s/?#]*@", f"{HIDDEN}@", value)
+        return re.sub(r"(?<=://)[^\s?#]*\?[^\s#'\"]*", _without_values, without_user)
     if isinstance(value, dict):
         return {key: hide_passwords(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [hide_passwords(each) for each in value]
     return value
+
+
+def _without_values(found: re.Match[str]) -> str:
+    place, _, query = found[0].partition("?")
+    pairs = [pair.partition("=") for pair in query.split("&")]
+    return place + "?" + "&".join(f"{name}={HIDDEN}" if equals else HIDDEN for name, equals, _ in pairs)
 
 
 def hide_secrets(text: str, secrets: Sequence[str]) -> str:

@@ -74,6 +74,8 @@ class FakeServer:
         """Headers of every request, by lower-case name."""
         self.delay_s = 0.0
         self.requests: list[dict[str, Any]] = []
+        self.query = ""
+        """The query that the address of every request must have, or else the answer is 401."""
         self.at_once = 0
         """Highest number of concurrent requests."""
         self._in_flight = 0
@@ -122,7 +124,11 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
 
         def _send(self, request: dict[str, Any]) -> None:
             fake.asked.append({name.lower(): value for name, value in self.headers.items()})
-            status, content = fake.reply(self.path, request, self.headers["Authorization"])
+            path, _, query = self.path.partition("?")
+            if query != fake.query:
+                status, content = 401, {"error": f"wrong key in {self.path}"}
+            else:
+                status, content = fake.reply(path, request, self.headers["Authorization"])
             is_stream = isinstance(content, Iterator)
             body = content if isinstance(content, bytes) or is_stream else json.dumps(content).encode()
             try:

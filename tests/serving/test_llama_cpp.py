@@ -4,7 +4,9 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +17,16 @@ from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
 from mtptrain.serving.llama_load import send_load
-from mtptrain.serving.llama_server import LlamaServer, server_arguments
+from mtptrain.serving.llama_server import HOST_SAMPLING, LlamaServer, server_arguments
 from mtptrain.serving.load_generator import Load
 from mtptrain.serving.server_process import ManagedServer
 from tests.conftest import Run, run_program
 from tests.gguf_files import F32, write_gguf
 from tests.gguf_files import tensors_of as tensors_of_target
 from tests.sealed import describe_again
-from tests.serving.cases import HEAD_CONFIGS, LLAMA_CPP_CASES, Case
+from tests.serving.cases import CONTEXT_TOKENS, HEAD_CONFIGS, LLAMA_CPP_CASES, MAX_NEW_TOKENS, PROMPTS, Case
 from tests.serving.llama_cpp import convert
-from tests.serving.ours import SHORT_BENCH, OnDisk, Serve, check_equal
+from tests.serving.ours import SHORT_BENCH, OnDisk, Serve, check_equal, drafted_here
 
 ONE_OF_EACH = [
     Case("eagle3", "llama"),
@@ -125,6 +127,42 @@ def test_without_the_kind_of_draft_nothing_is_drafted(serve_by_llama: Serve) -> 
     assert theirs.counts is not None and (theirs.counts.rounds, theirs.counts.accepted_at) == (0, [])
 
 
+@pytest.mark.parametrize("is_on_host", [True, False], ids=["with our argument", "without"])
+def test_two_requests_at_once_are_drafted_for_as_one(
+    llama_server: Path,
+    gguf_of: Callable[[str], Path],
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path: Path,
+    is_on_host: bool,
+) -> None:
+    """b11434 samples the drafts of the second request from logits of the first, unless they are sampled on the host."""
+    case = Case("eagle3", "llama")
+    form = format_for("llama_cpp", HEAD_CONFIGS["eagle3"], target_of("llama").target.config)
+    form.write(tmp_path, form.tensors(head_of("eagle3", "llama").state_dict()))
+    head = (tmp_path / form.weights_name, form.method, case.num_speculative_tokens)
+    arguments = server_arguments(gguf_of("llama"), CONTEXT_TOKENS, 2, True, head)
+    if not is_on_host:
+        arguments.remove(HOST_SAMPLING)
+    command = ["run", str(llama_server), *arguments]
+    counted = {}
+    with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
+        for num_at_once in (1, 2):
+            before = server.counters()
+            with ThreadPoolExecutor(num_at_once) as pool:
+                answers = list(pool.map(partial(complete, server), PROMPTS))
+            counted[num_at_once] = answers, server.counts_since(before, len(PROMPTS))
+    assert counted[1][0] == counted[2][0] == [each.tokens for each in drafted_here(case, target_of, head_of)]
+    assert (counted[1][1] == counted[2][1]) == is_on_host
+
+
+def complete(server: LlamaServer, prompt: list[int]) -> list[int]:
+    """Returns the greedy answer to a prompt, as `LlamaServer.generate` asks for it."""
+    content = {"prompt": prompt, "n_predict": MAX_NEW_TOKENS, "temperature": 0.0, "return_tokens": True}
+    content |= {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "cache_prompt": False}
+    return server.read("/completion", lambda body: json.loads(body)["tokens"], content)
+
+
 @pytest.fixture(scope="module")
 def run(make_run: Callable[..., Run], llama_server: Path, gguf_of: Callable[[str], Path]) -> Run:
     """Returns a run whose head is exported for llama.cpp."""
@@ -142,7 +180,8 @@ def test_serving_check_starts_llama_cpp(run: Run, tmp_path: Path) -> None:
     assert report["rule"].startswith("llama.cpp drafts at most one token less")
     assert "Serving check: llama.cpp" in result.stdout and "ours are counted by the same rules" in result.stdout
     readme = (run[0] / "export/llama_cpp/README.md").read_text()
-    assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in readme and "for llama_cpp b11434" in readme
+    assert f"--spec-type draft-eagle3 --spec-draft-n-max 3 --spec-draft-p-min 0 {HOST_SAMPLING}" in readme
+    assert "for llama_cpp b11434" in readme
 
 
 @pytest.mark.parametrize("drafts", [True, False])

@@ -96,17 +96,33 @@ def test_a_password_that_is_not_encoded_is_refused_without_showing_it(by_server:
     assert "@" not in str(failed.value)
 
 
-def test_a_password_reaches_no_file_of_the_run(
-    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_query", [False, True], ids=["password", "key in the query"])
+def test_a_secret_of_the_address_reaches_the_server_and_no_file_of_the_run(
+    by_server: ConfigFor,
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    is_query: bool,
 ) -> None:
-    url = server.url.replace("://", "://me:sesame@")
+    server.query = "api=1&key=sesame" if is_query else ""
+    url, shown = (
+        (f"'{server.url}?{server.query}'", f"{server.url}?api=***&key=***")
+        if is_query
+        else (server.url.replace("://", "://me:sesame@"), "://***@127.0.0.1")
+    )
     monkeypatch.setattr("sys.argv", ["responses", f"responses.url={url}", f"serving.url={url}"])
     config = by_server(f"responses.url={url}", f"serving.url={url}")
     respond(config)
     write_provenance(Path(config.run_dir) / "train", make_config(f"responses.url={url}"))
     texts = {path: path.read_text() for path in Path(config.run_dir).rglob("*") if path.is_file()}
     assert [path for path, text in texts.items() if "sesame" in text] == []
-    assert sum("://***@127.0.0.1" in text for text in texts.values()) == 4
+    assert sum(shown in text for text in texts.values()) == 4
+    printed = capfd.readouterr()
+    assert shown in printed.out and "sesame" not in printed.out + printed.err
+    server.query = "another"
+    with pytest.raises(UserError, match="401") as refused:
+        respond(by_server(f"responses.url={url}", "responses.max_retries=0", f"run_dir={config.run_dir}2"))
+    assert "sesame" not in str(refused.value)
 
 
 def test_the_chosen_model_and_the_end_of_a_redirect_are_named(
@@ -172,6 +188,9 @@ def test_an_error_is_read_only_at_its_beginning(by_server: ConfigFor, server: Fa
 def test_masking_hides_secrets_and_homes_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hide_passwords(["x=http://me:a@b:c@h/v1", {"p": "hf://a/b@c"}]) == ["x=http://***@h/v1", {"p": "hf://a/b@c"}]
     assert hide_secrets("the key is abcdefgh, abcdef", ["abcdefgh", "a"]) == "the key is ***, ***"
+    assert (
+        hide_passwords("a 'http://h/v1?key=1&b' http://h?c#d ?e=f") == "a 'http://h/v1?key=***&***' http://h?***#d ?e=f"
+    )
     monkeypatch.setenv("HOME", "/root")
     assert hide_home(json.dumps(["/root/runs", "/root", "/rootfs/a", "/mnt/root/b"])) == json.dumps(
         ["~/runs", "~", "/rootfs/a", "/mnt/root/b"]

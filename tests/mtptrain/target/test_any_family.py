@@ -210,6 +210,15 @@ def test_in_bf16_too_the_check_finds_wrong_attention_over_a_cache(
         self_check.check_target(target)
 
 
+def test_a_model_that_rounds_but_returns_logits_in_fp32_is_judged_by_the_dtype_that_it_computes_in(
+    member: Callable[[str], Path],
+) -> None:
+    target = load_target(member("nemotron_h"), torch.bfloat16, CPU)
+    ids = IDS.clamp(max=target.config.vocab_size - 1)
+    assert target.model(input_ids=ids).logits.dtype is torch.float32
+    self_check.check_target(target)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "lfm2", "jamba"])
 def test_the_check_finds_states_that_leak_between_packed_documents(member: Callable[[str], Path], name: str) -> None:
     target = load(member(name))
