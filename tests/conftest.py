@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+
+
+TESTS_UNTIL = "MTPTRAIN_TESTS_UNTIL"
+"""Environment variable with the time, in seconds since the epoch, after which no further test starts."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = os.environ.get(TESTS_UNTIL)
+    if until is not None and time.time() > float(until):
+        pytest.skip("NO TIME LEFT")
 
 
 GENERATION_TEMPLATE = (
