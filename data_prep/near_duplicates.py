@@ -8,9 +8,9 @@ fewer than `MIN_WORDS` words are not compared: a single other word makes another
 from collections.abc import Callable, Sequence
 
 from rensa import RMinHash, RMinHashLSH
-from tqdm import tqdm
 
 from mtptrain.data.questions import normalise
+from mtptrain.utils.progress import ProgressBar
 
 RUN_WORDS, MIN_WORDS = 3, 8
 NUM_HASHES, NUM_BANDS = 128, 32
@@ -39,7 +39,7 @@ def join_near_duplicates(groups: Sequence[str], question: Callable[[int], str], 
             joined[number] = number = joined[joined[number]]
         return number
 
-    for number, name in enumerate(tqdm(names, desc="near duplicates", unit="question", delay=2.0)):
+    for number, name in enumerate(ProgressBar(names, desc="near duplicates", unit="question", delay=2.0)):
         words = normalise(question(index_of[name])).split()
         if len(words) < MIN_WORDS:
             continue

@@ -6,11 +6,10 @@ An item is a file, a conversation or a row of tokens. A conversation may need se
 import hashlib
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
 from mtptrain.config import PromptsConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out, name_hash
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.progress import ProgressBar
 
 from .assistant_masks import Encoding
 from .prompt_sources import Source
@@ -126,7 +125,7 @@ def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> 
     order = sorted(range(len(names)), key=lambda i: (name_hash(clusters[i]), clusters[i], groups[i], names[i], i))
     collector = Collector(prompts, vocab_size)
     collector.refused.update(source.refused)
-    with tqdm(total=len(order), desc="prompts", unit="item") as bar:
+    with ProgressBar(total=len(order), desc="prompts", unit="item") as bar:
         for start in range(0, len(order), _BATCH):
             if collector.is_full:
                 collector.beyond_max_train_tokens += len(order) - start

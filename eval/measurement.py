@@ -4,7 +4,6 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import AcceptanceConfig
@@ -24,6 +23,7 @@ from mtptrain.decoding.speculate import Generation, speculate
 from mtptrain.target.model import Target
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.progress import ProgressBar
 
 from .draft_quality import DraftQuality, QualityFigures
 
@@ -170,7 +170,7 @@ class Measurement:
             batches = {name: in_batches(share.waiting, self.settings) for name, share in shares.items()}
             total = sum(len(share.waiting) for share in shares.values())
             shown = "acceptance" if turn == 1 else f"turn {turn}"
-            with tqdm(total=total, desc=shown, unit="prompt", disable=not self.ranks.is_first) as bar:
+            with ProgressBar(total=total, desc=shown, unit="prompt", disable=not self.ranks.is_first) as bar:
                 for index in range(max(map(len, batches.values()))):
                     for name, candidate in candidates.items():
                         if index < len(batches[name]):

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from mtptrain.config import PipelineConfig, Resume, TrainConfig
 from mtptrain.convert.formats import warn_of_limits
@@ -68,6 +67,7 @@ from mtptrain.training.trainer import Trainer, check_batch_ranks, is_compiled
 from mtptrain.training.validation import Validation
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal, init_ranks
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.progress import ProgressBar
 
 CHECKPOINTS = "checkpoints"
 
@@ -226,7 +226,9 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
     """Train until the last step or until a signal arrives. Returns the progress at which the run stopped."""
     stage_dir, settings, progress = training.stage_dir, training.config.train, training.progress
     tracking = Tracking(stage_dir, training.config, progress.step) if ranks.is_first else None
-    bar = tqdm(total=training.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first)
+    bar = ProgressBar(
+        total=training.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first
+    )
     tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
     postfix: dict[str, str] = {}
     # 1. Wait for the states of the first step, if they are streamed.
@@ -276,7 +278,7 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
         if stopped_by:
             break
     if stopped_by and ranks.is_first and progress.step > training.progress.step:  # it made a step
-        tqdm.write(
+        ProgressBar.write(
             f"step {progress.step}: {stopped_by.name}, checkpoint saved; the same command continues from it, unless it "
             "sets train.resume=never"
         )
@@ -316,7 +318,7 @@ def validate(training: Training, progress: Progress, tracking: Tracking | None) 
     is_best = acceptance.acceptance_length > progress.best_acceptance_length
     if tracking is not None:
         tracking.write(progress.step, measured := validated.record())
-        tqdm.write(
+        ProgressBar.write(
             f"step {progress.step}: acceptance length {acceptance.acceptance_length:.3f} ({acceptance.prompts} "
             f"held-out prompts, greedy, K={len(acceptance.accepted_at)}){', the best so far' if is_best else ''}"
         )

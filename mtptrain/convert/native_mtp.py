@@ -17,6 +17,7 @@ from mtptrain.convert.base import Tensors, renamed
 from mtptrain.convert.target_files import WholeCheckpoint, add_target_files
 from mtptrain.heads.native_mtp import LAYER, NATIVE_MTP, NativeModule, module_config
 from mtptrain.target.form import build_on_meta
+from mtptrain.target.loading import without_transformers_bar
 from mtptrain.utils.files import read_json, write_json
 
 REPEATED = ("embed_tokens.", "shared_head.head.")
@@ -97,17 +98,15 @@ def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
         return layer
     # What is joined or renamed has the dtype of the experts, not that of a router's bias.
     dtype = next(tensor.dtype for name, tensor in layer.items() if not name.endswith("bias"))
-    verbosity, shows_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the embeddings and lm_head are not there
-    logging.disable_progress_bar()
     try:
-        loading: Any = type(model).from_pretrained(
-            None, config=model.config, state_dict=layer, dtype=torch.float32, output_loading_info=True
-        )
+        with without_transformers_bar():
+            loading: Any = type(model).from_pretrained(
+                None, config=model.config, state_dict=layer, dtype=torch.float32, output_loading_info=True
+            )
     finally:
         logging.set_verbosity(verbosity)
-        if shows_bar:
-            logging.enable_progress_bar()
     loaded, found = loading
     if missing := sorted(found["missing_keys"] & expected):
         raise KeyError(missing[0])

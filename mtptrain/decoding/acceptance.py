@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tqdm import tqdm
 
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.followed import FollowedTarget
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, Round, speculate
 from mtptrain.target.model import Target
+from mtptrain.utils.progress import ProgressBar
 
 MAX_LOOP_PERIOD, MIN_LOOP_TOKENS = 64, 32
 
@@ -178,7 +178,7 @@ def generate_in_batches(
     """
     batches = token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens)
     generations: dict[int, Generation] = {}
-    with tqdm(total=len(prompts), desc=description, unit="prompt", disable=description is None) as bar:
+    with ProgressBar(total=len(prompts), desc=description, unit="prompt", disable=description is None) as bar:
         for indices in batches:
             asked = [prompts[index] for index in indices]
             batch = speculate(

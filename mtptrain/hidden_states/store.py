@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, refuse_other
 from mtptrain.hidden_states.shard_format import CHECKED, CHECKSUMS, document_checksum, index_checksum
 from mtptrain.utils.distributed import Ranks, StopSignal
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import file_sha256, read_manifest
+from mtptrain.utils.progress import ProgressBar
 
 SCHEMA_VERSION = 2
 """Version 2 added a checksum per document, and one per shard for its header, tables and loss mask."""
@@ -302,7 +302,7 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
     records = {index: store.manifest.shards[index] for index in indices}
     num_bytes = sum(record.num_bytes for record in records.values())
     damaged = {}
-    with tqdm(
+    with ProgressBar(
         total=num_bytes, unit="B", unit_scale=True, desc="verify hidden states", disable=not show_progress
     ) as bar:
         for index, record in records.items():

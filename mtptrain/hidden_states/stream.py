@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from mtptrain.data.identity import StoreIdentity, refuse_other
 from mtptrain.data.prompt_files import Documents
@@ -26,6 +25,7 @@ from mtptrain.hidden_states.writer import read_record, record_path, shard_path, 
 from mtptrain.utils.distributed import EXIT_STOPPED, Ranks, StopSignal
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_manifest, write_sealed
+from mtptrain.utils.progress import ProgressBar
 
 STREAM = "stream.json"
 OPEN_WINDOWS = 3
@@ -114,7 +114,7 @@ def wait_until(is_done: Callable[[], bool], waiting_for: str, is_silent: bool = 
     while not is_done():
         if not is_reported and time.monotonic() - started > REPORT_AFTER_S:
             message = f"waiting for {waiting_for} from mtptrain hidden-states, which must run with the same settings"
-            tqdm.write(message, file=sys.stderr)  # stdout may be a file, and buffered
+            ProgressBar.write(message, file=sys.stderr)  # stdout may be a file, and buffered
             is_reported = True
         time.sleep(POLL_S)
 

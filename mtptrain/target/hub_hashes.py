@@ -4,11 +4,10 @@ import re
 import warnings
 from pathlib import Path
 
-from tqdm import tqdm
-
 from mtptrain.target.hub import DOWNLOAD_AGAIN, weight_files
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
+from mtptrain.utils.progress import ProgressBar
 
 SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -34,7 +33,7 @@ def verify_weights(target_dir: Path) -> None:
             f"such as {unknown[0]}; download them with huggingface_hub",
             stacklevel=2,
         )
-    for path, wanted in tqdm(known.items(), desc="weights", unit="file"):
+    for path, wanted in ProgressBar(known.items(), desc="weights", unit="file"):
         if (found := file_sha256(path)) != wanted:
             raise UserError(f"{path}: must have the hub's sha256 {wanted}, but has {found}; {DOWNLOAD_AGAIN}")
 

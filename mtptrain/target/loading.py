@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import logging
 
 from mtptrain.target.checkpoint_check import PLAIN_DTYPES, check_weights
 from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
@@ -23,6 +26,18 @@ FITTING_SHARE = 0.8
 """Largest share of a GPU's memory for the target's weights. `load_target` spreads larger targets over several GPUs."""
 
 
+@contextmanager
+def without_transformers_bar() -> Iterator[None]:
+    """Keeps transformers from drawing a bar of its own, on every rank, into the programs' bars."""
+    shows_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_bar:
+            logging.enable_progress_bar()
+
+
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
     """Returns the whole target on one device, or spread over several by accelerate if it does not fit.
 
@@ -33,16 +48,17 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
     config = read_target_config(target_dir)
     check_placement(target_dir, dtype, device)
     placement = "auto" if needs_several_devices(target_dir, dtype, device) else device
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        target_dir,
-        config=config,
-        dtype=dtype,
-        device_map=placement,
-        trust_remote_code=False,
-        attn_implementation="eager",  # the model's own attention, with which `check_target` compares ours
-        output_loading_info=True,
-        key_mapping=TEXT_MODEL_NAMES,
-    )
+    with without_transformers_bar():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            target_dir,
+            config=config,
+            dtype=dtype,
+            device_map=placement,
+            trust_remote_code=False,
+            attn_implementation="eager",  # the model's own attention, with which `check_target` compares ours
+            output_loading_info=True,
+            key_mapping=TEXT_MODEL_NAMES,
+        )
     model, loading = loaded
     # transformers initialises missing tensors at random and only logs a warning.
     refuse_missing(target_dir, loading["missing_keys"])

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import wandb
-from tqdm import tqdm
 
 from mtptrain.config import PipelineConfig, Tracker
 from mtptrain.training.batches import Batch
@@ -21,6 +20,7 @@ from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import parse_json, write_text
 from mtptrain.utils.masking import hide_passwords
+from mtptrain.utils.progress import ProgressBar
 
 METRICS = "metrics.jsonl"
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -208,7 +208,7 @@ class Tracer:
             if (num_steps := self._profiler.step_num) == 5:  # `stop` wrote a trace of the sixth step, which never began
                 self._path.unlink(missing_ok=True)
             if num_steps < 6:
-                tqdm.write(
+                ProgressBar.write(
                     f"train.profile: this process must make at least six steps for {self._path}, a trace of its sixth "
                     f"to eighth step, but made {num_steps}; train for more steps"
                 )

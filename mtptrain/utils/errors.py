@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from textwrap import shorten
 from typing import NoReturn, TextIO
 
-from tqdm import tqdm
-
+from mtptrain.utils.progress import ProgressBar
 from mtptrain.utils.startup import imports_are_done
 
 DEBUG = "MTPTRAIN_DEBUG"
@@ -62,12 +61,12 @@ def show_warning(
     """Show a warning of users as one line on stderr, without Python's line of code. For `warnings.showwarning`."""
     is_for_users = category is UserWarning
     text = f"WARNING {message}" if is_for_users else warnings.formatwarning(message, category, filename, lineno, line)
-    tqdm.write(text.rstrip(), file=sys.stderr)
+    ProgressBar.write(text.rstrip(), file=sys.stderr)
 
 
 def exit_with_line(line: str, code: int) -> NoReturn:
     """Write a line to stderr, below all progress bars, and exit. With several ranks, the line begins with the rank."""
-    for bar in list(getattr(tqdm, "_instances", ())):
+    for bar in list(getattr(ProgressBar, "_instances", ())):
         bar.close()  # otherwise it would be drawn again after the line
     rank = f"rank {os.environ.get('RANK', '0')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     sys.stdout.flush()

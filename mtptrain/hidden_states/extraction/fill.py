@@ -8,13 +8,13 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from mtptrain.config import StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
 from mtptrain.hidden_states.shard_format import bytes_per_token
 from mtptrain.hidden_states.writer import ShardFile
+from mtptrain.utils.progress import ProgressBar
 
 
 class Streams(Protocol):
@@ -71,7 +71,7 @@ def fill_shards(
     try:
         with (
             OverlappedWriter(writer_threads) as writer,
-            tqdm(
+            ProgressBar(
                 total=total, unit="tok", unit_scale=True, desc=f"hidden states, {progress_name}", disable=not show
             ) as bar,
         ):
