@@ -51,7 +51,7 @@ def test_the_report_has_the_fields_that_others_read_and_its_figures_follow_from_
 
 
 def test_the_table_names_the_head_and_prompt_lookup(finished: Run) -> None:
-    output = (finished[0].parent / "eval.acceptance.out").read_text()
+    output = (finished[0].parent / "acceptance.out").read_text()
     report = json.loads((finished[0] / "acceptance/report.json").read_text())
     assert re.search(rf"head mtp .* {report['acceptance_length']:.3f} ", output)
     assert re.search(rf"prompt lookup .* {report['baselines']['prompt_lookup']['acceptance_length']:.3f} ", output)
