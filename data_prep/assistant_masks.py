@@ -9,12 +9,12 @@ from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import render_text, require_chat_template, special_tokens
+from mtptrain.data.chat_template import Span, render_text, require_chat_template, special_tokens
 from mtptrain.data.refusal import ConversationRefused
 from mtptrain.data.tool_calls import Message
 from mtptrain.utils.errors import UserError
 
-from .renderings import Rendering, Span, render_conversation
+from .renderings import Rendering, render_conversation
 
 _QUESTION: Message = {"role": "user", "content": "What is two and two?"}
 _ANSWER: Message = {"role": "assistant", "content": "Four."}
@@ -51,7 +51,6 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     Raises:
         UserError: the chat template is missing or fails, the tokenizer cannot map tokens to characters, or the mask of
             the assistant turn is empty.
-        EndlessTemplate: the template takes too long.
     """
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:

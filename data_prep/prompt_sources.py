@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PromptsConfig, PromptSource
-from mtptrain.data.chat_template import EndlessTemplate, special_tokens
+from mtptrain.data.chat_template import special_tokens
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.refusal import ConversationRefused
 from mtptrain.data.rows import NOT_TRAINED, RowFormat
@@ -98,8 +98,6 @@ class ConversationSource:
             return render_conversation(self._tokenizer, self._messages(index), self.is_generated)
         except ConversationRefused as refusal:
             return str(refusal)
-        except EndlessTemplate as error:
-            raise EndlessTemplate(f"{self.location(index)}: {error}") from error
 
 
 class ResponsesSource(ConversationSource):
@@ -155,7 +153,6 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
         UserError: no path is given; with source `responses`: mtptrain responses has not finished, or the responses are
             those of another target or of other `prompts.paths`; with any other source: a path does not exist or a file
             has an unknown format; with conversations or responses: the chat template cannot be used.
-        EndlessTemplate: the target's chat template takes too long.
     """
     if not prompts.paths:
         raise UserError(

@@ -52,7 +52,6 @@ def prepare_prompts(run: Run) -> PromptsReport:
             - The tokenizer belongs to another model, or its chat template is missing or fails.
             - No token is supervised, no answer is long enough for a draft, or a split would be empty.
             - `run_dir/prompts` holds files of somebody else.
-        EndlessTemplate: the chat template takes too long.
     """
     config, vocab_size, tokenizer = run.config, int(run.target.config.vocab_size), run.target.tokenizer
     source = read_source(config.prompts, run.target, run.stage_dir("responses"))

@@ -16,19 +16,23 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from mtptrain.data.chat_template import check_rendered, rendering, require_chat_template, special_tokens, without_tools
+from mtptrain.data.chat_template import (
+    Span,
+    render_spans,
+    render_text,
+    require_chat_template,
+    special_tokens,
+    without_tools,
+)
 from mtptrain.data.refusal import ConversationRefused
 from mtptrain.data.rows import NOT_TRAINED, refuse_dropped_prompts
 from mtptrain.data.tool_calls import Message, call_words
 from mtptrain.utils.masking import printable
 
-Span = tuple[int, int]
 NO_ANSWER = "no assistant turn"
 """Reason for refusing a conversation without an assistant turn."""
 OPEN, CLOSE = "<think>", "</think>"
@@ -88,7 +92,6 @@ def render_conversation(
             otherwise than written, the template drops a prompt, rejects the messages or fails, or no assistant turn can
             be located in the text.
         UserError: the tokenizer has no chat template.
-        EndlessTemplate: the template takes too long.
     """
     special = set(special_tokens(tokenizer).values())
     trained = _trained_answers(messages, () if is_generated else special)
@@ -98,7 +101,7 @@ def render_conversation(
     template = require_chat_template(tokenizer, tools)
     try:
         whole, turns = _render_all(tokenizer, messages)
-        if "strftime_now" in template and _render(tokenizer, messages)[0] != whole:
+        if "strftime_now" in template and render_text(tokenizer, messages) != whole:
             whole, turns = _render_all(tokenizer, messages)  # the date changed between two renderings
     except TemplateError as error:
         reason = printable(str(error)) or "it gives no reason"
@@ -229,7 +232,7 @@ def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) 
 
 def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[_Turn | None]]:
     """Returns the rendered conversation, and every assistant turn as generated."""
-    text, _ = _render(tokenizer, messages)
+    text = render_text(tokenizer, messages)
     ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
     return text, [_generated_turn(tokenizer, messages[:end]) for end in ends]
 
@@ -239,8 +242,8 @@ def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
     _, tools = without_tools(messages)
     has_blocks = GENERATION_BLOCK.search(require_chat_template(tokenizer, tools)) is not None
     try:
-        prompt, _ = _render(tokenizer, messages[:-1], add_generation_prompt=True)
-        text, blocks = _render(tokenizer, messages, return_assistant_tokens_mask=has_blocks)
+        prompt = render_text(tokenizer, messages[:-1], is_prompt=True)
+        text, blocks = render_spans(tokenizer, messages, has_blocks=has_blocks)
         start = _turn_start(tokenizer, messages, prompt, text)
     except TemplateError:  # for instance, an assistant turn without a user turn has no prompt
         return None
@@ -267,7 +270,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     if content and turn.rstrip().endswith(content):  # nothing else ends the turn
         return len(text)
     try:
-        continued, _ = _render(tokenizer, [*messages, {"role": "user", "content": "?"}])
+        continued = render_text(tokenizer, [*messages, {"role": "user", "content": "?"}])
     except TemplateError:
         return len(text)
     return len(turn) if continued.startswith(turn) and not continued.startswith(text) else len(text)
@@ -278,7 +281,7 @@ def _turn_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     if text.startswith(prompt):
         return len(prompt)
     # Templates may render messages differently once others follow, so search `text` for the generation prompt.
-    history, _ = _render(tokenizer, messages[:-1])
+    history = render_text(tokenizer, messages[:-1])
     cue = prompt.removeprefix(history)
     num_answers = sum(message["role"] == "assistant" for message in messages)
     is_sure = prompt.startswith(history) and cue and text.count(cue) == num_answers
@@ -318,19 +321,3 @@ def _contained_turns(text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]
 def _spans_in(text: str, turn: _Turn) -> list[Span]:
     """Returns the spans of a turn in `text`, or [] if the turn or anything before it is not rendered as generated."""
     return turn.spans if text.startswith(turn.text) else []
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: bool
-) -> tuple[str, list[Span]]:
-    """Returns the text and, on request, the spans of its generation blocks."""
-    # Calls render_jinja_template directly. apply_chat_template rejects an empty list of messages (the history of an
-    # assistant turn that comes first). Its mask omits the last tokens of a span whose last character takes several.
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, **settings}
-    with rendering(tokenizer, messages):
-        read, tools = without_tools(messages)
-        template = tokenizer.get_chat_template(tools=tools)
-        rendered: Any = render_jinja_template(conversations=[read], tools=tools, chat_template=template, **variables)
-        texts, spans = rendered
-        check_rendered(texts[0])
-    return texts[0], spans[0] if spans else []

@@ -9,7 +9,6 @@ whether rendering gives the same text again, since a response that is rendered d
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from os.path import commonprefix
@@ -197,17 +196,6 @@ class Dialogue:
         self.regenerated.ended_by = ending
         if not self.regenerated.messages:  # keep the prompt of a conversation without responses
             self.regenerated.messages = self._history
-
-
-def check_template_ends(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
-    """Renders a conversation after each of its messages.
-
-    Raises:
-        EndlessTemplate: the template takes too long.
-    """
-    for end, message in enumerate(messages, 1):
-        with suppress(TemplateError):  # a template may reject this conversation but not others
-            render_text(tokenizer, messages[:end], is_prompt=message["role"] != "assistant")
 
 
 def turn_seed(seed: int, name: str, turn: int) -> int:

@@ -40,7 +40,7 @@ from mtptrain.utils.distributed import CPU_THREADS, Ranks, continue_on_ranks, in
 from mtptrain.utils.errors import UserError
 
 from ..conversations import Conversations, read_conversations
-from .dialogue import Dialogue, RegeneratedConversation, Sampling, check_template_ends, is_text_of
+from .dialogue import Dialogue, RegeneratedConversation, Sampling, is_text_of
 from .manifest import MANIFEST, ResponsesIdentity, ResponsesManifest
 from .report import ResponsesProgress, print_report
 from .server import CompletionServer, regenerate_with_server
@@ -185,8 +185,6 @@ def make_job(run: Run) -> Job:
     prompts = config.prompts
     conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
     survey = survey_conversations(conversations, prompts.paths)
-    if server:  # a template that never ends would fail each conversation only after its limit
-        check_template_ends(tokenizer, conversations.messages(max(survey.turns, key=lambda row: survey.turns[row])))
     identity = make_identity(config, context_tokens, TargetIdentity.of(target), survey.sources, server)
     return Job(target, conversations, survey, sampling, context_tokens, server, identity)
 

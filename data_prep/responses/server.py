@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from mtptrain.data.chat_template import EndlessTemplate
 from mtptrain.serving.engine import NEUTRAL_SAMPLING
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import address_below
@@ -252,7 +251,7 @@ def regenerate_with_server(
     def outcome_of(dialogue: Dialogue) -> RegeneratedConversation | tuple[int, str] | None:
         try:
             return converse(dialogue)
-        except (RequestFailed, EndlessTemplate) as failure:
+        except RequestFailed as failure:
             return dialogue.regenerated.row, str(failure)
 
     running: set[Future[RegeneratedConversation | tuple[int, str] | None]] = set()

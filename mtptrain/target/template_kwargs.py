@@ -1,13 +1,13 @@
 """Sets variables of a target's chat template, such as `enable_thinking`, which servers call `chat_template_kwargs`."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
-from jinja2 import Environment
+from jinja2 import Environment, meta
 from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
@@ -16,10 +16,8 @@ from mtptrain.utils.errors import UserError, error_summary
 RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Variables of a template that differ from one rendering to the next."""
 
-KEYWORDS = frozenset(
-    ("and", "else", "false", "False", "if", "in", "is", "none", "None", "not", "or", "recursive", "true", "True")
-)
-"""Words inside Jinja's expressions and after the first word of its statements, which are no variables."""
+GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""transformers' own tags, which Jinja does not know."""
 
 
 def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
@@ -70,13 +68,6 @@ def _shown(value: object) -> str:
 
 
 def _names_in(template: str) -> set[str]:
-    """Returns the names in a template's code that may be variables: no attributes, filters, tests or statements.
-
-    Names that the template assigns itself are not told apart.
-    """
-    tokens = [(kind, value) for _, kind, value in Environment().lex(template) if kind != "whitespace"]
-    return {
-        name
-        for (kind_before, before), (kind, name) in pairwise(tokens)
-        if kind == "name" and kind_before != "block_begin" and before not in (".", "|", "is") and name not in KEYWORDS
-    }
+    """Returns the variables that a template reads before it sets them."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))

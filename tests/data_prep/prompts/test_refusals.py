@@ -9,7 +9,6 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import PipelineConfig
-from mtptrain.data import chat_template
 from mtptrain.run import Run
 from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output
@@ -144,19 +143,6 @@ def test_text_that_the_template_inserts_and_its_date_are_reported(
     target_dir = make_target(tmp_path / "target", chat_template=template)
     report = prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
     assert (report.answers_inserted, report.is_dated) == (20, True)
-
-
-def test_a_conversation_that_renders_for_ever_is_named(
-    tmp_path: Path, chat_config: Callable[..., PipelineConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_template, "LIMIT_S", 0.2)
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = "{% if messages[0]['content'] == 'hello 7?' %}" + loop + "{% endif %}" + GENERATION_TEMPLATE
-    target_dir = make_target(tmp_path / "target", chat_template=template)
-    rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
-    match = rf"\.jsonl:8: the chat template of {target_dir} must render a conversation within 0\.2 s"
-    with pytest.raises(chat_template.EndlessTemplate, match=match):
-        prepare_prompts(Run(chat_config(rows, f"target.path={target_dir}")))
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, text_config: ConfigFor) -> None:

@@ -12,11 +12,10 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses import transport
-from mtptrain.data import chat_template
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
-from tests.conftest import GENERATION_TEMPLATE, run_program
+from tests.conftest import run_program
 from tests.data_prep.responses.stage import (
     CHATS,
     ConfigFor,
@@ -28,7 +27,7 @@ from tests.data_prep.responses.stage import (
     overrides_for,
     respond,
 )
-from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, make_speaking_target
+from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion
 
 
 def test_a_busy_server_is_retried(by_server: ConfigFor, server: FakeServer) -> None:
@@ -195,18 +194,3 @@ def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_a
     assert len(answered(config)) == 19
     prepare_prompts(Run(config))
     assert "responses: 1 conversations failed and are missing; run mtptrain responses again" in capsys.readouterr().out
-
-
-def test_a_conversation_that_the_template_never_ends_to_render_fails_by_name(
-    by_server: ConfigFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = "{% if 'of chat0' in messages[-1].content %}" + loop + "{% endif %}" + GENERATION_TEMPLATE
-    monkeypatch.setattr(chat_template, "LIMIT_S", 0.2)
-    target = make_speaking_target(tmp_path / "looping", chat_template=template)
-    config = by_server(f"target.path={target}", rows=CHATS[:3])
-    assert respond(config).failed == 1
-    (failure,) = failures(config)
-    assert failure["place"].endswith("chats.jsonl:1")
-    assert "must render a conversation within 0.2 s of CPU time, but has not finished" in failure["reason"]
-    assert [row["row"] for row in answered(config)] == [1, 2]

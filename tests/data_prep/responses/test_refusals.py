@@ -8,12 +8,10 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.regenerate import check_settings, prepare_responses
-from mtptrain.data import chat_template
 from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
-from tests.conftest import GENERATION_TEMPLATE
-from tests.data_prep.responses.stage import CHATS, ConfigFor, respond
-from tests.data_prep.speaking import EOS, FakeServer, completion, make_speaking_target
+from tests.data_prep.responses.stage import ConfigFor, respond
+from tests.data_prep.speaking import EOS, FakeServer, completion
 
 
 @pytest.mark.parametrize(
@@ -134,18 +132,6 @@ def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(
     with pytest.raises(ValueError, match=r"^responses\.api_key_variable: SOME_KEY must hold a key of") as failed:
         respond(by_server("responses.api_key_variable=SOME_KEY"))
     assert "cret" not in str(failed.value)
-
-
-def test_a_template_that_never_ends_from_the_second_turn_is_stopped_before_anything_is_asked(
-    by_server: ConfigFor, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = "{% for a in range(9000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
-    template = "{% if messages|length > 2 %}" + loop + "{% endif %}" + GENERATION_TEMPLATE
-    monkeypatch.setattr(chat_template, "LIMIT_S", 0.2)
-    config = by_server(f"target.path={make_speaking_target(tmp_path / 'slow', chat_template=template)}", rows=CHATS[:2])
-    with pytest.raises(chat_template.EndlessTemplate, match=r"must render a conversation within 0\.2 s of CPU time"):
-        respond(config)
-    assert not server.requests and not config.stage_dir("responses").exists()
 
 
 def test_a_server_is_asked_by_one_process(by_server: ConfigFor) -> None:

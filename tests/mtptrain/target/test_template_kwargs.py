@@ -50,7 +50,8 @@ def test_a_template_that_cannot_be_read_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize("name", ["role", "upper", "if", "defined", "else", "set"])
 def test_attributes_filters_and_words_of_jinja_are_no_variables(name: str) -> None:
     template = (
-        "{% for m in messages if m.role is defined %}{% set x = m.role | upper %}{{ x if mode else x }}{% endfor %}"
+        "{% for m in messages if m.role is defined %}{% set x = m.role | upper %}{% break %}"
+        "{% generation %}{{ x if mode else x }}{% endgeneration %}{% endfor %}"
     )
     set_template_kwargs(make_tokenizer(template), {"mode": 1})
     with pytest.raises(ValueError, match=rf"template_kwargs: must name variables that .* but names {name};"):
