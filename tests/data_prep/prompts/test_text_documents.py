@@ -161,4 +161,4 @@ def test_the_program_prints_the_report_and_where_it_wrote(
     assert "supervised tokens" in result.stdout
     assert f"written to {tmp_path}/cli/prompts" in result.stdout
     provenance = json.loads((tmp_path / "cli" / "prompts" / "provenance.json").read_text())
-    assert provenance["argv"][1:] == result.args[3:]
+    assert provenance["argv"][1:] == result.args[4:]
