@@ -26,8 +26,7 @@ from mtptrain.serving.vllm_client import GenerateJob, VllmProcess, find_python
 from mtptrain.serving.vllm_server import VllmServer
 from mtptrain.settings.evaluation import ServingConfig, ServingEngine
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.gguf import fingerprint
-from mtptrain.target.gguf_model import require_same_sizes
+from mtptrain.target.gguf import fingerprint, require_same_sizes
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 

@@ -32,7 +32,7 @@ from mtptrain.convert.vllm import (
     VllmPeagle,
 )
 from mtptrain.settings.heads import HeadConfig
-from mtptrain.target.gguf_model import require_same_sizes
+from mtptrain.target.gguf import require_same_sizes
 from mtptrain.utils.errors import UserError
 
 FORMATS: dict[tuple[str, str], type[Format]] = {

@@ -32,8 +32,7 @@ from mtptrain.settings.heads import (
     HeadConfig,
 )
 from mtptrain.target.families import head_dim, key_heads, mlp_size, norm_eps
-from mtptrain.target.gguf_header import read_header
-from mtptrain.target.gguf_model import INTERLEAVED, MODULES, ROPE_FACTORS, interleaved, uninterleaved
+from mtptrain.target.gguf import INTERLEAVED, MODULES, ROPE_FACTORS, interleaved, read_header, uninterleaved
 
 KINDS = {
     torch.float32: GGMLQuantizationType.F32,

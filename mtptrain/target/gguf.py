@@ -2,6 +2,11 @@
 
 The copy is in `gguf/` inside the cache directory: `$MTPTRAIN_CACHE`, or else `mtptrain` in `$XDG_CACHE_HOME` or
 `~/.cache`. It may be deleted at any time.
+
+The package gguf reads and dequantises the file, and transformers builds the tokenizer, which is corrected here.
+Settings and tensors are translated here, by a whitelist: the readers of transformers ignore what they do not know, such
+as RoPE factors and overlapping tensors, and replace missing settings by the family's defaults, so that a head would be
+trained for another model than the one that is served. They also hold all weights in memory at once.
 """
 
 import fcntl
@@ -9,23 +14,109 @@ import hashlib
 import json
 import math
 import os
+import re
+import reprlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
-from transformers import GenerationConfig, PreTrainedConfig
+import torch
+from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
-from mtptrain.target.gguf_header import GGUFHeader, read_header
-from mtptrain.target.gguf_model import model_config, model_tensor, tensor_names
-from mtptrain.target.gguf_tokenizer import check_tokenizer, special_token_ids, write_tokenizer
-from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import publish, sync
+from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.files import publish, read_json, sync
+
+Rows = TypeVar("Rows", np.ndarray, torch.Tensor)
 
 SUFFIX = ".gguf"
 FORMAT = 2
 """Raised when the same GGUF file would be translated into another model directory."""
+DOWNLOAD_AGAIN = "download it again"
+CHOOSE_ANOTHER = "choose another file, or the model directory that it was converted from"
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Names that llama.cpp and transformers share. Mistral's files are of the architecture llama."""
+INTERLEAVED = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": (), "eagle3": ("attn_q", "attn_k"), "dflash": ()}
+"""Modules of each architecture whose outputs llama.cpp rotates in pairs of neighbours: their rows are in another order
+than in transformers."""
+MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+"""Settings that a file must have, and their names in transformers."""
+NUMBERS = (
+    *(*SIZES, "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("rope.freq_base", "rope.dimension_count", "rope.scaling.factor", "rope.scaling.original_context_length"),
+)
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The settings that Llama 3.1, 3.2 and 3.3 share. They differ in `factor`."""
+
+TOKENIZER, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+OWN_SPLITS = {
+    "smollm": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        ],
+    }
+}
+"""Rules for cutting text into words, by `tokenizer.ggml.pre`, that transformers would replace by GPT-2's."""
+WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Rules with which llama.cpp looks up a word before it merges its bytes, and by default begins a text with BOS."""
+SPLITS = ("gpt-2", "qwen2", "deepseek-r1-qwen", *OWN_SPLITS, *WHOLE_WORDS_FIRST)
+"""Rules with which transformers, corrected here, cuts text as llama.cpp does."""
+LISTS = ("tokens", "token_type", "merges")
+CONTROL = 3
+"""The `token_type` of tokens that stand for themselves, such as the end of a turn."""
+SWITCHED_OFF = ("add_space_prefix", "add_eos_token", "add_sep_token", "remove_extra_whitespaces")
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+OTHER_IDS = (
+    *("bos_token_id", "unknown_token_id", "padding_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
+    *("seperator_token_id", "mask_token_id", "cls_token_id", "fim_pre_token_id", "fim_suf_token_id"),
+    *("fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
+)
+IN_TOKENIZER = (
+    *("model", "pre", *LISTS, "scores", "token_type_count", "add_bos_token", *SWITCHED_OFF, *END_IDS, *OTHER_IDS),
+)
+END_TOKENS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+    *("<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
+)
+"""Texts of the tokens at which llama.cpp stops even if no key names them (`special_eog_ids` in llama-vocab.cpp)."""
 
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 2**25, 4096, 4096
 _MARGIN_BYTES = 2**26
@@ -73,9 +164,8 @@ def dequantised_dir(path: Path, setting: str) -> Path:
     if directory.is_dir():
         return directory
     header = read_header(path)
-    config = model_config(header)
-    check_tokenizer(header)
-    names = tensor_names(header, config)
+    _check_settings(header)
+    config, names = _model_of(header)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_name(directory.name + ".lock")):
         if not directory.is_dir():  # otherwise another rank has written it
@@ -105,6 +195,240 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def require_same_sizes(path: Path, target: PreTrainedConfig) -> None:
+    """Refuse a GGUF file whose sizes are not the target's.
+
+    Raises:
+        UserError: it does not exist, is damaged, or is that of another model.
+    """
+    if not path.is_file():
+        raise UserError(f"target.gguf: must be an existing GGUF file, but {path} does not exist; correct the path")
+    metadata = read_header(path).metadata
+    architecture = metadata.get("general.architecture")
+    theirs = {name: metadata.get(f"{architecture}.{name}") for name in ("embedding_length", "block_count")}
+    theirs["number of tokens"] = len(metadata.get(f"{TOKENIZER}tokens", ()))
+    ours = dict(zip(theirs, (target.hidden_size, target.num_hidden_layers, target.vocab_size), strict=True))
+    for name, size in ours.items():
+        if theirs[name] != size:
+            raise UserError(
+                f"target.gguf: must be the target as a GGUF file, whose {name} is {size}, but in {path} it is "
+                f"{theirs[name]}; convert the model of target.path with llama.cpp's convert_hf_to_gguf.py"
+            )
+
+
+def interleaved(rows: Rows, num_heads: int) -> Rows:
+    """Returns the rows of a projection in llama.cpp's order, where the two outputs of a rotated pair are neighbours."""
+    return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def uninterleaved(rows: Rows, num_heads: int) -> Rows:
+    """Returns rows that are in llama.cpp's order in that of transformers, where halves of a head are rotated."""
+    return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """The metadata of a GGUF file and its tensors, whose data are read when they are needed."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, ReaderTensor]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor in torch's order."""
+        return tuple(self.tensors[name].shape.tolist()[::-1])
+
+    def dequantised(self, name: str) -> np.ndarray:
+        """Returns a tensor in fp32."""
+        return dequantize(self.tensors[name].data, self.tensors[name].tensor_type)
+
+    def section(self, prefix: str) -> dict[str, Any]:
+        """Returns the metadata whose keys begin with a prefix, by the rest of their keys."""
+        return {key.removeprefix(prefix): x for key, x in self.metadata.items() if key.startswith(prefix)}
+
+    @property
+    def head_dim(self) -> int:
+        sizes = self.section(f"{self.metadata['general.architecture']}.")
+        return int(sizes.get("attention.key_length", sizes["embedding_length"] // sizes["attention.head_count"]))
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Returns the header of a GGUF file.
+
+    Raises:
+        OSError: the file cannot be opened.
+        UserError: the file is not GGUF, or is damaged or incomplete.
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start[:4] != b"GGUF" or int.from_bytes(start[4:], "little") not in (2, 3):
+        raise UserError(
+            f"{path}: must be a GGUF file of version 2 or 3 in little-endian order, but begins with {start!r}; choose "
+            "another file, or a model directory"
+        )
+    with _refused(f"{path}: must be a complete GGUF file", f"{DOWNLOAD_AGAIN}, or convert the model again"):
+        reader = GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    expected = reader.data_offset
+    for tensor in reader.tensors:
+        if tensor.data_offset != expected:
+            raise UserError(
+                f"{path}: tensors must follow one another, but {tensor.name} begins at byte {tensor.data_offset:,}, "
+                f"not at {expected:,}; {DOWNLOAD_AGAIN}"
+            )
+        expected += math.ceil(tensor.n_bytes / reader.alignment) * int(reader.alignment)
+    return GGUFHeader(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+
+@contextmanager
+def _refused(must: str, advice: str = DOWNLOAD_AGAIN) -> Iterator[None]:
+    """Makes an error of a library, which may raise anything for a damaged file, a refusal of what must hold."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{must}, but the library reports {error_summary(error)}; {advice}") from error
+
+
+def _check_settings(header: GGUFHeader) -> None:
+    """Refuse settings of a model or of a tokenizer that transformers would ignore, or read otherwise than llama.cpp.
+
+    Raises:
+        UserError: the file is not a whole model, its architecture or tokenizer is not supported, or a setting is
+            missing, not understood, or not one that transformers implements.
+    """
+    path, metadata = header.path, header.metadata
+
+    def must(key: str, be: str, holds: bool, advice: str = CHOOSE_ANOTHER) -> None:
+        if not holds:
+            raise UserError(f"{path}: {key} must be {be}, but is {reprlib.repr(metadata.get(key))}; {advice}")
+
+    # 1) What kind of file it is.
+    must("general.type", "model", metadata.get("general.type", "model") == "model", "give the file of the model itself")
+    must(
+        *("split.count", "1, a whole model in one file", metadata.get("split.count", 0) in (0, 1)),
+        "merge the parts with llama.cpp's `llama-gguf-split --merge`",
+    )
+    architecture = metadata.get("general.architecture")
+    must("general.architecture", f"one of {', '.join(ARCHITECTURES)}", architecture in ARCHITECTURES)
+    # 2) Settings of the model.
+    prefix = f"{architecture}."
+    for key in (prefix + name for name in NUMBERS):
+        value = metadata.get(key, None if key.removeprefix(prefix) in SIZES else 1)
+        must(key, "a number above 0", isinstance(value, int | float) and 0 < value < math.inf, DOWNLOAD_AGAIN)
+    only = {
+        "attention.value_length": (header.head_dim,),
+        "rope.dimension_count": (header.head_dim,),
+        "rope.scaling.type": ("linear", "none"),
+        "rope.scaling.finetuned": (True, False),
+        "expert_count": (0,),
+        "expert_used_count": (0,),
+    }
+    for name, allowed in only.items():
+        must(prefix + name, " or ".join(map(str, allowed)), metadata.get(prefix + name, allowed[0]) in allowed)
+    # 3) The tokenizer.
+    settings = header.section(TOKENIZER)
+    # With SentencePiece, llama.cpp puts other spaces after special tokens than transformers does.
+    must(f"{TOKENIZER}model", "gpt2", settings.get("model") == "gpt2")
+    must(f"{TOKENIZER}pre", f"one of {', '.join(SPLITS)}", settings.get("pre") in SPLITS)
+    for name in SWITCHED_OFF:
+        must(TOKENIZER + name, "False", not settings.get(name))
+    for name in LISTS:
+        must(TOKENIZER + name, "a list", isinstance(settings.get(name), list), DOWNLOAD_AGAIN)
+    num_tokens = len(settings["tokens"])
+    has_types = len(settings["token_type"]) == num_tokens
+    must(f"{TOKENIZER}token_type", f"one number for each of the {num_tokens} tokens", has_types, DOWNLOAD_AGAIN)
+    for name in END_IDS + OTHER_IDS:
+        token = settings.get(name, 0)
+        is_token = isinstance(token, int) and 0 <= token < num_tokens
+        must(TOKENIZER + name, f"below the number of tokens {num_tokens}", is_token, DOWNLOAD_AGAIN)
+    must(CHAT_TEMPLATE, "a text", isinstance(metadata.get(CHAT_TEMPLATE, ""), str), DOWNLOAD_AGAIN)
+    # 4) Nothing else.
+    known = {prefix + name for name in (*NUMBERS, *only)} | {TOKENIZER + name for name in IN_TOKENIZER}
+    for key in metadata:
+        if key.startswith((prefix, TOKENIZER)) and key not in known:
+            raise UserError(
+                f"{path}: settings must be among those that this program can translate, but {key} is not; "
+                f"{CHOOSE_ANOTHER}"
+            )
+
+
+def _model_of(header: GGUFHeader) -> tuple[PreTrainedConfig, dict[str, str]]:
+    """Returns the config of the model that a GGUF file holds, and the name in transformers of each of its tensors.
+
+    Raises:
+        UserError: transformers cannot build the model, or a tensor is missing, superfluous, in a type that cannot be
+            dequantised, or of another shape than the settings say.
+    """
+    path, architecture = header.path, header.metadata["general.architecture"]
+    keys, rope = header.section(f"{architecture}."), _rope(header)
+    with _refused(f"{path}: settings must describe a model that transformers can build"), torch.device("meta"):
+        config = AutoConfig.for_model(
+            architecture,
+            **{name: keys[key] for key, name in SIZES.items()},
+            vocab_size=keys.get("vocab_size", len(header.metadata[f"{TOKENIZER}tokens"])),
+            num_key_value_heads=keys.get("attention.head_count_kv", keys["attention.head_count"]),
+            head_dim=header.head_dim,
+            rope_parameters=rope,
+            tie_word_embeddings="output.weight" not in header.tensors,
+            dtype="float32",
+        )
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    config.architectures = [type(model).__name__]
+    names = {name: _translated(name) for name in header.tensors}
+    if rope["rope_type"] == "llama3":
+        del names[ROPE_FACTORS]
+    found = {translated: header.shape(name) for name, translated in names.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise UserError(
+                f"{path}: the shape of {name} must be {expected.get(name)}, as the settings say, but is "
+                f"{found.get(name)}; {CHOOSE_ANOTHER}"
+            )
+    for name in names:
+        kind = header.tensors[name].tensor_type
+        advice = "quantise the model in another type, such as Q4_K_M"
+        with _refused(f"{path}: {name} must have a type that the package gguf can dequantise", advice):
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    return config, names
+
+
+def _rope(header: GGUFHeader) -> dict[str, Any]:
+    architecture = header.metadata["general.architecture"]
+    keys = header.section(f"{architecture}.")
+    theta = float(keys.get("rope.freq_base", 10000.0))
+    # llama.cpp's default kind is linear. Without a factor, it changes nothing.
+    factor = 1.0 if keys.get("rope.scaling.type") == "none" else keys.get("rope.scaling.factor", 1.0)
+    if factor != 1.0:
+        return {"rope_type": "linear", "factor": factor, "rope_theta": theta}
+    if architecture != "llama" or ROPE_FACTORS not in header.tensors:
+        return {"rope_type": "default", "rope_theta": theta}
+    factors = header.dequantised(ROPE_FACTORS)
+    expected = llama3_factors(float(factors.max()), theta, header.head_dim)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+        raise UserError(
+            f"{header.path}: {ROPE_FACTORS} must hold the RoPE factors of Llama 3.1 or later, but holds others; "
+            f"{CHOOSE_ANOTHER}"
+        )
+    return {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE, "rope_theta": theta}
+
+
+def llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray:
+    """Returns the factor [head_dim / 2] by which Llama 3.1's RoPE lengthens each wave, as llama.cpp stores it."""
+    low, high, context = (float(LLAMA3_ROPE[name]) for name in LLAMA3_ROPE)
+    waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = ((context / waves - low) / (high - low)).clip(0.0, 1.0)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _translated(name: str) -> str:
+    layer = re.match(r"blk\.(\d+)\.", name)
+    module, _, parameter = name[layer.end() if layer else 0 :].rpartition(".")
+    return (f"model.layers.{layer[1]}." if layer else "") + f"{MODULES.get(module, module)}.{parameter}"
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Waits until no other process is in this block with the same path. A process that dies leaves the block.
@@ -122,10 +446,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, names: dict[str, str]) -> None:
+def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-    weight_bytes = sum(4 * math.prod(header.tensors[name].shape) for name in names)
+    weight_bytes = sum(4 * math.prod(header.shape(name)) for name in names)
     free_bytes = shutil.disk_usage(directory.parent).free
     if weight_bytes + _MARGIN_BYTES > free_bytes:
         raise UserError(
@@ -135,13 +459,20 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
         )
     try:
         temporary.mkdir()
-        tokens = special_token_ids(header)
+        settings = header.section(TOKENIZER)
+        ends = [settings[key] for key in END_IDS if key in settings]
+        ends += [token for token, text in enumerate(settings["tokens"]) if text in END_TOKENS]
+        tokens = {
+            "bos_token_id": settings.get("bos_token_id"),
+            "eos_token_id": list(dict.fromkeys(ends)) or None,
+            "pad_token_id": settings.get("padding_token_id"),
+        }
         config.update(tokens)
         config.save_pretrained(temporary)
         GenerationConfig(**tokens).save_pretrained(temporary)
-        write_tokenizer(header, temporary)
+        _write_tokenizer(header, temporary)
         print(f"{header.path}: writing a copy in fp32, {weight_bytes / 1e9:,.2f} GB, to {directory}", flush=True)
-        write_weights(temporary / "model.safetensors", header, config, names)
+        _write_weights(temporary / "model.safetensors", header, config, names)
         for file in temporary.iterdir():
             sync(file)
         publish(temporary, directory)
@@ -150,7 +481,37 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
         raise
 
 
-def write_weights(path: Path, header: GGUFHeader, config: PreTrainedConfig, names: dict[str, str]) -> None:
+def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
+    """Write the tokenizer as transformers reads it, corrected where that is not what llama.cpp reads.
+
+    Raises:
+        UserError: transformers cannot build it, or would cut a control token into pieces.
+    """
+    path, settings = header.path, header.section(TOKENIZER)
+    split, tokens = settings["pre"], settings["tokens"]
+    begins_with_bos = settings.get("add_bos_token", split in WHOLE_WORDS_FIRST)
+    with _refused(f"{path}: the tokenizer must be readable by transformers"):
+        # AutoTokenizer would build the same class, but read the file once more first, which takes seconds.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            path.absolute().parent, gguf_file=path.name, add_bos_token=begins_with_bos
+        )
+    tokenizer.save_pretrained(directory)
+    saved = read_json(directory / "tokenizer.json")
+    # transformers adds GPT-2's <|endoftext|> to a vocabulary without it
+    saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < len(tokens)]
+    saved["pre_tokenizer"] = OWN_SPLITS.get(split, saved["pre_tokenizer"])
+    saved["model"]["ignore_merges"] = split in WHOLE_WORDS_FIRST
+    (directory / "tokenizer.json").write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    for token, (text, kind) in enumerate(zip(tokens, settings["token_type"], strict=True)):
+        if kind == CONTROL and (found := tokenizer.encode(text, add_special_tokens=False)) != [token]:
+            raise UserError(
+                f"{path}: transformers must read the control token {text!r} as {token}, but reads it as {found}; "
+                f"{CHOOSE_ANOTHER}"
+            )
+
+
+def _write_weights(path: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:
     """Write all tensors to one safetensors file, with only one of them in memory at a time.
 
     Source of the format: https://github.com/huggingface/safetensors#format
@@ -158,16 +519,20 @@ def write_weights(path: Path, header: GGUFHeader, config: PreTrainedConfig, name
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, translated in names.items():
-        shape = header.tensors[name].shape
+        shape = header.shape(name)
         start, end = end, end + 4 * math.prod(shape)
         entries[translated] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
+    num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     try:
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                file.write(np.ascontiguousarray(model_tensor(header, name, config), np.float32).data)
+                weights, module = header.dequantised(name), name.split(".")[-2]
+                if module in INTERLEAVED[config.model_type]:
+                    weights = uninterleaved(weights, num_heads[module])
+                file.write(np.ascontiguousarray(weights, np.float32).data)
     except OSError as error:
         error.filename = error.filename or str(path)  # a failed write, unlike a failed opening, names no file
         raise

@@ -14,7 +14,7 @@ from mtptrain.convert.formats import FORMATS, format_for, warn_of_limits
 from mtptrain.convert.llama_cpp import TARGET_GGUF, GgufFormat
 from mtptrain.export import check_tensors, reload_head, write_head
 from mtptrain.target.families import read_target_config
-from mtptrain.target.gguf_header import read_header
+from mtptrain.target.gguf import read_header
 from mtptrain.utils.errors import UserError
 from tests.conftest import LLAMA3_ROPE, make_config, make_target
 from tests.gguf_files import F32, write_gguf

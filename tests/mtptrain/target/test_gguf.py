@@ -1,9 +1,10 @@
-"""Tests that a GGUF file is read as the model that llama.cpp serves, once, and then like any model directory."""
+"""Tests that a GGUF file is read as the model that llama.cpp serves, once, or refused before anything is written."""
 
 import errno
 import fcntl
-import json
+import re
 import shutil
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,19 +21,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mtptrain.target.families import eos_token_ids, read_generation_config, read_target_config
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.gguf import cache_dir, gguf_of
-from mtptrain.target.gguf_model import LLAMA3_ROPE
+from mtptrain.target.gguf import LLAMA3_ROPE, cache_dir, gguf_of, read_header
 from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from tests.conftest import TINY_SETTINGS, make_target, make_tokenizer, run_program, write_text_files
-from tests.gguf_files import MERGED, write_gguf
+from tests.gguf_files import F32, MERGED, Q8, write_gguf
 from tests.mtptrain.target.inputs import CPU, TOKENS
 from tests.programs import largest_file
 from tests.sealed import flip_bit
 
 GROUPED: dict[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-NUM_BYTES = 256
 TEXT = "<user>in 2024,  7 of  12<|end|>\n\n 5 b<assistant>"
 
 
@@ -42,9 +41,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return make_target(tmp_path / "target", **GROUPED)
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), **GROUPED)
 
 
 @pytest.fixture
@@ -52,24 +51,15 @@ def file(tmp_path: Path, target: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", target)
 
 
-def q8_0(block: np.ndarray) -> np.ndarray:
-    scale = np.abs(block).max(-1, keepdims=True) / 127
-    return np.round(block / scale) * scale.astype(np.float16).astype(np.float32)
-
-
-def q4_1(block: np.ndarray) -> np.ndarray:
-    low, high = block.min(-1, keepdims=True), block.max(-1, keepdims=True)
-    scale = (high - low) / 15
-    levels = np.trunc((block - low) / scale + 0.5).clip(0, 15)
-    return levels * scale.astype(np.float16).astype(np.float32) + low.astype(np.float16).astype(np.float32)
-
-
-def round_matrices(target: Path, rounded: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Replace each matrix of a target by its rounded blocks of 32 values."""
+def round_matrices(target: Path) -> None:
+    """Replace each matrix of a target by what its blocks in Q8_0 stand for: 32 bytes and a scale in fp16."""
     weights = load_file(target / "model.safetensors")
     for name, matrix in weights.items():
         if matrix.ndim == 2:
-            weights[name] = rounded(matrix.reshape(-1, 32)).reshape(matrix.shape).astype(np.float32)
+            block = matrix.reshape(-1, 32)
+            scale = np.abs(block).max(-1, keepdims=True) / 127
+            rounded = np.round(block / scale) * scale.astype(np.float16).astype(np.float32)
+            weights[name] = rounded.reshape(matrix.shape).astype(np.float32)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
 
 
@@ -79,28 +69,31 @@ def logits_of(directory: Path, **settings: Any) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize(("kind", "rounded"), [("Q8_0", q8_0), ("Q4_1", q4_1), ("F32", lambda block: block)])
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("family", "settings", "kind"),
     [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": False}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}),
-        ("qwen2", {"head_dim": 16}),
-        ("qwen3", {"head_dim": 32}),
+        ("llama", {}, Q8),
+        ("llama", {"tie_word_embeddings": False}, F32),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}, Q8),
+        ("qwen2", {"head_dim": 16}, Q8),
+        ("qwen3", {"head_dim": 32}, Q8),
     ],
 )
 def test_a_gguf_file_has_the_logits_of_its_dequantised_weights(
-    tmp_path: Path, family: str, settings: dict[str, Any], kind: str, rounded: Callable[[np.ndarray], np.ndarray]
+    tmp_path: Path, family: str, settings: dict[str, Any], kind: GGMLQuantizationType
 ) -> None:
     target = make_target(tmp_path / "target", family, {**GROUPED, **settings})
-    rope = read_target_config(target).rope_parameters
-    metadata = {f"{family}.rope.scaling.factor": rope.get("factor")}
-    file = write_gguf(tmp_path / "tiny.gguf", target, GGMLQuantizationType[kind], metadata)
-    round_matrices(target, rounded)
-    directory = resolve_target(str(file))
+    config = read_target_config(target)
+    metadata = {f"{family}.rope.scaling.factor": config.rope_parameters.get("factor")}
+    directory = resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target, kind, metadata)))
+    if kind is Q8:
+        round_matrices(target)
     torch.testing.assert_close(logits_of(directory), logits_of(target), rtol=1e-4, atol=1e-3)
-    assert load_target(directory, torch.float32, CPU).config.architectures == read_target_config(target).architectures
+    assert load_target(directory, torch.float32, CPU).config.architectures == config.architectures
+    found, expected = load_tokenizer(directory), make_tokenizer()
+    assert found.encode(TEXT) == expected.encode(TEXT) and found.decode(found.encode(TEXT)) == TEXT
+    assert found.chat_template == expected.chat_template and found.eos_token_id == 256
+    assert len(found) == 260 and max(found.encode("<|endoftext|>")) < 256
 
 
 def test_a_gguf_file_has_the_logits_that_transformers_computes_from_it(file: Path) -> None:
@@ -130,31 +123,14 @@ def llama3_rope(factor: float) -> tuple[dict[str, Any], np.ndarray]:
 def test_the_rope_factors_of_llama_3_become_rope_parameters(tmp_path: Path, factor: float) -> None:
     parameters, factors = llama3_rope(factor)
     target = make_target(tmp_path / "target", **GROUPED, rope_parameters=parameters, max_position_embeddings=2**17)
-    file = write_gguf(tmp_path / "tiny.gguf", target, tensors={"rope_freqs.weight": factors})
-    directory = resolve_target(str(file))
+    directory = resolve_target(
+        str(write_gguf(tmp_path / "tiny.gguf", target, F32, tensors={"rope_freqs.weight": factors}))
+    )
     assert read_target_config(directory).rope_parameters == pytest.approx(parameters)
-    round_matrices(target, q8_0)
     torch.testing.assert_close(logits_of(directory), logits_of(target), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_tokenizer_and_the_chat_template_are_the_originals(tmp_path: Path, family: str) -> None:
-    target = make_target(tmp_path / "target", family, GROUPED)
-    directory = resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target)))
-    found, expected = load_tokenizer(directory), make_tokenizer()
-    assert found.chat_template == expected.chat_template
-    assert found.encode(TEXT) == expected.encode(TEXT)
-    assert found.decode(found.encode(TEXT)) == TEXT
-    assert found.eos_token_id == 256
-    assert len(found) == 260 and max(found.encode("<|endoftext|>")) < NUM_BYTES
-
-
-def test_without_a_chat_template_the_tokenizer_has_none(tmp_path: Path, target: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", target, settings={"tokenizer.chat_template": None})
-    assert load_tokenizer(resolve_target(str(file))).chat_template is None
-
-
-def with_spaces(target: Path, split: str, **settings: Any) -> dict[str, Any]:
+def with_spaces(split: str, **settings: Any) -> dict[str, Any]:
     """Returns the settings of a tokenizer with a rule for words, and with tokens for two and for three spaces."""
     space = "Ġ"
     tokens = [*make_tokenizer().convert_ids_to_tokens(list(range(258))), space * 2, space * 3]
@@ -163,26 +139,19 @@ def with_spaces(target: Path, split: str, **settings: Any) -> dict[str, Any]:
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": [f"{space} {space}"],
         "tokenizer.ggml.token_type": [1] * 256 + [3] * 2 + [1] * 2,
+        "tokenizer.chat_template": None,
         **settings,
     }
 
 
-def test_smollms_digits_are_cut_from_the_spaces_before_them(tmp_path: Path, target: Path) -> None:
-    pieces = {}
-    for split in ("gpt-2", "smollm"):
-        file = write_gguf(tmp_path / f"{split}.gguf", target, settings=with_spaces(target, split))
-        pieces[split] = load_tokenizer(resolve_target(str(file))).tokenize("a  7")
-    assert pieces == {"gpt-2": ["a", "Ġ", "Ġ", "7"], "smollm": ["a", "ĠĠ", "7"]}
-
-
-def test_llama_3_looks_up_whole_words_first_and_begins_with_bos_unless_the_file_says_otherwise(
-    tmp_path: Path, target: Path
-) -> None:
-    tokens = {}
-    for split, given in (("gpt-2", None), ("gpt-2", True), ("llama-bpe", None), ("llama-bpe", False)):
-        settings = {"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.add_bos_token": given}
-        file = write_gguf(tmp_path / f"{split}.gguf", target, settings=with_spaces(target, split, **settings))
-        tokens[split, given] = load_tokenizer(resolve_target(str(file))).encode("   ")
+def test_words_are_cut_and_looked_up_and_a_text_begins_as_in_llama_cpp(tmp_path: Path, target: Path) -> None:
+    pieces, tokens = {}, {}
+    for split, bos in (("gpt-2", None), ("gpt-2", True), ("smollm", None), ("llama-bpe", None), ("llama-bpe", False)):
+        settings = with_spaces(split, **{"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.add_bos_token": bos})
+        tokenizer = load_tokenizer(resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target, settings=settings))))
+        pieces[split], tokens[split, bos] = tokenizer.tokenize("a  7"), tokenizer.encode("   ")
+        assert tokenizer.chat_template is None
+    assert pieces["gpt-2"] == ["a", "Ġ", "Ġ", "7"] and pieces["smollm"] == ["a", "ĠĠ", "7"]
     assert tokens["llama-bpe", None] == [257, 259] and tokens["llama-bpe", False] == [259]
     assert 257 not in tokens["gpt-2", None] and 259 not in tokens["gpt-2", None]
     assert tokens["gpt-2", True] == [257, *tokens["gpt-2", None]]
@@ -199,35 +168,16 @@ def test_every_token_at_which_llama_cpp_stops_ends_a_text(tmp_path: Path, target
 def test_a_file_is_dequantised_once_and_again_when_it_changes(
     file: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = resolve_target(str(file))
+    with ThreadPoolExecutor(4) as pool:  # as ranks that come at once
+        [directory] = set(pool.map(resolve_target, [str(file)] * 4))
     assert capsys.readouterr().out == f"{file}: writing a copy in fp32, 0.00 GB, to {directory}\n"
     assert directory.parent == cache / "gguf" and directory.name.startswith("tiny-")
-    written = (directory / "model.safetensors").stat().st_mtime_ns
     assert config_dir(str(file)) == directory == resolve_target(str(file))
-    assert (directory / "model.safetensors").stat().st_mtime_ns == written
     assert capsys.readouterr().out == ""
-
     flip_bit(file)
     assert resolve_target(str(file)) != directory
-
-
-def test_ranks_that_come_at_once_write_one_copy(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        directories = set(pool.map(resolve_target, [str(file)] * 4))
-    assert len(directories) == 1
-    assert capsys.readouterr().out.count("writing a copy") == 1
-
-
-def test_a_cache_on_a_file_system_without_locks_is_refused(
-    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    message = rf"^{cache}/gguf: must be on a file system with locks, but .* \(No locks available\); set MTPTRAIN_CACHE"
-    with pytest.raises(UserError, match=message):
-        resolve_target(str(file))
+    plain = file.rename(file.with_name("sha256-0123"))  # as Ollama names its files
+    assert resolve_target(str(plain)).name.startswith("sha256-0123-")
 
 
 def test_what_a_killed_process_left_is_written_anew_in_its_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,17 +185,27 @@ def test_what_a_killed_process_left_is_written_anew_in_its_place(file: Path, mon
     temporary = directory.rename(directory.with_name(directory.name + ".tmp"))
     (temporary / "model.safetensors").write_bytes(b"half")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if temporary.exists() else 2**40))
-    assert resolve_target(str(file)) == directory
-    assert logits_of(directory).shape == (1, 60, 260)
+    assert resolve_target(str(file)) == directory and logits_of(directory).shape == (1, 60, 260)
     assert not temporary.exists()
 
 
-def test_a_failed_write_leaves_no_copy(file: Path, cache: Path) -> None:
+def test_a_copy_that_cannot_be_written_leaves_nothing(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # There is room for all files but the weights.
     with largest_file(40_000), pytest.raises(OSError, match="File too large") as caught:
         resolve_target(str(file))
     assert Path(caught.value.filename).name == "model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
+        with pytest.raises(UserError, match=rf"^{cache}/gguf: 0\.1 GB must be free for .* copy of {file}, but 0\.0 GB"):
+            resolve_target(str(file))
     assert [path.suffix for path in (cache / "gguf").iterdir()] == [".lock"]
+
+    def no_locks(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(UserError, match=rf"^{cache}/gguf: must be on a file system with locks, but .* \(No locks avai"):
+        resolve_target(str(file))
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,34 +224,165 @@ def test_an_engine_gets_the_copy_or_the_snapshot_of_a_revision(file: Path, tmp_p
     assert TargetFiles(tmp_path, "org/model", "v2").name_for_engines == str(tmp_path)
 
 
-def test_a_file_without_the_suffix_is_read_too(file: Path, tmp_path: Path) -> None:
-    plain = file.rename(tmp_path / "sha256-0123")
-    assert resolve_target(str(plain)).name.startswith("sha256-0123-")
-
-
+@pytest.mark.slow
 def test_the_stages_run_on_a_gguf_file(tmp_path: Path, file: Path) -> None:
     overrides = [*TINY_SETTINGS, f"run_dir={tmp_path}/run", f"target.path={file}"]
     overrides.append(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]")
-    for module, more in (
-        ("prompts", []),
-        ("hidden-states", ["plan=true"]),
-        ("hidden-states", []),
-        ("train", ["train.max_steps=2"]),
-    ):
-        result = run_program(module, *overrides, *more)
+    for module, more in (("prompts", ""), ("hidden-states", "plan=true"), ("hidden-states", ""), ("train", "")):
+        result = run_program(module, *overrides, "train.max_steps=2", *more.split())
         assert result.returncode == 0, result.stderr[-3000:]
-    manifest = json.loads((tmp_path / "run/hidden_states/manifest.json").read_text())
-    assert str(file) in json.dumps(manifest)
+    assert str(file) in (tmp_path / "run/hidden_states/manifest.json").read_text()
 
 
 def test_two_settings_may_not_name_two_files(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     a, b = str(tmp_path / "a.gguf"), str(tmp_path / "b.gguf")
-    assert (
-        gguf_of(a, None) == gguf_of(a, a) == gguf_of(str(tmp_path), a) == Path(a) and gguf_of("hub/name", None) is None
-    )
-    with pytest.raises(
-        UserError, match=r"target\.gguf: must be left out if target\.path is a GGUF file, .*a\.gguf, but"
-    ):
+    assert gguf_of(a, None) == gguf_of(a, a) == gguf_of(str(tmp_path), a) == Path(a)
+    assert gguf_of("hub/name", None) is None
+    with pytest.raises(UserError, match=r"target\.gguf: must be left out if target\.path is a GGUF file, .*a\.gguf, b"):
         gguf_of(a, b)
+
+
+def test_a_path_without_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(UserError, match=r"target\.path: must be a model directory, but '.*/folder\.gguf' has"):
+        resolve_target(f"{tmp_path}/folder.gguf")
+    with pytest.raises(UserError, match=r"^head\.init_from: must be an existing file if it ends in \.gguf, but '.*/no"):
+        resolve_target(f"{tmp_path}/no.GGUF", setting="head.init_from")
+
+
+def assert_refused(file: Path, message: str) -> None:
+    """Check that the file is refused with its path and the message, and that nothing is left in the cache."""
+    with pytest.raises(UserError, match=rf"^{re.escape(str(file))}: {message}") as caught:
+        resolve_target(str(file))
+    assert "\n" not in str(caught.value)
+    copies = file.parent / "cache/gguf"
+    assert not copies.exists() or all(path.suffix == ".lock" for path in copies.iterdir())
+
+
+UP = b"blk.0.ffn_up.weight" + struct.pack("<I", 2)
+SHAPE, NORM = struct.pack("<QQ", 64, 96), b"output_norm.weight" + struct.pack("<IQ", 1, 64)
+COMPLETE = "must be a complete GGUF file, but the library reports .*; download it again"
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda content: b"", "must be a GGUF file .* but begins with b''; choose another file"),
+    "a text": (lambda content: b"a text\n", r"must be a GGUF file .* but begins with b'a text\\n'"),
+    "another version": (lambda content: content[:4] + b"\1" + content[5:], "must be a GGUF file of version 2 or 3"),
+    "another byte order": (
+        lambda content: content[:4] + b"\0\0\0\3" + content[8:],
+        "must be .* in little-endian order",
+    ),
+    "bytes in a name": (lambda content: content.replace(b"general.type", b"general.\xff\xffpe"), COMPLETE),
+    "nine dimensions": (lambda content: content.replace(UP, UP[:-4] + struct.pack("<I", 9)), COMPLETE),
+    "a name twice": (lambda content: content.replace(b"blk.1.attn_k.", b"blk.0.attn_k."), COMPLETE),
+    "an unknown type": (lambda content: content.replace(UP + SHAPE + b"\10", UP + SHAPE + b"\xf0"), COMPLETE),
+    "an integer type": (
+        lambda content: content.replace(NORM + b"\0", NORM + b"\x1a"),
+        "output_norm.weight must have a type that the package gguf can dequantise, but the library reports NotImpl",
+    ),
+    "rows within a block": (lambda content: content.replace(UP + b"\x40", UP + b"\x3f"), COMPLETE),
+    "an empty tensor": (
+        lambda content: content.replace(UP + SHAPE, UP + SHAPE[:8] + bytes(8)),
+        "tensors must follow one another",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_refused(file: Path, name: str) -> None:
+    damage, message = DAMAGES[name]
+    content = file.read_bytes()
+    damaged = damage(content)
+    assert damaged != content
+    file.write_bytes(damaged)
+    assert_refused(file, message)
+
+
+def test_a_file_that_is_cut_off_anywhere_is_refused(file: Path) -> None:
+    content = file.read_bytes()
+    data_start = min(tensor.data_offset for tensor in read_header(file).tensors.values())
+    table = content.index(b"blk.0")
+    for cut in (
+        12,
+        30,
+        200,
+        data_start // 2,
+        table - 1,
+        table + 3,
+        table + 20,
+        data_start - 64,
+        data_start + 1000,
+        -100,
+    ):
+        file.write_bytes(content[:cut])
+        assert_refused(file, COMPLETE)
+
+
+@pytest.mark.parametrize("begins", ["at its neighbour", "between two places"])
+def test_tensors_that_do_not_follow_one_another_are_refused(file: Path, begins: str) -> None:
+    places = [tensor.data_offset for tensor in read_header(file).tensors.values()]
+    right = read_header(file).tensors["blk.0.ffn_up.weight"].data_offset
+    wrong = right + 3 if begins == "between two places" else max(place for place in places if place < right)
+    before, content = UP + SHAPE + struct.pack("<I", Q8), file.read_bytes()
+    found, changed = (before + struct.pack("<Q", place - min(places)) for place in (right, wrong))
+    assert content.count(found) == 1
+    file.write_bytes(content.replace(found, changed))
+    assert_refused(file, rf"tensors must .* but blk\.0\.ffn_up\.weight begins at byte {wrong:,}, not at {right:,}")
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"general.type": "mmproj"}, "general.type must be model, but is 'mmproj'; give the file of the model itself"),
+    (
+        {"split.count": 3},
+        "split.count must be 1, a whole model in one file, but is 3; merge the parts with llama.cpp's",
+    ),
+    ({"general.architecture": "rwkv7"}, "general.architecture must be one of llama, qwen2, qwen3, but is 'rwkv7'"),
+    ({"llama.attention.sliding_window": 64}, "settings must be .*, but llama.attention.sliding_window is not; choose"),
+    ({"llama.rope.scale_linear": 2.0}, "settings must be among .*, but llama.rope.scale_linear is not"),
+    ({"llama.block_count": None}, "llama.block_count must be a number above 0, but is None; download it again"),
+    ({"llama.attention.head_count": 0}, "llama.attention.head_count must be a number above 0, but is 0"),
+    ({"llama.attention.head_count_kv": [2, 2]}, r"llama.attention.head_count_kv must be a number .* is \[2, 2\]"),
+    ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base must be a number above 0, but is nan"),
+    ({"llama.rope.scaling.type": 3}, "llama.rope.scaling.type must be linear or none, but is 3"),
+    ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be linear or none, but is 'yarn'; choose"),
+    ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count must be 16, but is 8"),
+    ({"llama.attention.value_length": 32}, "llama.attention.value_length must be 16, but is 32"),
+    ({"llama.expert_count": 8}, "llama.expert_count must be 0, but is 8"),
+    ({"llama.attention.head_count": 3}, "settings must describe a model that transformers can build, but the library"),
+    ({"llama.attention.key_length": 7, "llama.attention.value_length": 7}, "llama.rope.dimension_count must be 7"),
+    ({"llama.vocab_size": 300}, r"the shape of model.embed_tokens.weight must be \(300, 64\), .*, but is \(260, 64\)"),
+    ({"llama.block_count": 1}, r"the shape of model.layers.1.input_layernorm.weight must be None, .*, but is \(64,\)"),
+    ({"llama.block_count": 3}, r"the shape of model.layers.2.input_layernorm.weight must be \(64,\), .*, but is None"),
+    ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model must be gpt2, but is None; choose another file, or the"),
+    ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges must be a list, but is None; download it again"),
+    ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, but the library reports"),
+    ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre must be one of gpt-2, qwen2, .*, but is 'falcon'; choose"),
+    ({"tokenizer.ggml.escape": True}, "settings must be among .*, but tokenizer.ggml.escape is not; choose"),
+    ({"tokenizer.ggml.add_eos_token": True}, "tokenizer.ggml.add_eos_token must be False, but is True"),
+    ({"tokenizer.ggml.eos_token_id": 260}, "tokenizer.ggml.eos_token_id must be below the number of tokens 260, but"),
+    ({"tokenizer.ggml.token_type": [1] * 7}, "tokenizer.ggml.token_type must be one number for each of the 260 tokens"),
+    ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a text, but is 5; download it again"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), SETTINGS, ids=[message[:40] for _, message in SETTINGS])
+def test_settings_that_cannot_be_honoured_are_refused(
+    tmp_path: Path, target: Path, settings: dict[str, Any], message: str
+) -> None:
+    assert_refused(write_gguf(tmp_path / "tiny.gguf", target, settings=settings), message)
+
+
+def test_tokens_and_tensors_that_cannot_be_honoured_are_refused(tmp_path: Path, file: Path, target: Path) -> None:
+    tokens = [*read_header(file).metadata["tokenizer.ggml.tokens"][:258], "<the user>", "<the assistant>"]
+    file = write_gguf(tmp_path / "spaces.gguf", target, settings={"tokenizer.ggml.tokens": tokens})
+    assert_refused(file, r"transformers must read the control token '<the user>' as 258, but reads it as \[")
+    theta, (_, factors) = {"llama.rope.freq_base": 500000.0}, llama3_rope(8.0)
+    file = write_gguf(tmp_path / "right.gguf", target, settings=theta, tensors={"rope_freqs.weight": factors})
+    assert resolve_target(str(file)).is_dir()
+    shutil.rmtree(tmp_path / "cache")
+    both = {**theta, "llama.rope.scaling.factor": 4.0}
+    file = write_gguf(tmp_path / "both.gguf", target, settings=both, tensors={"rope_freqs.weight": factors})
+    assert_refused(file, "the shape of rope_freqs.weight must be None, as the settings say, but is")
+    for wrong in (np.linspace(1, 8, 8).astype(np.float32), factors[:4]):
+        file = write_gguf(tmp_path / "wrong.gguf", target, settings=theta, tensors={"rope_freqs.weight": wrong})
+        assert_refused(file, r"rope_freqs\.weight must hold the RoPE factors of Llama 3\.1 or later, but holds others")
