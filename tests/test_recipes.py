@@ -5,15 +5,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.convert.limits import check_servable
-from mtptrain.heads import HEADS
+from mtptrain.settings.heads import HEAD_CONFIGS
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target
 from mtptrain.utils.setting_bounds import Bound, bounded_settings
-from tests.conftest import make_config
+from tests.conftest import compose_config, make_config
 from tests.mtptrain.settings.test_hardware import gpus
 from tests.programs import run_ranks
 
@@ -65,26 +64,23 @@ WRONG = {"-1": -1, "README.md": "README.md", "['']": [""], "[0]": [0], "{bot: x}
 
 
 def compose_recipe(recipe: str, *overrides: str) -> PipelineConfig:
-    with initialize_config_dir(RECIPES, version_base="1.3"):
-        return load_config(compose("pipeline", [f"recipe={recipe}", *overrides]))
+    return load_config(compose_config(f"recipe={recipe}", *overrides))
 
 
-@pytest.mark.parametrize(
-    "recipe", ["quickstart_eagle3", "quickstart_dflash", "quickstart_dspark", "quickstart_dflash2"]
-)
-def test_llama_cpp_can_serve_the_heads_of_quickstarts(recipe: str) -> None:
-    config = compose_recipe(recipe, "export.engine=llama_cpp")
-    check_servable("llama_cpp", config.head, read_target_config(resolve_target("demo")))
+def test_llama_cpp_can_serve_the_heads_of_quickstarts() -> None:
+    demo = read_target_config(resolve_target("demo"))
+    for recipe in ("quickstart_eagle3", "quickstart_dflash", "quickstart_dspark", "quickstart_dflash2"):
+        check_servable("llama_cpp", compose_recipe(recipe, "export.engine=llama_cpp").head, demo)
 
 
-@pytest.mark.parametrize("hardware", choices("hardware"))
 @pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "dspark", "dflash2", "medusa"])
-def test_a_recipe_for_any_target_composes_with_every_hardware(recipe: str, hardware: str) -> None:
-    config = compose_recipe(recipe, f"hardware={hardware}")
-    assert config.head.name == recipe
-    if hardware != "h100_8":
-        assert config.train.batch_tokens == config.prompts.max_document_tokens
-    assert config.train.micro_batches_per_step % config.planner.num_gpus == 0
+def test_a_recipe_for_any_target_composes_with_every_hardware(recipe: str) -> None:
+    for hardware in choices("hardware"):
+        config = compose_recipe(recipe, f"hardware={hardware}")
+        assert config.head.name == recipe
+        if hardware != "h100_8":
+            assert config.train.batch_tokens == config.prompts.max_document_tokens
+        assert config.train.micro_batches_per_step % config.planner.num_gpus == 0
 
 
 def test_a_setting_of_the_hardware_yields_to_the_recipe_and_to_the_command_line() -> None:
@@ -106,40 +102,39 @@ def test_no_two_recipes_share_a_run_dir() -> None:
     assert len({compose_recipe(recipe).run_dir for recipe in recipes}) == len(recipes)
 
 
-@pytest.mark.parametrize("choice", [f"{group}={choice}" for group in GROUPS for choice in choices(group)])
-def test_every_choice_of_a_group_composes_with_the_quickstart(choice: str) -> None:
-    make_config(choice)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_choice_of_a_group_composes_with_the_quickstart(group: str) -> None:
+    for choice in choices(group):
+        make_config(f"{group}={choice}")
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_every_head_composes_with_the_quickstart(head: str) -> None:
-    loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[head].Config.own_loss_part) else ()
-    assert type(make_config(f"head={head}", *loss).head) is HEADS[head].Config
+def test_every_head_composes_with_the_quickstart_and_drafts_trees_only_if_it_can() -> None:
+    for name, settings in HEAD_CONFIGS.items():
+        loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := settings.own_loss_part) else ()
+        arguments = (f"head={name}", "head.ttt_steps=3", *loss)
+        assert type(make_config(*arguments).head) is settings
+        if not settings.drafts_trees:
+            refused = (
+                f"^acceptance.baselines: must not contain tree with head {name}, which drafts chains only, but does"
+            )
+            with pytest.raises(ValueError, match=refused):
+                make_config(*arguments, "acceptance.baselines=[tree]")
 
 
-@pytest.mark.parametrize("head", [name for name, head in HEADS.items() if not head.Config.drafts_trees])
-def test_a_tree_of_a_head_that_drafts_chains_only_is_refused(head: str) -> None:
-    loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := HEADS[head].Config.own_loss_part) else ()
-    with pytest.raises(
-        ValueError,
-        match=rf"^acceptance\.baselines: must not contain tree with head {head}, which drafts chains only, but does; ",
-    ):
-        make_config(f"head={head}", "head.ttt_steps=3", *loss, "acceptance.baselines=[tree]")
+def test_a_value_out_of_range_is_refused_by_name() -> None:
+    for setting, value, message in OUT_OF_RANGE:
+        with pytest.raises(ValueError) as refused:
+            make_config(f"++{setting}={value}")
+        assert str(refused.value).startswith(f"{setting}: must ")
+        assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(("setting", "value", "message"), OUT_OF_RANGE)
-def test_a_value_out_of_range_is_refused_by_name(setting: str, value: str, message: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        make_config(f"++{setting}={value}")
-    assert str(refused.value).startswith(f"{setting}: must ")
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize("setting", bounded_settings(make_config()))
-def test_every_range_of_a_setting_is_checked(setting: str) -> None:
-    bound, _ = bounded_settings(make_config())[setting]
-    with pytest.raises(ValueError, match=rf"^{re.escape(setting)}: must {re.escape(bound.requirement)}, but is"):
-        make_config(f"++{setting}={wrong_value(bound)}")
+def test_every_range_of_a_setting_is_checked() -> None:
+    bounded = bounded_settings(make_config())
+    assert len(bounded) > 50
+    for setting, (bound, _) in bounded.items():
+        with pytest.raises(ValueError, match=rf"^{re.escape(setting)}: must {re.escape(bound.requirement)}, but is"):
+            make_config(f"++{setting}={wrong_value(bound)}")
 
 
 def wrong_value(bound: Bound) -> str:
@@ -150,47 +145,48 @@ def wrong_value(bound: Bound) -> str:
     raise AssertionError(f"no value of WRONG is out of range for a setting that must {bound.requirement}")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["temperatures=[0.7,0.70000001]"],
-            r"must be finite numbers of at least 0.01 that differ from each other and from .*, but are \[0.7, 0.7",
-        ),
-        (
-            ["temperatures=[0]"],
-            r"acceptance.temperature=0, which is always measured, but are \[0.0\]; correct them",
-        ),
-        (
-            ["top_p=0.9"],
-            "acceptance.top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0",
-        ),
-        (
-            ["baselines=[tree,none,tree]"],
-            r"acceptance.baselines: must name each baseline at most once, but is \[tree,none,tree\]; remove",
-        ),
-        (
-            ["baselines=[tree]", "sample_drafts=true"],
-            "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`",
-        ),
-        (
-            ["sample_drafts=true", "temperatures=[1]"],
-            "acceptance.sample_drafts: must be false at acceptance.temperature=0, where a draft is the most likely tok",
-        ),
-        (
-            ["baselines=[model]"],
-            "acceptance.draft_model: must be set if and only if acceptance.baselines names `model`, but is None",
-        ),
-        (["draft_model=demo"], "acceptance.draft_model: must be set if and only if .*, but is demo"),
-        (
-            ["baselines=[tree]", "tree_top_k=2"],
-            "acceptance.tree_nodes: must be at most 10, the candidates of 3 depths .*, but is 32",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_together_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_config(*(f"acceptance.{override}" for override in overrides))
+NOT_TOGETHER = [
+    (
+        ["temperatures=[0.7,0.70000001]"],
+        r"must be finite numbers of at least 0.01 that differ from each other and from .*, but are \[0.7, 0.7",
+    ),
+    (
+        ["temperatures=[0]"],
+        r"acceptance.temperature=0, which is always measured, but are \[0.0\]; correct them",
+    ),
+    (
+        ["top_p=0.9"],
+        "acceptance.top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0",
+    ),
+    (
+        ["baselines=[tree,none,tree]"],
+        r"acceptance.baselines: must name each baseline at most once, but is \[tree,none,tree\]; remove",
+    ),
+    (
+        ["baselines=[tree]", "sample_drafts=true"],
+        "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`",
+    ),
+    (
+        ["sample_drafts=true", "temperatures=[1]"],
+        "acceptance.sample_drafts: must be false at acceptance.temperature=0, where a draft is the most likely tok",
+    ),
+    (
+        ["baselines=[model]"],
+        "acceptance.draft_model: must be set if and only if acceptance.baselines names `model`, but is None",
+    ),
+    (["draft_model=demo"], "acceptance.draft_model: must be set if and only if .*, but is demo"),
+    (
+        ["baselines=[tree]", "tree_top_k=2"],
+        "acceptance.tree_nodes: must be at most 10, the candidates of 3 depths .*, but is 32",
+    ),
+]
+"""Settings of acceptance that contradict each other, and the message."""
+
+
+def test_what_cannot_be_measured_together_is_refused() -> None:
+    for overrides, message in NOT_TOGETHER:
+        with pytest.raises(ValueError, match=message):
+            make_config(*(f"acceptance.{override}" for override in overrides))
 
 
 def test_a_head_without_a_chain_drafts_no_more_than_it_was_trained_for() -> None:
@@ -201,27 +197,15 @@ def test_a_head_without_a_chain_drafts_no_more_than_it_was_trained_for() -> None
         make_config("head=peagle", "head.ttt_steps=3", "serving_bench.num_speculative_tokens=[1,4]")
 
 
-@pytest.mark.parametrize("drafts", [2, 4])
-def test_a_block_drafter_drafts_exactly_as_many_tokens_as_it_was_trained_for(drafts: int) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"acceptance\.num_speculative_tokens: must equal head\.ttt_steps=3 with head dflash, which always drafts "
-        rf"a whole block, but is {drafts}; set it to 3, or train with head\.ttt_steps={drafts}",
-    ):
-        make_config("head=dflash", "head.ttt_steps=3", f"acceptance.num_speculative_tokens={drafts}")
+def test_a_block_drafter_drafts_exactly_as_many_tokens_as_it_was_trained_for() -> None:
     make_config("head=dflash", "head.ttt_steps=3", "acceptance.num_speculative_tokens=3")
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("anchors_per_document=0", r"head\.anchors_per_document: must be null or at least 1, but is 0; correct it"),
-        ("num_layers=0", r"head\.num_layers: must be a number from 1 to 256, but is 0; correct it"),
-    ],
-)
-def test_a_block_drafter_without_anchors_or_layers_is_refused(setting: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_config("head=dflash", "head.ttt_steps=3", f"head.{setting}")
+    for drafts in (2, 4):
+        refused = (
+            r"acceptance\.num_speculative_tokens: must equal head\.ttt_steps=3 with head dflash, which always drafts "
+            rf"a whole block, but is {drafts}; set it to 3, or train with head\.ttt_steps={drafts}"
+        )
+        with pytest.raises(ValueError, match=refused):
+            make_config("head=dflash", "head.ttt_steps=3", f"acceptance.num_speculative_tokens={drafts}")
 
 
 @pytest.mark.parametrize(
