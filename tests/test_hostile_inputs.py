@@ -114,7 +114,9 @@ def files_of(run_dir: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=pytest.mark.slow) if each == "endless template" else each for each in CASES]
+)
 def test_hostile_input_is_refused_in_one_line_and_nothing_is_written(
     place: Place, tiny_run: tuple[Path, tuple[str, ...]], case: str
 ) -> None:

@@ -188,6 +188,7 @@ def test_the_head_is_measured_at_other_temperatures_too(finished: Run, tmp_path:
     assert "</span>temperature 1</td>" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_exported_head_goes_on_learning_from_logged_conversations(finished: Run, tmp_path: Path) -> None:
     """Follows the header of recipe `quickstart_continual`: measures the served head, trains it on the traffic, and
     measures it again."""

@@ -26,6 +26,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_target_of_any_family_goes_through_all_stages(tmp_path: Path, name: str) -> None:
     if name in IMAGE_MODELS:

@@ -9,14 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch.distributed.run import get_args_parser
 
 from mtptrain.command_line.stages import STAGES
-from mtptrain.config import RECIPES, PipelineConfig, load_config
-from mtptrain.heads import HEADS
+from mtptrain.config import PipelineConfig, load_config
+from mtptrain.settings.heads import HEAD_CONFIGS
+from tests.conftest import compose_config
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -76,7 +76,7 @@ def check_call(call: list[str]) -> None:
     if name == "make":
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, check=True)
     elif name == "mtptrain":
-        check_program(STAGES[arguments[0]].program, arguments[1:])
+        check_module(name, arguments)
     elif name == "torchrun":
         parsed = get_args_parser().parse_args(arguments)
         assert parsed.module
@@ -93,21 +93,15 @@ def check_call(call: list[str]) -> None:
 
 
 def check_module(module: str, arguments: list[str]) -> None:
-    if module == "mtptrain":
-        module, arguments = STAGES[arguments[0]].program, arguments[1:]
-    check_program(module, arguments)
-
-
-def check_program(module: str, arguments: list[str]) -> None:
+    stage = STAGES[arguments[0]] if module == "mtptrain" else None
+    module, arguments = (module, arguments) if stage is None else (stage.program, arguments[1:])
     spec = find_spec(module)
-    assert spec is not None, module
-    source = "" if spec.origin is None else Path(spec.origin).read_text()
-    if spec.submodule_search_locations:
-        source = (Path(spec.submodule_search_locations[0]) / "__main__.py").read_text()
-    if "command_line.program import" in source:
+    assert spec is not None and spec.origin is not None, module
+    source = Path(spec.origin).read_text()
+    if "run_program(main)" in source if stage is None else stage.takes_settings:
         run_dirs = [check_overrides(variant) for variant in variants_of(arguments)]
         assert len(set(run_dirs)) == len(run_dirs)
-    elif module.split(".")[0] in ("mtptrain", "data_prep", "eval", "tools"):
+    elif (ROOT / module.replace(".", "/")).with_suffix(".py").is_file():
         for argument in arguments:
             assert not argument.startswith("--") or f'"{argument}"' in source, f"{module} has no {argument}"
 
@@ -122,8 +116,7 @@ def variants_of(arguments: list[str]) -> list[list[str]]:
 
 def check_overrides(overrides: list[str]) -> str:
     """Returns the `run_dir`, unless the overrides are wrong."""
-    with initialize_config_dir(RECIPES, version_base="1.3"):
-        return load_config(compose("pipeline", overrides)).run_dir
+    return load_config(compose_config(*overrides)).run_dir
 
 
 def settings() -> dict[str, set[str]]:
@@ -132,7 +125,7 @@ def settings() -> dict[str, set[str]]:
         field.name: field.default_factory() for field in fields(PipelineConfig) if callable(field.default_factory)
     }
     names = {name: {field.name for field in fields(group)} for name, group in groups.items() if is_dataclass(group)}
-    return names | {"head": {field.name for head in HEADS.values() for field in fields(head.Config)}}
+    return names | {"head": {field.name for head in HEAD_CONFIGS.values() for field in fields(head)}}
 
 
 def prose_lines(page: str) -> Iterator[str]:

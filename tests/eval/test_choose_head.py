@@ -103,6 +103,7 @@ def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures
     assert all(f"{head['acceptance_length']:.3f}" in printed for head in choice["heads"])
 
 
+@pytest.mark.slow
 def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_and_stays_the_best(
     fresh_run: Run,
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     assert facts(stage_dir / "best")["step"] == 15, "the choice must hold as long as every head that it measured exists"
 
 
+@pytest.mark.slow
 def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best_head_into_account(
     fresh_run: Run,
 ) -> None:
@@ -159,6 +161,7 @@ def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best
     assert facts(stage_dir / "best") == best and (stage_dir / "best/head.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_came_later_but_not_the_best(
     fresh_run: Run,
 ) -> None:

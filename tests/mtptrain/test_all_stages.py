@@ -121,18 +121,18 @@ CHANGED = {  # each setting, and the stages that are not finished once it has ch
 }
 
 
-@pytest.mark.parametrize("setting", CHANGED)
-def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(tmp_path: Path, setting: str) -> None:
-    config, changed = make_config(f"run_dir={tmp_path}"), make_config(f"run_dir={tmp_path}", setting)
-    repeated = []
-    for name in ("prompts", "hidden-states", "acceptance", "export"):
-        output = all_stages.output_of(name, STAGES[name], config)
+def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(tmp_path: Path) -> None:
+    config = make_config(f"run_dir={tmp_path}")
+    names = ("prompts", "hidden-states", "acceptance", "export")
+    outputs = {name: all_stages.output_of(name, STAGES[name], config) for name in names}
+    for name, output in outputs.items():
         write_provenance(output.parent, config)
         output.touch()
         assert all_stages.is_finished(name, output, 0.0, config)
-        if not all_stages.is_finished(name, output, 0.0, changed):
-            repeated.append(name)
-    assert " ".join(repeated) == CHANGED[setting]
+    for setting, repeated in CHANGED.items():
+        changed = make_config(f"run_dir={tmp_path}", setting)
+        unfinished = [name for name in names if not all_stages.is_finished(name, outputs[name], 0.0, changed)]
+        assert " ".join(unfinished) == repeated, setting
 
 
 def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tmp_path: Path) -> None:
@@ -185,6 +185,7 @@ def test_variants_are_checked_before_the_first_begins(overrides: list[str], code
     assert ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_variants_run_one_after_the_other_and_leave_nothing_else(tiny_run: Run, tmp_path: Path) -> None:
     """Both share the prompts and hidden states of a third run by links."""
     for depth in (2, 3):
@@ -249,7 +250,13 @@ def test_streaming_needs_two_programs_at_a_time_and_only_its_plan_is_a_whole_run
     all_stages.check(make_config(*settings, "plan=true"))
 
 
-@pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "dspark", "dflash2", "medusa"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "eagle3",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("mtp", "peagle", "dflash", "dspark", "medusa")),
+    ],
+)
 def test_a_recipe_for_any_target_has_a_plan_without_other_settings(recipe: str, tmp_path: Path) -> None:
     shutil.copytree(DEMO_DIR, tmp_path / "mine")
     arguments = [f"recipe={recipe}", f"target.path={tmp_path}/mine", f"run_dir={tmp_path}/run", "plan=true"]
@@ -297,6 +304,7 @@ def test_gpus_that_cannot_share_a_step_are_refused_before_anything_runs() -> Non
         all_stages.check(make_config("train.micro_batches_per_step=8"))
 
 
+@pytest.mark.slow
 def test_a_whole_run_ends_with_a_table_and_is_not_repeated(tiny_run: Run, tmp_path: Path) -> None:
     shutil.copytree(tiny_run[0], tmp_path / "run")
     overrides = ("recipe=quickstart", f"run_dir={tmp_path}/run", *tiny_run[1])

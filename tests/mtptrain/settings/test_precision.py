@@ -52,12 +52,10 @@ def test_auto_can_stand_beside_other_deepspeed_settings(monkeypatch: pytest.Monk
     assert config.deepspeed["zero_optimization"] == {"stage": 2} and config.deepspeed["wall_clock_breakdown"]
 
 
-@pytest.mark.parametrize("value", ["off", "on", "null"])
-def test_a_word_that_is_no_switch_is_refused_for_bf16(value: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"deepspeed\.bf16\.enabled: must be true, false or auto, but is .*; correct it"
-    ):
-        make_config(f"deepspeed.bf16.enabled={value}")
+def test_a_word_that_is_no_switch_is_refused_for_bf16() -> None:
+    for value in ("off", "on", "null"):
+        with pytest.raises(ValueError, match=r"deepspeed\.bf16\.enabled: must be true, false or auto, but is .*; corr"):
+            make_config(f"deepspeed.bf16.enabled={value}")
 
 
 def test_a_plan_for_gpus_is_made_in_bf16_on_any_machine(pretended: str) -> None:
@@ -78,61 +76,6 @@ def test_without_a_switch_the_cpu_itself_is_asked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(PRETENDED_BF16, "true")
     with pytest.raises(UserError, match="MTPTRAIN_CPU_BF16: must be 0, 1 or unset, but is 'true'; unset it"):
         has_bf16_instructions()
-
-
-@pytest.fixture(scope="module")
-def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text_files(tmp_path_factory.mktemp("files"))
-
-
-@pytest.fixture
-def overrides(tmp_path: Path, tiny_target: Path, text_files: Path) -> tuple[str, ...]:
-    """Returns the overrides of a tiny run that leaves every precision to the machine."""
-    settings = [each for each in TINY_SETTINGS if not each.startswith("hidden_states.dtype")]
-    return (*settings, f"run_dir={tmp_path}/run", f"target.path={tiny_target}", f"prompts.paths=[{text_files}]")
-
-
-def test_every_stage_runs_in_the_machines_precision_and_says_so(
-    pretended: str, overrides: tuple[str, ...], tmp_path: Path
-) -> None:
-    dtype, is_bf16, _ = CHOICES[pretended]
-    reason = "has bf16 instructions" if is_bf16 else "has no bf16 instructions that torch uses"
-    printed = {}
-    for module in (
-        "prompts",
-        "hidden-states",
-        "train",
-        "acceptance",
-        "export",
-    ):
-        result = run_program(module, *overrides)
-        assert result.returncode == 0, result.stderr[-3000:]
-        printed[module] = result.stdout
-    assert f"hidden_states.dtype: {dtype}, because this CPU {reason}\n" in printed["hidden-states"]
-    assert f"deepspeed: {dtype}, because this CPU {reason}\n" in printed["train"]
-    assert StoreManifest.read(tmp_path / "run/hidden_states").identity.compute_dtype == dtype
-    assert f"enabled: {str(is_bf16).lower()}" in (tmp_path / "run/train/config.yaml").read_text()
-    assert json.loads((tmp_path / "run/acceptance/report.json").read_text())["dtype"] == "float32"
-
-
-def test_a_run_keeps_its_precision_on_another_machine(
-    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(PRETENDED_BF16, WITH)
-    for module in ("prompts", "hidden-states"):
-        result = run_program(module, *overrides)
-        assert result.returncode == 0, result.stderr[-3000:]
-    first = run_program("train", *overrides, "train.max_steps=2")
-    assert first.returncode == 0, first.stderr[-3000:]
-    monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
-    resumed = run_program("train", *overrides, "train.max_steps=4")
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "deepspeed: should be float32 on this machine" in resumed.stderr
-    assert "enabled: true" in (tmp_path / "run/train/config.yaml").read_text()
-    finished = run_program("hidden-states", *overrides)
-    assert "is finished already" in finished.stdout, finished.stderr[-3000:]
-    other = run_program("hidden-states", *overrides, "hidden_states.dtype=float32")
-    assert "the compute dtype (hidden_states.dtype) must be float32, but is bfloat16" in other.stderr
 
 
 def test_a_damaged_config_of_a_stage_that_has_begun_is_named(tmp_path: Path) -> None:
@@ -173,6 +116,64 @@ def test_a_dtype_wider_than_necessary_is_mentioned(
     )
 
 
+@pytest.fixture(scope="module")
+def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture
+def overrides(tmp_path: Path, tiny_target: Path, text_files: Path) -> tuple[str, ...]:
+    """Returns the overrides of a tiny run that leaves every precision to the machine."""
+    settings = [each for each in TINY_SETTINGS if not each.startswith("hidden_states.dtype")]
+    return (*settings, f"run_dir={tmp_path}/run", f"target.path={tiny_target}", f"prompts.paths=[{text_files}]")
+
+
+@pytest.mark.slow
+def test_every_stage_runs_in_the_machines_precision_and_says_so(
+    pretended: str, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    dtype, is_bf16, _ = CHOICES[pretended]
+    reason = "has bf16 instructions" if is_bf16 else "has no bf16 instructions that torch uses"
+    printed = {}
+    for module in (
+        "prompts",
+        "hidden-states",
+        "train",
+        "acceptance",
+        "export",
+    ):
+        result = run_program(module, *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+        printed[module] = result.stdout
+    assert f"hidden_states.dtype: {dtype}, because this CPU {reason}\n" in printed["hidden-states"]
+    assert f"deepspeed: {dtype}, because this CPU {reason}\n" in printed["train"]
+    assert StoreManifest.read(tmp_path / "run/hidden_states").identity.compute_dtype == dtype
+    assert f"enabled: {str(is_bf16).lower()}" in (tmp_path / "run/train/config.yaml").read_text()
+    assert json.loads((tmp_path / "run/acceptance/report.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_precision_on_another_machine(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PRETENDED_BF16, WITH)
+    for module in ("prompts", "hidden-states"):
+        result = run_program(module, *overrides)
+        assert result.returncode == 0, result.stderr[-3000:]
+    first = run_program("train", *overrides, "train.max_steps=2")
+    assert first.returncode == 0, first.stderr[-3000:]
+    monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
+    resumed = run_program("train", *overrides, "train.max_steps=4")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "deepspeed: should be float32 on this machine" in resumed.stderr
+    assert "enabled: true" in (tmp_path / "run/train/config.yaml").read_text()
+    finished = run_program("hidden-states", *overrides)
+    assert "is finished already" in finished.stdout, finished.stderr[-3000:]
+    other = run_program("hidden-states", *overrides, "hidden_states.dtype=float32")
+    assert "the compute dtype (hidden_states.dtype) must be float32, but is bfloat16" in other.stderr
+
+
+@pytest.mark.slow
 def test_a_program_started_alone_on_a_cpu_uses_its_cores_and_writes_the_same_store(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:

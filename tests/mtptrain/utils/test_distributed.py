@@ -106,6 +106,7 @@ def exit_codes(work: object, timeout_hours: float) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for_as_long_as_the_config_says() -> None:
     assert exit_codes(wait_for_a_late_rank, 1.0) == [0, 0]
     assert exit_codes(wait_for_a_late_rank, SHORT_S / 3600)[0] == TIMED_OUT
@@ -133,7 +134,14 @@ sys.exit(3 if sys.argv[1] == "fails" else 0)
 """
 
 
-@pytest.mark.parametrize(("argument", "code"), [("succeeds", 0), ("fails", 3), ("is killed", 128 + 9)])
+@pytest.mark.parametrize(
+    ("argument", "code"),
+    [
+        pytest.param("succeeds", 0, marks=pytest.mark.slow),
+        pytest.param("fails", 3, marks=pytest.mark.slow),
+        ("is killed", 128 + 9),
+    ],
+)
 def test_a_program_that_continues_on_ranks_ends_as_they_do(tmp_path: Path, argument: str, code: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     root = Path(__file__).parents[3]
