@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mtptrain.target.form import find_form
@@ -18,17 +18,16 @@ from mtptrain.target.mimo import MiMoConfig, is_mimo_json
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 
-SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-)
-"""Settings that must be at least 1 if the config has them."""
-
 NEEDED_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 """Settings without which a config is not that of a transformer; pure Mamba models lack some."""
 
-MOST_LAYERS = 10_000
-"""No model has as many decoder layers; building one to look at it would not end."""
+SIZES = {
+    **dict.fromkeys((*NEEDED_SIZES, "num_key_value_heads", "head_dim"), (1, 2**31)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), (1, 2**31)),
+    "num_hidden_layers": (1, 10_000),  # building a model with more to look at it would not end
+    "num_nextn_predict_layers": (0, 10_000),
+}
+"""The least and the greatest value of each size that a config may have; some differ by layer."""
 
 PLAIN_TEXT_MODELS = {
     "qwen2_vl_text": "qwen2",
@@ -65,7 +64,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
     if getattr(config, "is_heterogeneous", False):
         config.allow_global_per_layer_attribute_access = True  # plans read head_dim, which differs by layer in Gemma 4
     family = config.model_type
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"target.path: transformers must have a language model for the target's family, but has none for "
             f"{family!r} in {path}; choose another target"
@@ -104,7 +103,7 @@ def _text_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTr
         own = {name: value for name, value in text.to_dict().items() if name not in left_out}
         rope = {name: value for name, value in text.rope_parameters.items() if name not in ROPE_OF_THE_TARGET}
         text = AutoConfig.for_model(PLAIN_TEXT_MODELS[text.model_type], **own | {"rope_parameters": rope})
-    text._name_or_path = config.name_or_path or ""
+    text.name_or_path = config.name_or_path or ""
     for name in ("quantization_config", "tie_word_embeddings"):
         if name in settings:
             setattr(text, name, getattr(config, name))
@@ -152,13 +151,6 @@ def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
                 )
 
 
-def _rope_thetas(config: PreTrainedConfig) -> list[Any]:
-    """Returns every rope_theta of a config: a single one, or one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sections = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
-    return [section["rope_theta"] for section in sections if section.get("rope_theta") is not None]
-
-
 def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
     missing = [name for name in NEEDED_SIZES if not isinstance(getattr(config, name, None), int)]
     if missing:
@@ -166,24 +158,16 @@ def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
             f"target.path: the target must have the settings {', '.join(NEEDED_SIZES)}, but a {config.model_type} has "
             f"no {', '.join(missing)} in {path}; choose another target"
         )
-    for theta in _rope_thetas(config):
-        if not (isinstance(theta, int | float) and 0 < theta < math.inf):
-            raise UserError(f"{path}: rope_theta must be a number above 0, but is {theta!r}; {DOWNLOAD_AGAIN}")
-    for name in SIZES:
+    theta = _full_attention_rope(config)["rope_theta"]
+    if not (theta is None or (isinstance(theta, int | float) and 0 < theta < math.inf)):
+        raise UserError(f"{path}: rope_theta must be a number above 0, but is {theta!r}; {DOWNLOAD_AGAIN}")
+    for name, (least, most) in SIZES.items():
         size = getattr(config, name, None)
         sizes = size if isinstance(size, list | tuple) else [] if size is None else [size]
-        if any(each < 1 for each in sizes):
-            raise UserError(f"{path}: {name} must be at least 1, but is {size}; {DOWNLOAD_AGAIN}")
-    if config.num_hidden_layers > MOST_LAYERS:
-        raise UserError(
-            f"{path}: num_hidden_layers must be at most {MOST_LAYERS}, but is {config.num_hidden_layers}; "
-            f"{DOWNLOAD_AGAIN}"
-        )
-    num_mtp_layers = getattr(config, "num_nextn_predict_layers", None)
-    if not isinstance(num_mtp_layers, int | None):
-        raise UserError(
-            f"{path}: num_nextn_predict_layers must be a whole number, but is {num_mtp_layers!r}; {DOWNLOAD_AGAIN}"
-        )
+        if not all(isinstance(each, int) and least <= each <= most for each in sizes):
+            raise UserError(
+                f"{path}: {name} must be a whole number from {least} to {most}, but is {size!r}; {DOWNLOAD_AGAIN}"
+            )
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
     if heads % shared:
         raise UserError(

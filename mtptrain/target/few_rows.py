@@ -8,7 +8,6 @@ oneDNN multiplies by weights that were put into its layout once. The copy takes 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 MOST_ROWS = 32
 """With more rows, torch's product costs about the same, because the copy is small beside the product."""
@@ -22,17 +21,18 @@ class FrozenLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
-        self._can_pack = (
-            weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
-        )
+        # Fake tensors, and others that only stand for values, are subclasses.
+        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.device.type == "cpu"
+        self._can_pack = is_plain and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
         self._packed: torch.Tensor | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [..., D] of rows [..., H]."""
         num_rows = rows.numel() // rows.shape[-1]
-        is_fake = isinstance(rows, FakeTensor) or isinstance(self.weight, FakeTensor)
+        is_fake = type(rows) is not torch.Tensor
         if not 1 < num_rows <= MOST_ROWS or not self._can_pack or is_fake or torch.is_grad_enabled():
             return F.linear(rows, self.weight, self.bias)
+        # These functions are private. The public `torch.utils.mkldnn` reorders the weights anew in each product.
         if self._packed is None:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), MOST_ROWS)
         return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")

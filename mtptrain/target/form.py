@@ -114,6 +114,7 @@ def find_form(config: PreTrainedConfig) -> TargetForm:
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
+            # Plans look for forms while they compute with fake tensors, and nothing public suspends those.
             with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
                 _FOUND[key] = _Probe(config).form()
         finally:
@@ -207,7 +208,7 @@ class _Probe:
             module.register_forward_pre_hook(self._make_real)
             module.register_forward_hook(self._keep_norm)
         self.decoder.register_forward_hook(self._keep_output)
-        self.model.config._attn_implementation = PROBE
+        self.model.config._attn_implementation = PROBE  # `set_attn_implementation` would look for such a function
         ids = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
         problem: Exception | None = None
         for returns_tuple in (False, True):  # decoder layers return their states, or a tuple that begins with them

@@ -37,6 +37,18 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
         UserError: `path` is none of these, or the directory has no config.json, or the GGUF file is damaged or not
             supported.
     """
+    return _find(path, revision, setting, is_whole=True)
+
+
+def config_dir(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
+    """Returns a directory with a target's config.json, which is the only file that is downloaded for a hub name.
+
+    It finds all other targets as `resolve_target` does, with the same arguments and errors.
+    """
+    return _find(path, revision, setting, is_whole=False)
+
+
+def _find(path: str, revision: str | None, setting: str, is_whole: bool) -> Path:
     if path == DEMO:
         return DEMO_DIR
     if Path(path).is_dir():
@@ -46,6 +58,8 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
     if is_gguf(path):
         return dequantised_dir(Path(path), setting)
     try:
+        if not is_whole:
+            return Path(hf_hub_download(path, "config.json", revision=revision)).parent
         return Path(
             snapshot_download(
                 path,
@@ -55,37 +69,11 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
             )
         )
     except HUB_ERRORS as error:
-        raise unknown_target(path, error, "download the model first", setting) from error
-
-
-def config_dir(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
-    """Returns a directory with a model's config.json, which is the only file downloaded for a hub name.
-
-    A GGUF file is dequantised whole, if that has not been done before.
-
-    Args:
-        path: `demo`, a directory, a GGUF file, or a hub name.
-        revision: revision of the hub repository.
-        setting: name of the setting, for error messages.
-
-    Raises:
-        UserError: there is no such model, or the GGUF file is damaged or not supported.
-    """
-    if path == DEMO or Path(path).is_dir() or is_gguf(path):
-        return resolve_target(path, revision, setting)
-    try:
-        return Path(hf_hub_download(path, "config.json", revision=revision)).parent
-    except HUB_ERRORS as error:
-        raise unknown_target(path, error, "download its config.json first", setting) from error
-
-
-def unknown_target(path: str, error: Exception, advice: str, setting: str) -> UserError:
-    """Returns the error for a `path` that is neither a directory nor a file and whose download raised `error`."""
-    return UserError(
-        f"{setting}: must be a local directory, a GGUF file, a hub name or `{DEMO}`, but {path!r} is neither a "
-        f"directory nor a file, and it could not be downloaded: {reason_of(error)}; correct the path, log in with "
-        f"`hf auth login` if the model is gated or private, or {advice}"
-    )
+        raise UserError(
+            f"{setting}: must be a local directory, a GGUF file, a hub name or `{DEMO}`, but {path!r} is neither a "
+            f"directory nor a file, and it could not be downloaded: {reason_of(error)}; correct the path, log in with "
+            f"`hf auth login` if the model is gated or private, or download {'it' if is_whole else 'its config'} first"
+        ) from error
 
 
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:

@@ -107,6 +107,7 @@ class Target:
     @contextmanager
     def attention(self, name: str) -> Iterator[None]:
         """Makes the model use an attention function that is registered with transformers inside this context."""
+        # This property is private. The public `set_attn_implementation` checks every module, in each forward.
         before = self.model.config._attn_implementation
         self.model.config._attn_implementation = name
         try:

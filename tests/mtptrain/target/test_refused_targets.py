@@ -1,150 +1,308 @@
-"""Tests that targets that cannot be read, trained on or placed are refused with the reason."""
+"""Tests that targets that are damaged, contradict themselves or cannot be run are refused with the reason.
+
+None of their own Python code ever runs, whatever their configs name and whoever answers yes.
+"""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import filter_repo_objects
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
-from mtptrain.target.hub import config_dir, resolve_target
+from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target, weight_files, weights_fingerprint
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import save_tensors
 from tests.conftest import FAMILIES, make_target
 from tests.mtptrain.target.inputs import CPU, write_config
+
+Damage = Callable[[Path], object]
+GARBAGE, NESTED = bytes(range(128, 256)), b"[" * 100_000 + b"]" * 100_000
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+UP, LM_HEAD, EMBEDDINGS = "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def target(tmp_path: Path, tiny_target: Path) -> Path:
+    return shutil.copytree(tiny_target, tmp_path / "target")
+
+
+def write(name: str, content: bytes | None) -> Damage:
+    return lambda target: (target / name).unlink() if content is None else (target / name).write_bytes(content)
+
+
+def change(name: str = "config.json", **settings: object) -> Damage:
+    """Returns what changes settings of a JSON file; ... removes one."""
+
+    def changed(target: Path) -> None:
+        path = target / name
+        content = {**(json.loads(path.read_text()) if path.is_file() else {}), **settings}
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+    return changed
+
+
+def tensors(changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Damage:
+    return lambda target: save_tensors(target / WEIGHTS, changed(load_file(target / WEIGHTS)))
+
+
+def both(*damages: Damage) -> Damage:
+    return lambda target: [damage(target) for damage in damages]
+
+
+def added(**values: torch.Tensor) -> Damage:
+    """Returns what adds or replaces tensors of an untied target."""
+    untied = tensors(lambda old: {LM_HEAD: torch.ones(260, 64), **old, **values})
+    return both(untied, change(tie_word_embeddings=False))
+
+
+def index(content: object) -> Damage:
+    return write(INDEX, json.dumps(content).encode())
+
+
+def load_whole(target: Path) -> Target:
+    return load_target(target, torch.float32, CPU)
+
+
+def place(target: Path) -> None:
+    check_placement(target, torch.float32, CPU)
+
+
+ROPE = {"rope_type": "default"}
+WINDOWS = ["sliding_attention", "full_attention"]
+EVIL_TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+EVIL_MODEL = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+OWN_CLASS = "tokenizer_class must be a class of transformers, because mtptrain never runs .*, but is"
+NO_WINDOWS = "transformers must implement the sliding windows of '{}', but .* remove sliding_window"
+NOT_SIZE = "{} must be a whole number from"
+NOT_READ = "the tokenizer must be readable by transformers, which reports"
+NO_MAP = f"/{INDEX}: must name the file of each tensor in weight_map, but does not"
+UNQUANTISED = r"target\.path: {} must be unquantised, .*model\.safetensors has {}\.\w+ in \w+; choose the unq"
+NOT_RUN = (
+    r"target\.path: transformers must be able to run the quantised weights that quantization_config in .*/config\.json "
+    "describes, but reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states.backend=vllm"
+)
+IN_CONFIG: dict[str, tuple[Damage, str]] = {
+    "garbage": (write("config.json", GARBAGE), r"/config\.json: must be UTF-8, but is not \('utf-8' codec"),
+    "a list": (write("config.json", b"[]"), r"/config\.json: must hold a JSON object, but holds a list; download it"),
+    "nested": (write("generation_config.json", NESTED), r"/generation_config\.json: must be JSON, but is nested too"),
+    "an adapter": (write("adapter_config.json", b"{}"), r"/adapter_config\.json: must not exist, .*; merge the ada"),
+    "no type": (change(model_type=...), "/config.json: model_type must name a family of models, but is None; download"),
+    "a number": (change(model_type=3), "/config.json: model_type must name a family of models, but is 3; download it"),
+    "no family": (change(model_type="nonsense"), "/config.json: must be readable by transformers, which .*nonsense"),
+    "no language": (change(model_type="t5"), r"target\.path: transformers must have a language model .* none for 't5'"),
+    "no layers": (change(num_hidden_layers=-1), r"num_hidden_layers must be a whole number from 1 to 10000, but is -1"),
+    "1e9 layers": (change(num_hidden_layers=10**9), r"num_hidden_layers must be .* to 10000, but is 1000000000"),
+    "head_dim": (change(head_dim=-2), NOT_SIZE.format("head_dim")),
+    "no context": (change(max_position_embeddings=-1), NOT_SIZE.format("max_position_embeddings")),
+    "no key heads": (change(num_key_value_heads=0), NOT_SIZE.format("num_key_value_heads")),
+    "MTP layers": (change(num_nextn_predict_layers="x"), NOT_SIZE.format("num_nextn_predict_layers")),
+    "key heads": (change(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, but"),
+    "heads": (change(num_attention_heads=7), "/config.json: must be readable by transformers, .*not a multiple"),
+    "vocabulary": (change(vocab_size="many"), "readable by transformers, .*'vocab_size' expected int, got str"),
+    "theta": (
+        change(rope_parameters=ROPE | {"rope_theta": float("nan")}),
+        "rope_theta must be a number .*, but is nan",
+    ),
+    "negative": (change(rope_parameters=ROPE | {"rope_theta": -1.0}), "rope_theta must be a number above 0, but is -1"),
+    "growing RoPE": (change(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "RoPE must be one of def"),
+    "an end": (
+        both(write("generation_config.json", None), change(eos_token_id=500)),
+        "/config.json: eos_token_id must be token ids below vocab_size=260, but is 500; download it again",
+    ),
+    **{
+        f"end {value}": (
+            write("generation_config.json", json.dumps({"eos_token_id": value}).encode()),
+            "/generation_config.json: eos_token_id must be token ids below",
+        )
+        for value in ({"a": 1}, [None], "abc", 1.5, [3, -1])
+    },
+    "later tokens": (
+        change(model_type="gemma3_text", use_bidirectional_attention=True),
+        "a token must not attend to later tokens, but use_bidirectional_attention is set in .*config.json",
+    ),
+    "a window": (change(sliding_window=16), NO_WINDOWS.format("llama")),
+    "windows": (change(sliding_window=16, layer_types=WINDOWS), NO_WINDOWS.format("llama")),
+    "no window": (change(model_type="qwen3_moe", layer_types=WINDOWS), NO_WINDOWS.format("qwen3_moe")),
+    "own code": (change(model_type="evil", **EVIL_MODEL), "model_type must be .*, because mtptrain never .* is 'evil'"),
+    "kernels": (change(attn_implementation="evil/kernels"), "attn_implementation must be unset, because"),
+    "kernels by layer": (change(_attn_implementation={"": "a/b"}), "attn_implementation must be unset"),
+    "experts": (change(experts_implementation="evil/moe"), "experts_implementation must be unset"),
+    "partial rotary": (change(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, because transformers rot"),
+}
+IN_TOKENIZER: dict[str, tuple[Damage, str]] = {
+    "garbage": (write("tokenizer.json", GARBAGE), r"/tokenizer\.json: must be UTF-8, but is not \('utf-8' codec"),
+    "a list": (write("tokenizer.json", b"[]"), r"/tokenizer\.json: must hold a JSON object, but holds a list"),
+    "empty": (write("tokenizer.json", b"{}"), f"target: {NOT_READ} KeyError"),
+    "none": (write("tokenizer.json", None), f"target: {NOT_READ} ValueError"),
+    "length": (write("tokenizer_config.json", b'{"model_max_length": "x"}'), f"target: {NOT_READ} TypeError"),
+    "template": (write("chat_template.jinja", GARBAGE), f"target: {NOT_READ} UnicodeDecodeError"),
+    "own": (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class="Evil"), f"{OWN_CLASS} 'Evil'"),
+    "nameless": (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class=None), OWN_CLASS),
+    "old": (change("tokenizer_config.json", auto_map=["evil.Evil", None], tokenizer_class="Evil"), OWN_CLASS),
+}
+IN_WEIGHTS: dict[str, tuple[Damage, str]] = {
+    "larger vocabulary": (change(vocab_size=1000), r"embed_tokens\.weight must have the shape \(1000, 64\) .*260"),
+    "smaller vocabulary": (change(vocab_size=258), r"embed_tokens\.weight must have the shape \(258, 64\) .*260"),
+    "MLP": (change(intermediate_size=10), r"safetensors: model\.layers\.0\.mlp\.\w+\.weight must have the shape"),
+    "fewer layers": (change(num_hidden_layers=1), "target: the weights must have num_hidden_layers=1 .*, but have 2"),
+    "padding": (change(pad_token_id=10**6), r"config\.json: must describe a model .*AssertionError"),
+    "kernel": (change(attn_implementation="flash_attention_2"), r"config\.json: must describe .*FlashAttention2"),
+    "activation": (change(hidden_act="nonsense"), r"config\.json: must describe a model that transformers .*nonsense"),
+    "integers": (added(**{UP: torch.ones(96, 64).int()}), rf"{UP} must have one of the dtypes F64, .* but has I32"),
+    "incomplete": (
+        lambda target: (target / WEIGHTS).write_bytes((target / WEIGHTS).read_bytes()[:-100]),
+        r"model\.safetensors: must be a complete safetensors file, but cannot be",
+    ),
+    "an lm_head that a tied config ignores": (
+        tensors(lambda old: {**old, LM_HEAD: old[EMBEDDINGS] + 1}),
+        r"lm_head\.weight must equal model\.embed_tokens\.weight, .* but differs",
+    ),
+    "no norm": (
+        tensors(lambda old: {name: x for name, x in old.items() if name != "model.norm.weight"}),
+        r"the checkpoint must hold model\.norm\.weight, but does not; download it again",
+    ),
+    "other names": (
+        tensors(lambda old: {f"other.{name}": x for name, x in old.items()}),
+        r"must hold model\.embed_tokens\.weight, .*, but does not",
+    ),
+    "none": (write(WEIGHTS, None), "weights must be safetensors files, but .* does not exist"),
+    "garbage in the index": (write(INDEX, GARBAGE), rf"/{INDEX}: must be UTF-8, but is not \('utf-8' codec"),
+    "no map": (index({}), NO_MAP),
+    "an empty map": (index({"weight_map": {}}), NO_MAP),
+    "a list": (index({"weight_map": ["a"]}), NO_MAP),
+    "another folder": (index({"weight_map": {"a": "/a.safetensors"}}), "must name files in its own .*, but names '/a"),
+    "the folder above": (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
+    "both": (index({"weight_map": {"a": "b.safetensors"}}), rf"target: must have either model\.safetensors or {INDEX}"),
+    "fp8": (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNQUANTISED.format("lm_head", "lm_head")),
+    "int8": (
+        both(added(**{EMBEDDINGS: torch.ones(260, 64).char()}), change(quantization_config={})),
+        UNQUANTISED.format(*["model.embed_tokens"] * 2),
+    ),
+    "GPTQ": (added(**{"lm_head.qweight": torch.zeros(1, 4).int()}), UNQUANTISED.format("lm_head", "lm_head")),
+}
+OTHERS: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
+    "layers": (change(num_hidden_layers=1), load_whole, "the weights must have num_hidden_layers=1 .*, but have 2"),
+    "no norm": (IN_WEIGHTS["no norm"][0], load_whole, r"the checkpoint must hold model\.norm\.weight, but does not"),
+    "an index": (index({}), weights_fingerprint, NO_MAP),
+    "the last layer in fp8": (
+        added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}),
+        load_last_layer,
+        UNQUANTISED.format(*["model.layers.1.mlp.up_proj"] * 2),
+    ),
+    **{
+        f"quantised: {reason}": (change(quantization_config=method), place, NOT_RUN.format(reason))
+        for method, reason in (
+            ({"quant_method": "gptq", "bits": 4}, "optimum|gptqmodel"),
+            ({"quant_method": "nf3"}, "nf3"),
+            ({}, "no `quant_method`"),
+            ({"quant_method": "compressed-tensors", "config_groups": 7}, "config_groups"),
+        )
+    },
+}
+CASES = {
+    **{f"config: {name}": (damage, read_target_config, message) for name, (damage, message) in IN_CONFIG.items()},
+    **{f"tokenizer: {name}": (damage, load_tokenizer, message) for name, (damage, message) in IN_TOKENIZER.items()},
+    **{f"weights: {name}": (damage, load_frozen_parts, message) for name, (damage, message) in IN_WEIGHTS.items()},
+    **OTHERS,
+}
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Answers every question with yes, as `yes | mtptrain ...` does. Returns the questions."""
+    questions: list[object] = []
+    monkeypatch.setattr("builtins.input", lambda *question: questions.append(question) or "y")
+    return questions
+
+
+def write_evil_code(target: Path) -> Path:
+    """Write code that leaves a file if it runs. Its path is absolute: transformers would run a copy elsewhere."""
+    trace = target / "it_ran"
+    (target / "evil.py").write_text(f"import pathlib\npathlib.Path({str(trace)!r}).touch()\nclass Evil: pass\n")
+    return trace
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_target_is_refused_by_name_and_its_code_does_not_run(target: Path, case: str, asked: list[object]) -> None:
+    damage, read, message = CASES[case]
+    read(target)
+    damage(target)
+    trace = write_evil_code(target)
+    with pytest.raises(UserError, match=message):
+        read(target)
+    assert not trace.exists() and not asked
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("tokenizer_config.json", EVIL_TOKENIZER),
+        ("config.json", EVIL_MODEL),
+        ("generation_config.json", {"auto_map": {"AutoGenerationConfig": "evil.Evil"}}),
+        ("processor_config.json", {"auto_map": {"AutoProcessor": "evil.Evil"}}),
+    ],
+)
+def test_the_code_of_a_target_that_transformers_knows_is_ignored(
+    target: Path, name: str, settings: dict[str, Any], asked: list[object]
+) -> None:
+    change(name, **settings)(target)
+    trace = write_evil_code(target)
+    load_tokenizer(target)
+    load_whole(target)
+    assert not trace.exists() and not asked
+
+
+def test_what_looks_like_damage_and_is_none_is_read(target: Path) -> None:
+    write_config(target.parent, model_type="llama", max_position_embeddings=512, sliding_window=512)
+    # ModelOpt describes its weights beside the config, and only layers of the target may be quantised.
+    added(**{UP: torch.ones(96, 64).char()})(target)
+    (target / "hf_quant_config.json").write_text("{}")
+    assert check_weights(target)[UP].dtype == "I8" and load_frozen_parts(target).lm_head.dtype == torch.float32
+    # consolidated.safetensors repeats the weights of a checkpoint in another layout, and transformers ignores it.
+    single, shard = target / WEIGHTS, target / "model-00001-of-00001.safetensors"
+    shutil.copy(single, target / "consolidated.safetensors")
+    assert weight_files(target) == [single]
+    index({"weight_map": dict.fromkeys(load_file(single), shard.name)})(target)
+    single.rename(shard)
+    assert weight_files(target) == [shard]
 
 
 def test_a_target_whose_norm_accelerate_leaves_off_the_devices_is_refused(tiny_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target)
     cpu_offload(model.model.norm, CPU)
-    with pytest.raises(
-        ValueError, match=r"target\.path: .*lm_head of the target must fit the GPUs of one machine, but accelerate has"
-    ):
+    with pytest.raises(UserError, match=r"target\.path: .*lm_head of the target must fit .*, but accelerate has"):
         Target(model)
 
 
-def test_a_family_without_a_language_model_is_refused_by_name(tmp_path: Path) -> None:
-    AutoConfig.for_model("t5").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"target\.path: transformers must have a language model .* none for 't5' in "):
-        read_target_config(tmp_path)
-
-
-def test_a_checkpoint_without_its_final_norm_is_refused(tmp_path: Path) -> None:
-    make_target(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    message = r"the checkpoint must hold model\.norm\.weight, but does not; download it again"
-    with pytest.raises(ValueError, match=message):
-        load_frozen_parts(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        load_target(tmp_path, torch.float32, CPU)
-
-
-QUANTISED_FILES = {
-    "fp8 with a scale": {
-        "lm_head.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn),
-        "lm_head.weight_scale": torch.ones(8, 1),
-    },
-    "a scale in bf16": {
-        "lm_head.weight": torch.zeros(8, 4),
-        "lm_head.weight_scale": torch.ones(8, 1, dtype=torch.bfloat16),
-    },
-    "GPTQ": {"lm_head.qweight": torch.zeros(1, 4, dtype=torch.int32), "lm_head.scales": torch.ones(1, 4)},
-    "int8 embeddings": {"model.embed_tokens.weight": torch.zeros(8, 4, dtype=torch.int8)},
-    "last layer in fp8": {"model.layers.1.mlp.down_proj.weight": torch.zeros(8, 4).to(torch.float8_e4m3fn)},
-}
-
-
-@pytest.mark.parametrize("kind", QUANTISED_FILES)
-def test_quantised_tensors_that_training_reads_are_refused(tmp_path: Path, kind: str) -> None:
-    directory, added = make_target(tmp_path, "llama", tie_word_embeddings=False), QUANTISED_FILES[kind]
-    tensors = load_file(directory / "model.safetensors")
-    if "lm_head.qweight" in added:
-        del tensors["lm_head.weight"]
-    save_file(tensors | added, directory / "model.safetensors")
-    module = next(iter(added)).rpartition(".")[0]
-    read = load_last_layer if "last layer" in kind else load_frozen_parts
-    message = (
-        rf"target\.path: {module} must be unquantised, .*model\.safetensors has {module}\.\w+ in \w+; choose the unq"
-    )
-    with pytest.raises(ValueError, match=message):
-        read(directory)
-
-
-def test_a_target_with_quantised_layers_and_a_plain_lm_head_is_accepted(tmp_path: Path) -> None:
-    directory = make_target(tmp_path, "llama", tie_word_embeddings=False, quantization_config={"quant_method": "fp8"})
-    save_file(
-        load_file(directory / "model.safetensors") | QUANTISED_FILES["last layer in fp8"],
-        directory / "model.safetensors",
-    )
-    assert load_frozen_parts(directory).lm_head.dtype == torch.float32
-
-
-def test_a_checkpoint_with_other_names_is_refused_and_not_filled_at_random(tmp_path: Path) -> None:
-    make_target(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({f"other.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"must hold lm_head\.weight, model\.embed_tokens\.weight, .* and \d+ more, but does not"
-    ):
-        load_target(tmp_path, torch.float32, CPU)
-
-
-def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"target\.path: must be a model directory, but .* has no config\.json"):
-        resolve_target(str(tmp_path))
-    make_target(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"weights must be safetensors files, but .* does not exist"):
-        load_frozen_parts(tmp_path)
-
-
-def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        UserError,
-        match=r"target\.path: must be a local directory, a GGUF file, a hub name or `demo`, but 'no/such' is neither",
-    ):
-        resolve_target("no/such")
-
-
-HUBS_ANSWER = """\
-401 Client Error. (Request ID: Root=1-6a0b-2f;1a2b-3c4d)
-
-Repository Not Found for url: https://huggingface.co/api/models/no/such/revision/main.
-Please make sure you specified the correct `repo_id` and `repo_type`.
-If you are trying to access a private or gated repo, make sure you are authenticated."""
+HUBS_ANSWER = "401 Client Error. (Request ID: Root=1;a)\n\nRepository Not Found for url: https://h.co/x.\nLog in."
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (
-            OSError(HUBS_ANSWER),
-            r"401 Client Error\. .* Repository Not Found for url: \S+ .*, make sure you are auth\S+",
-        ),
-        (HTTPError("403 Forbidden"), "403 Forbidden"),
+        (OSError(HUBS_ANSWER), r"401 Client Error\. .* Repository Not Found for url: \S+ Log in\."),
+        (HTTPError("403 Forbidden"), "403 Forbidden"),  # of a proxy
         (HTTPError(""), "HTTPError"),
         (OSError(28, "No space left on device"), r"\[Errno 28\] No space left on device"),
     ],
-    ids=["refused by the hub", "refused by a proxy", "without a message", "a full disk"],
 )
 @pytest.mark.parametrize("find", [resolve_target, config_dir])
 def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
-    monkeypatch: pytest.MonkeyPatch, find: Callable[[str], Path], error: Exception, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find: Callable[[str], Path], error: Exception, reason: str
 ) -> None:
     def fail(*args: object, **kwargs: object) -> str:
         raise error
@@ -154,6 +312,8 @@ def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
     message = rf"'no/such' is neither .* and it could not be downloaded: {reason}; correct the path, log in with `hf au"
     with pytest.raises(UserError, match=message):
         find("no/such")
+    with pytest.raises(UserError, match=r"target\.path: must be a model directory, but .* has no config\.json"):
+        find(str(tmp_path))
 
 
 def test_a_download_leaves_out_copies_of_the_weights_in_another_layout(
@@ -173,78 +333,40 @@ def test_a_download_leaves_out_copies_of_the_weights_in_another_layout(
     assert downloaded == wanted
 
 
-def test_a_target_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"a token must not attend to later tokens, but use_bidirectional_attention is set in .*config\.json",
-    ):
-        write_config(tmp_path, model_type="gemma3_text", use_bidirectional_attention=True)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "settings"),
-    [
-        ("llama", {"sliding_window": 16}),
-        ("deepseek_v2", {"sliding_window": 16}),
-        (
-            "llama",
-            {"sliding_window": 16, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-        ),
-        ("qwen3_moe", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
-    ],
-)
-def test_windows_that_transformers_ignores_are_refused(
-    tmp_path: Path, model_type: str, settings: dict[str, object]
-) -> None:
-    with pytest.raises(
-        ValueError,
-        match=rf"transformers must implement the sliding windows of '{model_type}', but .* remove "
-        r"sliding_window",
-    ):
-        write_config(tmp_path, model_type=model_type, **settings)
-
-
-def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
-    write_config(tmp_path, model_type="llama", max_position_embeddings=512, sliding_window=512)
-
-
 def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulates eight GPUs, of which only the number and the memory size are read."""
-    directory = make_target(tmp_path)
-    size = (directory / "model.safetensors").stat().st_size  # in fp32
+    size, cuda = (tiny_target / WEIGHTS).stat().st_size, torch.device("cuda")  # in fp32
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     message = (
-        r"must fit one device if several ranks share a machine, but does not; start one process, "
-        r".*train.validation_prompts=0"
+        r"must fit one device if several ranks share a machine, .*; start one process, .*train.validation_prompts=0"
     )
-    with pytest.raises(ValueError, match=message):
-        check_placement(directory, torch.float32, torch.device("cuda"))
+    with pytest.raises(UserError, match=message):
+        check_placement(tiny_target, torch.float32, cuda)
+    check_placement(tiny_target, torch.bfloat16, cuda)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    check_placement(directory, torch.float32, torch.device("cuda"))
+    check_placement(tiny_target, torch.float32, cuda)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    check_placement(directory, torch.bfloat16, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * size))
-    check_placement(directory, torch.float32, torch.device("cuda"))
+    check_placement(tiny_target, torch.float32, cuda)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("place", ["top", "rope_parameters"])
 def test_partial_rotary_embeddings_of_a_family_that_rotates_whole_heads_are_refused(
     tmp_path: Path, family: str, place: str
 ) -> None:
     """Some of these models would rotate whole heads, where engines rotate a part of each; the others cannot run."""
-    model_type, settings = FAMILIES[family]
-    make_target(tmp_path, model_type, settings)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = AutoConfig.from_pretrained(make_target(tmp_path, *FAMILIES[family])).to_dict()
     rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
     (config if place == "top" else rope)["partial_rotary_factor"] = 0.5
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"partial_rotary_factor must be 1, because|forward of transformers must run"):
-        load_target(tmp_path, torch.float32, CPU)
+        load_whole(tmp_path)
     (config if place == "top" else rope)["partial_rotary_factor"] = 1.0
     (tmp_path / "config.json").write_text(json.dumps(config))
-    load_target(tmp_path, torch.float32, CPU)
+    load_whole(tmp_path)
