@@ -1,15 +1,112 @@
-"""Reads the prompt source `conversations`: jsonl, json or parquet files or hub data sets, one conversation per row."""
+"""Reads rows from jsonl, json and parquet files and data sets on the hub, and finds the usable conversations."""
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from mtptrain.data.questions import first_user_turn, question_group
-from mtptrain.data.rows import ANY_SCHEMA, Row, RowFormat, parse_row, text_of
-from mtptrain.data.tool_calls import Message
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError, DatasetsError
+from datasets.utils.logging import CRITICAL, set_verbosity
 
-from .row_files import UsableRows
+from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, question_group
+from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, Row, RowFormat, kind, parse_row, text_of
+from mtptrain.data.tool_calls import without_filled_nulls
+from mtptrain.target.hub import HUB_ERRORS
+from mtptrain.utils.errors import UserError, reason_of
+from mtptrain.utils.files import parse_json
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+CORRECT = "correct or remove it"
+REASONS_SHOWN = 3
+
+
+class SourceMissing(UserError):
+    """A path of `prompts.paths` is neither a file nor a data set that can be loaded."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one file or hub data set, with their line or row numbers."""
+
+    path: str
+    rows: Sequence[Row]
+    numbers: Sequence[int]
+    """Line number in a jsonl file, otherwise row number, from 1."""
+
+    def location(self, index: int) -> str:
+        return f"{self.path}:{self.numbers[index]}"
+
+    def row(self, index: int) -> Row:
+        """Returns a row, without the nulls that parquet fills into tools and calls.
+
+        Raises:
+            UserError: the row cannot be decoded, for example because a text in a parquet file is not UTF-8.
+        """
+        try:
+            row = self.rows[index]
+        except ValueError as error:
+            raise UserError(
+                f"{self.path}: every row must be readable, but one is not ({error}); create the file again"
+            ) from error
+        return without_filled_nulls(row) if isinstance(self.rows, Dataset) else row
+
+
+@dataclass
+class UsableRows:
+    """Usable rows, and why the others were refused."""
+
+    names: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    """Group of each usable row. Rows with the same question share a group, which stays in one split."""
+    origins: list[tuple[Rows, int]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why a row cannot be used, by its location."""
+    passed_over: set[str] = field(default_factory=set)
+    """Names of columns and message keys that are not read."""
+
+    def row(self, index: int) -> Row:
+        """Reads a usable row again, because rows are not kept.
+
+        Parquet files and hub data sets are memory-mapped. The rows of jsonl and json files are in memory.
+        """
+        rows, row = self.origins[index]
+        return rows.row(row)
+
+    def location(self, index: int) -> str:
+        rows, row = self.origins[index]
+        return rows.location(row)
+
+    def add_all(self, paths: Sequence[str], split: str, identify: Callable[[Row], tuple[str, str]]) -> None:
+        """Reads all files and data sets, and adds their rows.
+
+        Args:
+            paths: jsonl, json (one array) or parquet files, and names of data sets on the hub.
+            split: split of hub data sets.
+            identify: returns the name and the group of a row, or raises ConversationRefused.
+
+        Raises:
+            UserError: a path is neither a file nor a hub data set, or a path is given twice or is a directory, a file
+                cannot be read or has another suffix than `FILE_SUFFIXES`, or has no usable row.
+        """
+        refuse_duplicate_paths(paths)
+        for rows in [_read_rows(path, split) for path in paths]:
+            refused: dict[str, str] = {}
+            for index in range(len(rows.rows)):
+                try:
+                    name, group = identify(rows.row(index))
+                except ConversationRefused as refusal:
+                    refused[rows.location(index)] = str(refusal)
+                    continue
+                self.names.append(name)
+                self.groups.append(group)
+                self.origins.append((rows, index))
+            if len(refused) == len(rows.rows):
+                raise _all_refused(rows.path, refused)
+            self.refused.update(refused)
 
 
 @dataclass
@@ -20,13 +117,13 @@ class Conversations(UsableRows):
 
     def messages(self, index: int) -> list[Message]:
         """Parses the row of a conversation again, because messages are not stored."""
-        return parse_row(self.row(index), self.form)
+        return parse_row(self.row(index), self.form)[0]
 
     def question(self, index: int) -> str:
         """Returns the first user turn of a conversation; empty if there is none."""
         messages = self.messages(index)
         first = first_user_turn(messages)
-        return "" if first is None else str(messages[first]["content"])
+        return "" if first is None else messages[first]["content"]
 
 
 def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split: str = "train") -> Conversations:
@@ -37,12 +134,13 @@ def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split
         form: how rows are read. With schema `auto`, rows of different schemas may share a file.
         split: split of hub data sets.
     """
+    conversations = Conversations(form=form)
 
     def identify(row: Row) -> tuple[str, str]:
-        messages = parse_row(row, form)
+        messages, passed_over = parse_row(row, form)
+        conversations.passed_over |= passed_over
         return conversation_name(row, messages), question_group(messages)
 
-    conversations = Conversations(form=form)
     conversations.add_all(paths, split, identify)
     return conversations
 
@@ -55,7 +153,85 @@ def conversation_name(row: Row, messages: Sequence[Message]) -> str:
     Raises:
         ConversationRefused: the id is not valid Unicode.
     """
-    for key in ("id", "conversation_id"):
+    for key in ID_COLUMNS:
         if row.get(key) not in (None, ""):
             return text_of("id", str(row[key]))
     return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
+
+
+def _all_refused(path: str, refused: Mapping[str, str]) -> UserError:
+    """Returns the error for a file without a usable row, with the most frequent reasons for refusing rows."""
+    reasons = Counter(refused.values()).most_common(REASONS_SHOWN)
+    counted = ", ".join(f"{count:,} refused ({reason})" for reason, count in reasons)
+    found = f"none: {counted}; the first row is {next(iter(refused))}" if refused else "no row at all"
+    return UserError(
+        f"prompts.paths: every file must hold at least one usable row, but {path} holds {found}; convert the data, or "
+        "correct prompts.source, prompts.paths, prompts.schema or prompts.roles"
+    )
+
+
+def refuse_duplicate_paths(paths: Sequence[str]) -> None:
+    duplicates = [path for path, count in Counter(paths).items() if count > 1]
+    if duplicates:
+        raise UserError(
+            f"prompts.paths: must name each path once, but names {', '.join(duplicates)} more than once; "
+            "remove the duplicates"
+        )
+
+
+def _read_rows(path: str, split: str) -> Rows:
+    suffix = Path(path).suffix
+    if Path(path).is_dir():
+        raise UserError(f"prompts.paths: must name files or hub data sets, but {path!r} is a directory; list its files")
+    if Path(path).is_file():
+        readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+        if suffix not in readers:
+            raise UserError(
+                f"prompts.paths: files must end in {', '.join(readers)}, but {path!r} does not; convert the file"
+            )
+        return readers[suffix](path)
+    if suffix in FILE_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+        raise SourceMissing(
+            f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path"
+        )
+    return _read_hub(path, split)
+
+
+def _read_jsonl(path: str) -> Rows:
+    rows: dict[int, Row] = {}
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                rows[number] = parse_json(line, f"{path}:{number}", CORRECT)
+    return Rows(path, list(rows.values()), list(rows))
+
+
+def _read_json(path: str) -> Rows:
+    content = parse_json(Path(path).read_bytes(), path, CORRECT)
+    if not isinstance(content, list):
+        raise UserError(f"{path}: must hold one array of rows, but holds {kind(content)}; convert it to jsonl")
+    return Rows(path, content, range(1, len(content) + 1))
+
+
+def _read_parquet(path: str) -> Rows:
+    set_verbosity(CRITICAL)  # datasets would also log the error that is raised here
+    try:
+        rows = Dataset.from_parquet(path)
+    except (ValueError, OSError, DatasetGenerationError) as error:
+        reason = str(error.__cause__ or error).strip()
+        raise UserError(
+            f"{path}: must be a parquet file with rows, but cannot be read ({reason}); create it again"
+        ) from error
+    return Rows(path, rows, range(1, len(rows) + 1))
+
+
+def _read_hub(name: str, split: str) -> Rows:
+    try:
+        rows = load_dataset(name, split=split)
+    except (*HUB_ERRORS, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: a data set that is a script
+        raise SourceMissing(
+            f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
+            f"cannot be loaded from the hub: {reason_of(error)}; correct prompts.paths and prompts.split, log in with "
+            "`hf auth login` if the data set is gated or private, or download it as parquet"
+        ) from error
+    return Rows(name, rows, range(1, len(rows) + 1))

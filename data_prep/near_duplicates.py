@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rensa import RMinHash, RMinHashLSH
 
-from mtptrain.data.questions import normalise
+from mtptrain.data.conversation import normalise
 from mtptrain.utils.progress import ProgressBar
 
 RUN_WORDS, MIN_WORDS = 3, 8

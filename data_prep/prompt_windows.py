@@ -4,47 +4,38 @@ An item is a file, a conversation or a row of tokens. A conversation may need se
 """
 
 import hashlib
-from collections.abc import Sequence
+from dataclasses import replace
+
+from tqdm import tqdm
 
 from mtptrain.config import PromptsConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split, is_held_out, name_hash
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.progress import ProgressBar
 
-from .assistant_masks import Encoding
 from .prompt_sources import Source
+from .prompts_report import PromptsReport
+from .renderings import EncodedItem, Encoding
 
 _BATCH = 64
 """Number of items per call of the tokenizer. Each call uses all cores."""
 
 
 class Collector:
-    """Cuts, splits and counts items in the order they are added."""
+    """Cuts and splits items in the order they are added, and counts them in the report."""
 
-    def __init__(self, prompts: PromptsConfig, vocab_size: int) -> None:
+    def __init__(self, prompts: PromptsConfig, vocab_size: int, report: PromptsReport) -> None:
         self.windows: list[tuple[DocumentEntry, Encoding]] = []
         """The documents of the output, and the tokens of each. An id is its index among them."""
-        self.refused: dict[str, str] = {}
-        # `PromptsReport` describes these counts; `answers_rewritten` is its `rewritten.answers`.
-        self.items_cut = 0
-        self.windows_cut = 0
-        self.windows_unsupervised = 0
-        self.answers_rewritten = 0
-        self.answers_left_out = 0
-        self.answers_untrained = 0
-        self.answers_inserted = 0
-        self.beyond_max_train_tokens = 0
-        self.copies = 0
-        """Number of items with the same tokens and loss mask as an earlier one."""
         self.tokens_read = 0
         self.is_full = False
         """Whether a window would have exceeded prompts.max_train_tokens. If so, the training split is closed."""
         self._prompts = prompts
         self._vocab_size = vocab_size
+        self._report = report
         self._train_tokens = 0
         self._seen: set[bytes] = set()
 
-    def add(self, name: str, group: str, cluster: str, location: str, encodings: Sequence[Encoding]) -> None:
+    def add(self, name: str, group: str, cluster: str, location: str, item: EncodedItem) -> None:
         """Add the windows of an item that fit within prompts.max_train_tokens.
 
         The limit does not apply to validation windows.
@@ -55,50 +46,52 @@ class Collector:
         Raises:
             UserError: a token id is beyond the model's vocabulary.
         """
-        for encoding in encodings:
+        report = self._report
+        for encoding in item.encodings:
             check_vocabulary(encoding, self._vocab_size, location)
-        if self._is_copy(encodings):
+        if self._is_copy(item):
+            report.duplicates.dropped += 1
             return
         split = Split.validation if is_held_out(cluster, self._prompts.validation_fraction) else Split.train
         if split is Split.train and self.is_full:
-            self.beyond_max_train_tokens += 1
+            report.beyond_max_train_tokens += 1
             return
-        self.items_cut += any(len(encoding.input_ids) > self._prompts.max_document_tokens for encoding in encodings)
-        is_whole = True
-        for encoding in encodings:
-            for number, window in self._windows(encoding):
-                tokens = len(window.input_ids)
-                if split is Split.validation or self._fits(tokens):
+        report.answers_left_out += item.answers_left_out
+        report.answers_untrained += item.answers_untrained
+        report.answers_inserted += item.answers_inserted
+        is_cut, is_whole = False, True
+        for encoding in item.encodings:
+            windows = cut(encoding, self._prompts.max_document_tokens)
+            self.tokens_read += len(encoding.input_ids)
+            if len(windows) > 1:
+                is_cut = True
+                report.windows_cut += len(windows)
+            if encoding.turn:
+                report.rewritten.answers += encoding.answers
+            for number, window in enumerate(windows):
+                if not window.loss_mask.any():
+                    report.windows_unsupervised += 1
+                elif split is Split.validation or self._fits(len(window.input_ids)):
+                    tokens = len(window.input_ids)
                     entry = DocumentEntry(len(self.windows), name, split, tokens, number, encoding.turn, group)
                     self.windows.append((entry, window))
+                    if encoding.turn:
+                        report.rewritten.add(window.loss_mask)
                 else:
                     is_whole = False
-        self.beyond_max_train_tokens += not is_whole
+        report.items_cut += is_cut
+        report.beyond_max_train_tokens += not is_whole
 
-    def _is_copy(self, encodings: Sequence[Encoding]) -> bool:
-        """Remembers an item, and counts it and returns True if an earlier one has the same tokens and loss mask."""
+    def _is_copy(self, item: EncodedItem) -> bool:
+        """Remembers an item, and returns whether an earlier one has the same tokens and loss mask."""
         digest = hashlib.blake2b(digest_size=16)
-        for encoding in encodings:
+        for encoding in item.encodings:
             digest.update(
                 len(encoding.input_ids).to_bytes(8) + encoding.input_ids.tobytes() + encoding.loss_mask.tobytes()
             )
         is_copy = digest.digest() in self._seen
         self._seen.add(digest.digest())
-        self.copies += is_copy
         return is_copy
-
-    def _windows(self, encoding: Encoding) -> list[tuple[int, Encoding]]:
-        """Cut an encoding, count its windows, and return those with a supervised token, with their indices from 0."""
-        parts = cut(encoding, self._prompts.max_document_tokens)
-        windows = [(number, part) for number, part in enumerate(parts) if part.loss_mask.any()]
-        self.tokens_read += len(encoding.input_ids)
-        self.windows_cut += len(parts) if len(parts) > 1 else 0
-        self.windows_unsupervised += len(parts) - len(windows)
-        self.answers_rewritten += encoding.answers if encoding.turn else 0
-        self.answers_left_out += encoding.answers_left_out
-        self.answers_untrained += encoding.answers_untrained
-        self.answers_inserted += encoding.answers_inserted
-        return windows
 
     def _fits(self, tokens: int) -> bool:
         """Counts the tokens of a training window and returns True, or closes the split if they exceed the limit."""
@@ -114,44 +107,50 @@ class Collector:
         )
 
 
-def collect_windows(source: Source, prompts: PromptsConfig, vocab_size: int) -> Collector:
+def collect_windows(
+    source: Source, prompts: PromptsConfig, vocab_size: int, report: PromptsReport
+) -> tuple[Collector, dict[str, str]]:
     """Tokenize, cut and split items until the training split is full, in the order of their clusters' hashes.
 
     A cluster is a file, all conversations with the same or nearly the same question, or all rows of tokens with the
     same prompt. Held-out clusters have the smallest hashes. The validation split is therefore complete before the
     training split can be full, and a file that has copies in both splits is kept in the validation split.
+
+    Args:
+        source: the items.
+        prompts: the settings.
+        vocab_size: size of the target's vocabulary.
+        report: counts what is left out.
+
+    Returns:
+        The windows, and why items were refused, by location.
     """
     names, groups, clusters = source.names, source.groups, source.clusters
     order = sorted(range(len(names)), key=lambda i: (name_hash(clusters[i]), clusters[i], groups[i], names[i], i))
-    collector = Collector(prompts, vocab_size)
-    collector.refused.update(source.refused)
-    with ProgressBar(total=len(order), desc="prompts", unit="item") as bar:
+    collector, refused = Collector(prompts, vocab_size, report), dict(source.refused)
+    with tqdm(total=len(order), desc="prompts", unit="item") as bar:
         for start in range(0, len(order), _BATCH):
             if collector.is_full:
-                collector.beyond_max_train_tokens += len(order) - start
+                report.beyond_max_train_tokens += len(order) - start
                 break
             batch = order[start : start + _BATCH]
-            _add_batch(collector, source, batch)
+            for index, item in zip(batch, source.encode(batch), strict=True):
+                if isinstance(item, str):
+                    refused[source.location(index)] = item
+                else:
+                    collector.add(names[index], groups[index], clusters[index], source.location(index), item)
             bar.update(len(batch))
             bar.set_postfix_str(
                 f"{collector.tokens_read / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False
             )
-    return collector
-
-
-def _add_batch(collector: Collector, source: Source, batch: Sequence[int]) -> None:
-    for index, encodings in zip(batch, source.encode(batch), strict=True):
-        if isinstance(encodings, str):
-            collector.refused[source.location(index)] = encodings
-        else:
-            name, group, cluster = source.names[index], source.groups[index], source.clusters[index]
-            collector.add(name, group, cluster, source.location(index), encodings)
+    return collector, refused
 
 
 def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
     """Returns consecutive windows of at most `max_tokens`, without overlap."""
-    starts = range(0, len(encoding.input_ids), max_tokens)
-    return [Encoding(encoding.input_ids[i : i + max_tokens], encoding.loss_mask[i : i + max_tokens]) for i in starts]
+    ids, mask = encoding.input_ids, encoding.loss_mask
+    starts = range(0, len(ids), max_tokens)
+    return [replace(encoding, input_ids=ids[i : i + max_tokens], loss_mask=mask[i : i + max_tokens]) for i in starts]
 
 
 def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None:

@@ -5,7 +5,7 @@ Its items are the files, the conversations or the rows of tokens that the source
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,24 +43,30 @@ class SplitReport:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RewrittenReport:
     """The cost of a template that renders a turn differently, such as without reasoning, once later turns follow."""
 
-    answers: int
+    answers: int = 0
     """Number of assistant turns that need an additional document.
 
     Counts those in the items that were read before the training split was full.
     """
-    documents: int
+    documents: int = 0
     """Number of windows written for these documents."""
-    tokens: int
+    tokens: int = 0
     """Number of tokens in these windows."""
-    history_tokens: int
+    history_tokens: int = 0
     """Number of unsupervised tokens in these windows, which repeat the history."""
 
+    def add(self, mask: NDArray[np.uint8]) -> None:
+        """Counts a window with this loss mask [S]."""
+        self.documents += 1
+        self.tokens += len(mask)
+        self.history_tokens += len(mask) - int(mask.sum())
 
-@dataclass(frozen=True)
+
+@dataclass
 class DuplicatesReport:
     """Counts repeated questions and copies.
 
@@ -74,7 +80,7 @@ class DuplicatesReport:
     """Number of items with the most frequent question; 1 for files."""
     same_question: int
     """Number of items that repeat the question of an earlier one."""
-    dropped: int
+    dropped: int = 0
     """Number of items left out because an earlier one has the same tokens and loss mask."""
     near: int = 0
     """Number of questions that nearly repeat another one (prompts.near_duplicate_similarity)."""
@@ -82,30 +88,19 @@ class DuplicatesReport:
     """Number of conversations with such a question that would have been on the other side of the split."""
 
     @staticmethod
-    def of(
-        groups: Sequence[str], clusters: Sequence[str], validation_fraction: float, copies: int
-    ) -> "DuplicatesReport":
-        """Returns the counts.
-
-        Args:
-            groups: the question of each item.
-            clusters: what decides the split of each item: its question, or one question for all that nearly repeat it.
-            validation_fraction: the share of held-out clusters.
-            copies: see `dropped`.
-        """
+    def of(groups: Sequence[str], clusters: Sequence[str], validation_fraction: float) -> "DuplicatesReport":
+        """Returns the counts for the group and the cluster of each item."""
         sizes = Counter(groups)
         members = Counter(dict(zip(groups, clusters, strict=True)).values())
-        moved = sum(
-            is_held_out(group, validation_fraction) != is_held_out(cluster, validation_fraction)
-            for group, cluster in zip(groups, clusters, strict=True)
-        )
         return DuplicatesReport(
             questions=len(sizes),
             largest=max(sizes.values(), default=0),
             same_question=len(groups) - len(sizes),
-            dropped=copies,
             near=sum(count for count in members.values() if count > 1),
-            near_moved=moved,
+            near_moved=sum(
+                is_held_out(group, validation_fraction) != is_held_out(cluster, validation_fraction)
+                for group, cluster in zip(groups, clusters, strict=True)
+            ),
         )
 
 
@@ -119,30 +114,33 @@ class Refusals:
     """Locations of the first few."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptsReport:
     source: str
-    splits: dict[Split, SplitReport]
-    items_cut: int
-    """Number of items, of those that were read, longer than prompts.max_document_tokens."""
-    windows_cut: int
-    """Number of windows that these items were cut into."""
-    windows_unsupervised: int
-    """Number of windows left out because they have no supervised token."""
-    rewritten: RewrittenReport
-    duplicates: DuplicatesReport
-    answers_left_out: int
-    """Number of assistant turns that the loss leaves out, because the template does not render them as generated."""
-    answers_untrained: int
-    """Number of assistant turns that the loss leaves out, because the data say so (`weight: 0`, `train: false`)."""
-    answers_inserted: int
-    """Number of supervised assistant turns that begin or end with the template's text, such as an empty think block."""
-    beyond_max_train_tokens: int
-    """Number of items left out, in whole or in part, because of prompts.max_train_tokens."""
-    refused: list[Refusals]
     items: int
     """Number of items of the source, including refused ones and those beyond prompts.max_train_tokens."""
-    is_dated: bool
+    duplicates: DuplicatesReport
+    passed_over: list[str] = field(default_factory=list)
+    """Names of columns and message keys that are not read."""
+    splits: dict[Split, SplitReport] = field(default_factory=dict)
+    items_cut: int = 0
+    """Number of items, of those that were read, longer than prompts.max_document_tokens."""
+    windows_cut: int = 0
+    """Number of windows that these items were cut into."""
+    windows_unsupervised: int = 0
+    """Number of windows left out because they have no supervised token."""
+    rewritten: RewrittenReport = field(default_factory=RewrittenReport)
+    answers_left_out: int = 0
+    """Number of assistant turns that the loss leaves out, because the template does not render them after their
+    prompt, its generation block has none of their text, or a token across their border cannot be split."""
+    answers_untrained: int = 0
+    """Number of assistant turns that the loss leaves out, because the data say so (`weight: 0`, `train: false`)."""
+    answers_inserted: int = 0
+    """Number of supervised assistant turns that begin or end with the template's text, such as an empty think block."""
+    beyond_max_train_tokens: int = 0
+    """Number of items left out, in whole or in part, because of prompts.max_train_tokens."""
+    refused: list[Refusals] = field(default_factory=list)
+    is_dated: bool = False
     """Whether the chat template can write today's date into the prompts."""
 
 
@@ -176,19 +174,15 @@ def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
 
 def print_report(report: PromptsReport) -> None:
     console = Console(markup=False, highlight=False)
-    console.print(_split_table(report))
-    console.print(_length_table(report))
-    for line in [*_rewritten(report), *_duplicates(report), *_left_out(report)]:
-        console.print(line, soft_wrap=True)
-
-
-def _split_table(report: PromptsReport) -> Table:
     table = Table("split", title=f"prompts from {report.source}", title_justify="left")
     for heading in ("documents", "tokens", "supervised tokens"):
         table.add_column(heading, justify="right")
     for name, split in report.splits.items():
         table.add_row(name, f"{split.documents:,}", f"{split.tokens:,}", f"{split.supervised_tokens:,}")
-    return table
+    console.print(table)
+    console.print(_length_table(report))
+    for line in report_lines(report):
+        console.print(line, soft_wrap=True)
 
 
 def _length_table(report: PromptsReport) -> Table:
@@ -207,45 +201,26 @@ def _length_table(report: PromptsReport) -> Table:
     return table
 
 
-def _rewritten(report: PromptsReport) -> list[str]:
-    rewritten, total = report.rewritten, sum(split.tokens for split in report.splits.values())
-    if not rewritten.answers:
-        return []
-    return [
-        f"chat template: {rewritten.answers:,} assistant turns change once later turns follow, and are also stored as "
-        f"generated, in {rewritten.documents:,} additional documents with {rewritten.tokens:,} tokens "
-        f"({rewritten.tokens / max(total, 1):.1%} of all), of which {rewritten.history_tokens:,} "
-        f"({rewritten.history_tokens / max(total, 1):.1%}) repeat the history"
-    ]
-
-
-def _items(report: PromptsReport) -> str:
-    """Returns the word for the items of the source."""
+def report_lines(report: PromptsReport) -> list[str]:
+    """Returns the lines below the tables, of which each has a count that is not zero."""
     words: dict[str, str] = {PromptSource.text_files: "files", PromptSource.tokens: "rows"}
-    return words.get(report.source, "conversations")
-
-
-def _duplicates(report: PromptsReport) -> list[str]:
-    duplicates, items, lines = report.duplicates, _items(report), []
-    if duplicates.same_question:
-        lines.append(
-            f"same question: {duplicates.same_question:,} {items} repeat an earlier question; each of the "
-            f"{duplicates.questions:,} different questions occurs in at most {duplicates.largest:,} {items}, all of "
-            "them in one split"
-        )
-    if duplicates.near:
-        lines.append(
-            f"near duplicates: {duplicates.near:,} different questions nearly repeat another one; "
-            f"{duplicates.near_moved:,} {items} changed sides, so that such questions are in one split"
-        )
-    if duplicates.dropped:
-        lines.append(f"left out: {duplicates.dropped:,} {items} with the same tokens as another one")
-    return lines
-
-
-def _left_out(report: PromptsReport) -> list[str]:
-    items = _items(report)
+    items = words.get(report.source, "conversations")
+    rewritten, duplicates = report.rewritten, report.duplicates
+    total = max(sum(split.tokens for split in report.splits.values()), 1)
+    too_short = sum(split.without_drafts for split in report.splits.values())
     counted = {
+        "chat template: {:,} assistant turns change once later turns follow, and are also stored as generated, in "
+        f"{rewritten.documents:,} additional documents with {rewritten.tokens:,} tokens "
+        f"({rewritten.tokens / total:.1%} of all), of which {rewritten.history_tokens:,} "
+        f"({rewritten.history_tokens / total:.1%}) repeat the history": rewritten.answers,
+        f"same question: {{:,}} {items} repeat an earlier question; each of the {duplicates.questions:,} different "
+        f"questions occurs in at most {duplicates.largest:,} {items}, all of them in one split": (
+            duplicates.same_question
+        ),
+        "near duplicates: {:,} different questions nearly repeat another one; "
+        f"{duplicates.near_moved:,} {items} changed sides, so that such questions are in one split": duplicates.near,
+        f"left out: {{:,}} {items} with the same tokens as another one": duplicates.dropped,
+        f"cut: {{:,}} {items} into {report.windows_cut:,} windows": report.items_cut,
         "left out: {:,} windows without a supervised token": report.windows_unsupervised,
         "left out of the loss: {:,} assistant turns that the chat template does not render as generated": (
             report.answers_left_out
@@ -255,13 +230,12 @@ def _left_out(report: PromptsReport) -> list[str]:
         "generate unless it is an empty think block; if your server's prompt holds it, use "
         "+prompts.template_kwargs.enable_thinking=false": report.answers_inserted,
         "chat template: it can write the date of this run into the prompts (strftime_now)": report.is_dated,
-        "not drafted: {:,} documents whose answers are too short to draft a token": sum(
-            split.without_drafts for split in report.splits.values()
-        ),
+        "not drafted: {:,} documents whose answers are too short to draft a token": too_short,
         f"left out: {{:,}} {items} beyond prompts.max_train_tokens": report.beyond_max_train_tokens,
     }
-    lines = [f"cut: {report.items_cut:,} {items} into {report.windows_cut:,} windows"]
-    lines += [text.format(count) for text, count in counted.items() if count]
+    lines = [text.format(count) for text, count in counted.items() if count]
+    if report.passed_over:
+        lines.append(f"passed over, because they are not read: {', '.join(report.passed_over)}")
     for refusals in report.refused:
         more = ", ..." if refusals.count > len(refusals.first) else ""
         lines.append(f"refused: {refusals.count:,} ({refusals.reason}): {', '.join(refusals.first)}{more}")

@@ -1,10 +1,10 @@
-"""Renders conversations with the target's chat template, and marks the text that the assistant generates.
+"""Renders conversations with the target's chat template, and makes token ids and loss masks of them.
 
-A conversation with n assistant turns is usually one text with n spans. But some templates render a turn differently
-once the conversation continues; Qwen3's, for instance, strips reasoning from the history. Such a turn gets an
-additional text: its prompt and the turn as generated. In this text, earlier turns that appear as generated are
-supervised too, unless another text already supervises them. Working backwards from the last turn gives the smallest
-number of texts.
+A conversation with n assistant turns is usually one text with n spans that the assistant generates. But some templates
+render a turn differently once the conversation continues; Qwen3's, for instance, strips reasoning from the history.
+Such a turn gets an additional text: its prompt and the turn as generated. In this text, earlier turns that appear as
+generated are supervised too, unless another text already supervises them. Working backwards from the last turn gives
+the smallest number of texts.
 
 An assistant turn is what the template renders after the turn's prompt, except an empty think block before an answer
 without reasoning, which a server's prompt holds where the target does not think. If the template has
@@ -16,21 +16,24 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 
+import numpy as np
 from jinja2.exceptions import TemplateError
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import (
     Span,
+    refuse_dropped_prompts,
     render_spans,
     render_text,
     require_chat_template,
     special_tokens,
-    without_tools,
 )
-from mtptrain.data.refusal import ConversationRefused
-from mtptrain.data.rows import NOT_TRAINED, refuse_dropped_prompts
-from mtptrain.data.tool_calls import Message, call_words
+from mtptrain.data.conversation import ConversationRefused, Message
+from mtptrain.data.tool_calls import call_words
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import printable
 
 NO_ANSWER = "no assistant turn"
@@ -39,6 +42,14 @@ OPEN, CLOSE = "<think>", "</think>"
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_BLOCK = re.compile(rf"\s*({OPEN})?\s*{CLOSE}\s*")
 """An empty think block, which the prompt may begin."""
+_QUESTION: Message = {"role": "user", "content": "What is two and two?"}
+_PROBES: list[list[Message]] = [
+    [_QUESTION, {"role": "assistant", "content": "Four."}],
+    [_QUESTION, {"role": "assistant", "content": "Four.", "reasoning_content": "A sum."}],
+    [_QUESTION, {"role": "assistant", "content": "<think>\nA sum.\n</think>\n\nFour."}],
+]
+"""Conversations. A template must accept the first, and the loss mask of one must select tokens: some templates ask for
+reasoning."""
 
 
 @dataclass(frozen=True)
@@ -47,38 +58,53 @@ class Rendering:
 
     text: str
     spans: list[Span]
-    """Characters [start, end) that the assistant generates, ascending."""
+    """Characters that the assistant generates, ascending."""
     answers: int
     """Number of assistant turns that the spans belong to."""
     turn: int = 0
     """0 for the first text of a conversation; otherwise the number of the text's last message, counted from 1."""
-    answers_left_out: int = 0
-    """Number of assistant turns left out, because the template does not render them after their prompt, or its
-    generation block has none of their text; set only in the first text."""
-    answers_untrained: int = 0
-    """Number of assistant turns that are not to be trained; set only in the first text."""
-    answers_inserted: int = 0
-    """Number of assistant turns that begin or end with text of the template, such as an empty think block; set only in
-    the first text."""
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """An assistant turn as generated, after its prompt."""
+class Encoding:
+    """A document before it is cut into windows."""
 
-    number: int
-    """Number of the message, from 1."""
-    text: str
-    """The prompt, the response, and the text that the template adds after it."""
-    spans: list[Span]
-    start: int
-    """Length of the prompt."""
+    input_ids: NDArray[np.int32]  # [S]
+    loss_mask: NDArray[np.uint8]  # [S], 1 where the assistant generates the token
+    turn: int = 0
+    """0 for the first document of an item; for others see `Rendering.turn`."""
+    answers: int = 0
+    """Number of assistant turns that are supervised in this document."""
+
+
+@dataclass(frozen=True)
+class RenderedConversation:
+    """The fewest texts in which every assistant turn that can be supervised is supervised once, as generated."""
+
+    renderings: list[Rendering]
+    trained: int
+    """Number of assistant turns that are to be trained."""
+    untrained: int
+    """Number of assistant turns that are not to be trained, because the data say so."""
+    inserted: int
+    """Number of assistant turns that begin or end with text of the template, such as an empty think block."""
+
+
+@dataclass(frozen=True)
+class EncodedItem:
+    """The documents of a file, a conversation or a row of tokens, usually one, with counts of its assistant turns."""
+
+    encodings: list[Encoding]
+    answers_left_out: int = 0
+    answers_untrained: int = 0
+    answers_inserted: int = 0
+    # `PromptsReport` describes these counts.
 
 
 def render_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_generated: bool = False
-) -> list[Rendering]:
-    """Render a conversation into the fewest texts in which every assistant turn is supervised once, as generated.
+) -> RenderedConversation:
+    """Renders a conversation.
 
     The first text contains the last assistant turn that can be located and is to be trained.
 
@@ -95,70 +121,131 @@ def render_conversation(
     """
     special = set(special_tokens(tokenizer).values())
     trained = _trained_answers(messages, () if is_generated else special)
-    num_untrained = sum(message.items() >= NOT_TRAINED.items() for message in messages)
-    messages = [{key: value for key, value in message.items() if key not in NOT_TRAINED} for message in messages]
-    _, tools = without_tools(messages)
-    template = require_chat_template(tokenizer, tools)
+    template = require_chat_template(tokenizer, messages)
     try:
-        whole, turns = _render_all(tokenizer, messages)
+        whole, turns = _render_all(tokenizer, messages, trained)
         if "strftime_now" in template and render_text(tokenizer, messages) != whole:
-            whole, turns = _render_all(tokenizer, messages)  # the date changed between two renderings
+            whole, turns = _render_all(tokenizer, messages, trained)  # the date changed between two renderings
     except TemplateError as error:
         reason = printable(str(error)) or "it gives no reason"
         raise ConversationRefused(f"the chat template fails: {reason}") from error
     refuse_dropped_prompts(whole, messages)
-    located = [turn for turn in turns if turn is not None and turn.number in trained]
-    for turn in located:
-        if not is_generated:
-            _refuse_rewritten(turn, trained[turn.number])
-    supervised = located if is_generated else [_without_empty_block(turn, trained[turn.number]) for turn in located]
-    renderings = _cover(whole, [turn for turn in supervised if turn.spans])
-    if not renderings and located:
-        raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
-    if not renderings:
+    if not turns:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
-    inserted = 0 if is_generated else sum(_has_inserted_text(turn, trained[turn.number], special) for turn in located)
-    left_out = len(trained) - sum(rendering.answers for rendering in renderings)
-    first = replace(
-        renderings[0], answers_left_out=left_out, answers_untrained=num_untrained, answers_inserted=inserted
+    num_inserted = 0
+    if not is_generated:
+        for turn in turns:
+            _refuse_rewritten(turn)
+        num_inserted = sum(_has_inserted_text(turn, special) for turn in turns)
+        turns = [_without_empty_block(turn) for turn in turns]
+    renderings = _cover(whole, [turn for turn in turns if turn.spans])
+    if not renderings:
+        raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
+    num_untrained = sum("weight" in message for message in messages)
+    return RenderedConversation(renderings, len(trained), num_untrained, num_inserted)
+
+
+def encode_conversations(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[RenderedConversation]
+) -> list[EncodedItem]:
+    """Returns token ids and loss masks. An answer with a token across its border that cannot be split is left out."""
+    encodings = iter(_encode(tokenizer, [text for each in conversations for text in each.renderings]))
+    items = []
+    for each in conversations:
+        own = list(islice(encodings, len(each.renderings)))
+        left_out = each.trained - sum(encoding.answers for encoding in own)
+        items.append(EncodedItem(own, left_out, each.untrained, each.inserted))
+    return items
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render a short conversation, to find errors before processing the data.
+
+    Raises:
+        UserError: the chat template is missing or fails, the tokenizer cannot map tokens to characters, or the mask of
+            the assistant turn is empty.
+    """
+    require_chat_template(tokenizer)
+    if not tokenizer.is_fast:
+        raise UserError(
+            "target.path: loss masks must be made with a fast tokenizer (tokenizer.json), but "
+            f"{tokenizer.name_or_path} has a slow one; convert it"
+        )
+    try:
+        render_text(tokenizer, _PROBES[0])
+    except TemplateError as error:
+        raise UserError(
+            f"target.path: the chat template of {tokenizer.name_or_path} must render a question and its answer, but "
+            f"for the test conversation {_QUESTION['content']!r} it reports: {' '.join(str(error).split())}; correct "
+            "the template in the target's directory, or choose another target"
+        ) from error
+    refusals = []
+    for probe in _PROBES:
+        try:
+            [item] = encode_conversations(tokenizer, [render_conversation(tokenizer, probe)])
+        except ConversationRefused as refusal:
+            refusals.append(str(refusal))
+            continue
+        if any(encoding.loss_mask.any() for encoding in item.encodings):
+            return
+        refusals.append("its {% generation %} block contains no text of an assistant message")
+    raise empty_mask_error(tokenizer, refusals[0])
+
+
+def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> UserError:
+    """Returns the error for loss masks that select no token, from which training would learn nothing."""
+    return UserError(
+        f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, "
+        f"but the loss mask is empty: {reason}; correct the template, so that it renders an answer after exactly the "
+        "prompt that a server sends, or the data"
     )
-    return [first, *renderings[1:]]
 
 
-def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) -> dict[int, Message]:
-    """Returns the assistant turns that are to be trained, by number from 1, if there are any and all have text.
+@dataclass(frozen=True)
+class _Turn:
+    """An assistant turn as generated, after its prompt."""
+
+    message: Message
+    number: int
+    """Number of the message, from 1."""
+    text: str
+    """The prompt, the response, and the text that the template adds after it."""
+    spans: list[Span]
+    start: int
+    """Length of the prompt."""
+
+
+def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) -> list[int]:
+    """Returns the numbers, from 1, of the assistant turns to be trained, if there are any and all have text.
 
     Args:
         messages: the conversation.
         forbidden: special tokens, which no answer may hold, because the target does not generate them within one.
     """
-    answers = {number: message for number, message in enumerate(messages, 1) if message["role"] == "assistant"}
-    trained = {number: message for number, message in answers.items() if not message.items() >= NOT_TRAINED.items()}
+    answers = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    trained = [number for number in answers if "weight" not in messages[number - 1]]
     if not trained:
         raise ConversationRefused("no assistant turn that is to be trained" if answers else NO_ANSWER)
-    parts = {"reasoning_content", "tool_calls"}
-    if not all(message["content"].strip() or parts & message.keys() for message in trained.values()):
-        raise ConversationRefused("an answer without text")
-    texts = []
-    for message in trained.values():
-        calls = json.dumps(message.get("tool_calls", ""), ensure_ascii=False)
-        texts += [message.get("reasoning_content", ""), message["content"], calls]
-    for token in sorted(set(forbidden)):
-        if any(token in text for text in texts):
-            raise ConversationRefused(f"an answer with the special token {token} in its text")
-    if any(tag in message.get("reasoning_content", "") for message in trained.values() for tag in (OPEN, CLOSE)):
-        raise ConversationRefused(f"reasoning with {OPEN} or {CLOSE} in its text")
+    for message in (messages[number - 1] for number in trained):
+        reasoning, calls = message.get("reasoning_content", ""), message.get("tool_calls", [])
+        if not (message["content"].strip() or reasoning or calls):
+            raise ConversationRefused("an answer without text")
+        text = "\n".join([reasoning, message["content"], json.dumps(calls, ensure_ascii=False)])
+        if found := sorted(token for token in forbidden if token in text):
+            raise ConversationRefused(f"an answer with the special token {found[0]} in its text")
+        if OPEN in reasoning or CLOSE in reasoning:
+            raise ConversationRefused(f"reasoning with {OPEN} or {CLOSE} in its text")
     return trained
 
 
-def _refuse_rewritten(turn: _Turn, message: Message) -> None:
+def _refuse_rewritten(turn: _Turn) -> None:
     """Raises ConversationRefused if a text of the message is missing in its rendering, or has other think tags there.
 
     White space may differ at the beginning and end of a text.
     """
     prompt, generated = turn.text[: turn.start].rstrip(), turn.text[turn.start :]
-    content, reasoning = message["content"], message.get("reasoning_content", "")
-    texts = _texts_of(message)
+    content, reasoning = turn.message["content"], turn.message.get("reasoning_content", "")
+    texts = _texts_of(turn.message)
     if _place_of(texts, generated) is None:
         is_content_there = _place_of(texts[1:], generated) is not None
         raise ConversationRefused(
@@ -166,7 +253,7 @@ def _refuse_rewritten(turn: _Turn, message: Message) -> None:
             if is_content_there
             else "an answer that the chat template does not render as it is written"
         )
-    if any(word not in generated for call in message.get("tool_calls", []) for word in call_words(call)):
+    if any(word not in generated for call in turn.message.get("tool_calls", []) for word in call_words(call)):
         raise ConversationRefused("a tool call that the chat template does not render")
     # A think tag stands in the message, or the template adds it, in the prompt or in the answer. `opened` counts the
     # tags of both; a prompt that ends with `</think>` has opened a block too.
@@ -200,16 +287,20 @@ def _place_of(texts: Sequence[str], generated: str) -> Span | None:
     return (starts[0], end) if starts else (0, 0)
 
 
-def _without_empty_block(turn: _Turn, message: Message) -> _Turn:
+def _without_empty_block(turn: _Turn) -> _Turn:
     """Returns the turn without the empty think block that a template puts before an answer without reasoning."""
     block = EMPTY_BLOCK.match(turn.text, turn.spans[0][0]) if turn.spans else None
-    if block is None or "reasoning_content" in message or CLOSE in message["content"]:
+    if block is None or _has_reasoning(turn.message):
         return turn
     spans = [(max(start, block.end()), end) for start, end in turn.spans]
     return replace(turn, spans=[(start, end) for start, end in spans if start < end])
 
 
-def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) -> bool:
+def _has_reasoning(message: Message) -> bool:
+    return "reasoning_content" in message or CLOSE in message["content"]
+
+
+def _has_inserted_text(turn: _Turn, special: Collection[str]) -> bool:
     """Returns whether the template adds text to an answer beyond the prompt: after it, or before one without reasoning.
 
     Special tokens, such as that which ends a turn, and white space do not count.
@@ -218,29 +309,28 @@ def _has_inserted_text(turn: _Turn, message: Message, special: Collection[str]) 
         return False
     first, last = turn.spans[0][0], turn.spans[-1][1]
     generated = turn.text[first:last]
-    place = _place_of(_texts_of(message), generated)
+    place = _place_of(_texts_of(turn.message), generated)
     if place is None:  # a part of it is outside the template's {% generation %} block
         return True
-    before, after = generated[: place[0]], generated[place[1] :]
-    is_answer_alone = "reasoning_content" not in message and CLOSE not in message["content"]
-    if "tool_calls" in message:
-        after = ""
+    before = "" if _has_reasoning(turn.message) else generated[: place[0]]
+    after = "" if "tool_calls" in turn.message else generated[place[1] :]
     for token in special:
         after = after.replace(token, "")
-    return bool(after.strip() or (is_answer_alone and before.strip()))
+    return bool(after.strip() or before.strip())
 
 
-def _render_all(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[_Turn | None]]:
-    """Returns the rendered conversation, and every assistant turn as generated."""
+def _render_all(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ends: Sequence[int]
+) -> tuple[str, list[_Turn]]:
+    """Returns the rendered conversation, and the turns with these numbers as generated, where they can be located."""
     text = render_text(tokenizer, messages)
-    ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    return text, [_generated_turn(tokenizer, messages[:end]) for end in ends]
+    turns = [_generated_turn(tokenizer, messages[:end]) for end in ends]
+    return text, [turn for turn in turns if turn is not None]
 
 
 def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Turn | None:
     """Returns the last message as generated, or None if the template does not render it after its prompt."""
-    _, tools = without_tools(messages)
-    has_blocks = GENERATION_BLOCK.search(require_chat_template(tokenizer, tools)) is not None
+    has_blocks = GENERATION_BLOCK.search(require_chat_template(tokenizer, messages)) is not None
     try:
         prompt = render_text(tokenizer, messages[:-1], is_prompt=True)
         text, blocks = render_spans(tokenizer, messages, has_blocks=has_blocks)
@@ -254,7 +344,7 @@ def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
     last = _end_of_turn(tokenizer, messages, text)
     bounded = [(max(begin, start), min(end, last)) for begin, end in generated]
     spans = [(begin + shift, end + shift) for begin, end in bounded if begin < end]
-    return _Turn(len(messages), prompt + text[start:last], spans, len(prompt))
+    return _Turn(messages[-1], len(messages), prompt + text[start:last], spans, len(prompt))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str) -> int:
@@ -321,3 +411,90 @@ def _contained_turns(text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]
 def _spans_in(text: str, turn: _Turn) -> list[Span]:
     """Returns the spans of a turn in `text`, or [] if the turn or anything before it is not rendered as generated."""
     return turn.spans if text.startswith(turn.text) else []
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[Rendering]) -> list[Encoding]:
+    if not renderings:
+        return []
+    texts = [rendering.text for rendering in renderings]
+    special_ids = list(special_tokens(tokenizer))
+    encodings = []
+    for rendering, tokens in zip(renderings, _tokenize(tokenizer, texts), strict=True):
+        mask = _loss_mask(rendering, tokens, special_ids)
+        is_text = (mask == 1) & ~np.isin(tokens.ids, special_ids)  # [S], whether a token is generated text
+        borders, left_out = _crossed_borders(rendering.spans, tokens, is_text), 0
+        if borders:
+            pieces = [rendering.text[start:end] for start, end in pairwise([0, *borders, len(rendering.text)])]
+            split = _Tokens.join(pieces, _tokenize(tokenizer, pieces))
+            if tokenizer.decode(split.ids) == tokenizer.decode(tokens.ids):
+                tokens, mask = split, _loss_mask(rendering, split, special_ids)
+            else:
+                crossed = [span for span in rendering.spans if _crossed_borders([span], tokens, is_text)]
+                left_out = min(len(crossed), rendering.answers)  # an answer may have several spans
+                for start, end in crossed:
+                    mask[(tokens.starts < end) & (tokens.ends > start)] = 0
+        encodings.append(Encoding(tokens.ids, mask, rendering.turn, rendering.answers - left_out))
+    return encodings
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of a text, with the characters [start, end) of each."""
+
+    ids: NDArray[np.int32]  # [S]
+    starts: NDArray[np.int64]  # [S]
+    ends: NDArray[np.int64]  # [S]
+
+    @staticmethod
+    def join(pieces: Sequence[str], tokens: Sequence["_Tokens"]) -> "_Tokens":
+        """Returns the tokens of a text from those of its pieces."""
+        shifts = np.cumsum([0, *map(len, pieces[:-1])])
+        return _Tokens(
+            np.concatenate([part.ids for part in tokens]),
+            np.concatenate([part.starts + shift for part, shift in zip(tokens, shifts, strict=True)]),
+            np.concatenate([part.ends + shift for part, shift in zip(tokens, shifts, strict=True)]),
+        )
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[_Tokens]:
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = []
+    for token_ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
+        # Some tokenizers exclude the leading space of a token from its offsets.
+        starts = np.minimum(starts, np.concatenate([[0], ends[:-1]]))
+        found.append(_Tokens(np.asarray(token_ids, np.int32), starts, ends))
+    return found
+
+
+def _loss_mask(rendering: Rendering, tokens: _Tokens, special_ids: Sequence[int]) -> NDArray[np.uint8]:
+    """Returns the mask [S] of tokens that begin in the spans."""
+    mask = np.zeros(len(tokens.ids), np.uint8)
+    is_special = np.isin(tokens.ids, special_ids)  # [S]
+    for start, end in rendering.spans:
+        inside = np.flatnonzero((tokens.starts >= start) & (tokens.starts < end))
+        mask[inside[: _num_generated(rendering.text[:end], tokens.ends[inside], is_special[inside])]] = 1
+    return mask
+
+
+def _crossed_borders(spans: Sequence[Span], tokens: _Tokens, is_text: NDArray[np.bool_]) -> list[int]:
+    """Returns the borders of spans that are inside a token, ascending.
+
+    A server's prompt ends with such a border, and so does an answer, so no server sees such a token there. The end of a
+    span counts only if it is inside a token of generated text: a special token may include white space after it.
+    """
+    borders = set()
+    for start, end in spans:
+        if ((tokens.starts < start) & (start < tokens.ends)).any():
+            borders.add(start)
+        if ((tokens.starts < end) & (end < tokens.ends) & is_text).any():
+            borders.add(end)
+    return sorted(borders)
+
+
+def _num_generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:
+    """Returns the number of generated tokens in a span, not counting white space after the end-of-turn token."""
+    specials = np.flatnonzero(is_special)
+    if len(specials) and not text[ends[specials[-1]] :].strip():
+        return int(specials[-1]) + 1
+    return len(is_special)

@@ -17,8 +17,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.chat_template import render_text, tokenize_rendered
-from mtptrain.data.refusal import ConversationRefused
-from mtptrain.data.tool_calls import Message
+from mtptrain.data.conversation import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
 _PROBE = "\ue000"  # from Unicode's private use area, so no template writes it

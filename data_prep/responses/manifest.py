@@ -12,8 +12,7 @@ from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import SEAL, manifest_of, read_manifest, read_sealed
 
-from ..conversations import Conversations, read_conversations
-from ..row_files import SourceMissing, refuse_duplicate_paths
+from ..conversations import Conversations, SourceMissing, read_conversations, refuse_duplicate_paths
 from .dialogue import Ending, RegeneratedConversation
 from .survey import hash_sources
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from mtptrain.data.refusal import ConversationRefused
-from mtptrain.data.tool_calls import Message
+from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.utils.errors import UserError
 
 from ..conversations import Conversations

@@ -1,5 +1,6 @@
 """Renders messages with the target's chat template, in transformers' sandbox."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.utils.errors import UserError
 
 Span = tuple[int, int]
@@ -18,8 +20,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None = None) -> str:
-    """Returns the chat template of a tokenizer: of several, the one for conversations with or without these tools.
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Returns the chat template of a tokenizer: of several, the one for conversations with or without tools.
 
     Raises:
         UserError: the tokenizer has none, or none of several is the default.
@@ -32,14 +34,11 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] |
             f"{tokenizer.name_or_path} has {has}; choose an instruction-tuned target, add chat_template.jinja to its "
             "directory, or use plain text"
         )
-    return tokenizer.get_chat_template(tools=tools)
+    return tokenizer.get_chat_template(tools=_tools_of(messages))
 
 
-def without_tools(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Returns the messages as templates read them, and the tools, which stand in the first message."""
-    first = dict(messages[0]) if messages else {}
-    tools = first.pop("tools", None)
-    return [first, *map(dict, messages[1:])] if messages else [], tools
+def _tools_of(messages: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    return messages[0].get("tools") if messages else None
 
 
 def render_spans(
@@ -56,13 +55,13 @@ def render_spans(
     # apply_chat_template rejects an empty list of messages, the history of an assistant turn that comes first. Its mask
     # omits the last tokens of a block whose last character takes several.
     try:
-        read, tools = without_tools(messages)
-        template = tokenizer.get_chat_template(tools=tools)
+        read = [{key: value for key, value in each.items() if key not in ("tools", "weight")} for each in messages]
+        tools = _tools_of(messages)
         variables: dict[str, Any] = tokenizer.special_tokens_map
         rendered: Any = render_jinja_template(
             conversations=[read],
             tools=tools,
-            chat_template=template,
+            chat_template=tokenizer.get_chat_template(tools=tools),
             return_assistant_tokens_mask=has_blocks,
             add_generation_prompt=is_prompt,
             **variables,
@@ -120,3 +119,35 @@ def render_prompt(
 ) -> list[int]:
     """Returns the token ids of `prompt_text`, whose arguments and errors it has."""
     return tokenize_rendered(tokenizer, prompt_text(tokenizer, messages, where))
+
+
+def refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
+    """Raises ConversationRefused if the template leaves out a tool, or a text that is not an answer.
+
+    White space may differ, and a tool's result may be written as a JSON string. Each message needs a place of its own:
+    a short text may also occur within another one.
+
+    Args:
+        whole: the rendered conversation.
+        messages: its messages.
+    """
+    rest = _squeeze(whole)
+    with_text = [message for message in messages if message["content"].strip()]
+    for message in sorted(with_text, key=lambda message: len(_squeeze(message["content"])), reverse=True):
+        forms = [message["content"]]
+        if message["role"] == "tool":
+            forms.append(json.dumps(message["content"], ensure_ascii=False)[1:-1])
+        form = next((form for form in map(_squeeze, forms) if form in rest), None)
+        if form is not None:
+            rest = rest.replace(form, "\0", 1)
+        elif message["role"] != "assistant":
+            raise ConversationRefused(f"a {message['role']} message that the chat template does not render")
+    called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
+    for tool in messages[0].get("tools", []):
+        name = tool["function"]["name"]
+        if rest.count(_squeeze(name)) <= called.count(name):
+            raise ConversationRefused("tools that the chat template does not render")
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())

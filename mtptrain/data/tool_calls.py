@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import unique_keys
 
 CALL_KEYS = ("tool_calls", "function_call")
 """Keys of an answer that hold its calls: a list, or a single call of OpenAI's older form."""
-RESULT_KEYS = ("tool_call_id", "name")
-"""Keys of a tool's result that templates read beside its content."""
 TOOL_COLUMNS = ("tools", "functions")
 CALL_IN_TEXT = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 RESULT_IN_TEXT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
@@ -27,8 +25,6 @@ HERMES_SYSTEM = re.compile(
     r"\s*You are a function calling AI model\b.*<tools>\s*(.*?)\s*</tools>(?:.*</tool_call>)?\s*(.*)", re.DOTALL
 )
 """The system prompt of Hermes' data, which describes the tools as the chat template does, and what follows it."""
-
-Message = dict[str, Any]
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
@@ -40,9 +36,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     Raises:
         ConversationRefused: a tool has no name, is not an object, or is not a function.
     """
-    listed = _parsed(value, "tools")
     tools = []
-    for each in listed if isinstance(listed, list) else [listed]:
+    for each in _listed(value, "tools"):
         tool = _parsed(each, "a tool")
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not _is_name(function.get("name")):
@@ -69,10 +64,7 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
             or it has a key that is not read.
     """
     calls = []
-    listed = _parsed(value, "a tool call")
-    if listed == []:
-        raise ConversationRefused("an answer with an empty list of tool calls")
-    for call in listed if isinstance(listed, list) else [listed]:
+    for call in _listed(value, "a tool call"):
         if not isinstance(call, Mapping):
             raise ConversationRefused("a tool call that is not an object")
         outer = {key: each for key, each in call.items() if each is not None and key != "index"}
@@ -95,6 +87,8 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
                 f"a tool call with {', '.join(sorted(unread)) or outer['type']}, which is not read"
             )
         calls.append({**outer, "function": {"name": function["name"], "arguments": dict(arguments)}})
+    if not calls:
+        raise ConversationRefused("an answer with an empty list of tool calls")
     _refuse_non_json(calls)
     return calls
 
@@ -132,10 +126,12 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
                 raise ConversationRefused(f"an answer with {reason}")
             calls = [call for found in CALL_IN_TEXT.findall(content) for call in read_calls(found)]
             read.append({**message, "content": text.strip(), "tool_calls": calls})
+        elif message["role"] == "tool" and "<tool_response>" in content:
+            is_all = not RESULT_IN_TEXT.sub("", content).strip()
+            results = RESULT_IN_TEXT.findall(content) if is_all else [content]
+            read += [{**message, "content": result} for result in results]
         else:
-            results = RESULT_IN_TEXT.findall(content) if message["role"] == "tool" else []
-            is_all = bool(results) and not RESULT_IN_TEXT.sub("", content).strip()
-            read += [{**message, "content": result} for result in results] if is_all else [message]
+            read.append(message)
     return read, tools
 
 
@@ -162,12 +158,8 @@ def _refuse_non_json(found: list[dict[str, Any]]) -> None:
     """Refuse values that only parquet has, such as dates, and NaN, infinity and lone surrogates."""
     try:
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConversationRefused(f"a tool or call with a value that JSON does not have ({error})") from None
-    except UnicodeEncodeError:
-        raise ConversationRefused("a tool or call with text that is not valid Unicode") from None
-    except ValueError:
-        raise ConversationRefused("a tool or call with NaN or infinity, which JSON does not have") from None
 
 
 def _is_name(value: Any) -> bool:
@@ -181,28 +173,22 @@ def _tools_in_text(text: str) -> list[dict[str, Any]]:
     return [tool for line in text.splitlines() if line.strip() for tool in read_tools(line)]
 
 
+def _listed(value: Any, name: str) -> list[Any]:
+    parsed = _parsed(value, name)
+    return parsed if isinstance(parsed, list) else [parsed]
+
+
 def _parsed(value: Any, name: str) -> Any:
     """Returns a value, or what its JSON text holds. Hermes' data also have the text of Python's dicts."""
     if not isinstance(value, str):
         return value
-    for read in (_from_json, _from_python):
-        try:
-            return read(value)
-        except UserError as error:
-            raise ConversationRefused(f"{name} in text whose {error}") from None
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            pass
-    raise ConversationRefused(f"{name} in text that is not JSON")
-
-
-def _from_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=unique_keys)
-
-
-def _from_python(text: str) -> Any:
-    """Returns the value of Python's text of it, in JSON's types. Raises UserError if a dict repeats a key."""
-    tree = ast.parse(text.strip(), mode="eval")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict):
-            unique_keys([(ast.literal_eval(key), None) for key in node.keys if key is not None])
-    return _from_json(json.dumps(ast.literal_eval(tree)))
+    try:
+        return json.loads(value, object_pairs_hook=unique_keys)
+    except UserError as error:
+        raise ConversationRefused(f"{name} in text whose {error}") from None
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(json.dumps(ast.literal_eval(value.strip())))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise ConversationRefused(f"{name} in text that is not JSON") from None

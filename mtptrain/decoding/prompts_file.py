@@ -9,18 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import prompt_text, tokenize_rendered
-from mtptrain.data.questions import first_user_turn, text_hash
-from mtptrain.data.refusal import ConversationRefused
-from mtptrain.data.rows import (
-    ANY_SCHEMA,
-    TRAIN_FLAGS,
-    RowFormat,
-    parse_row,
-    refuse_dropped_prompts,
-    refuse_unread_columns,
-)
-from mtptrain.data.tool_calls import Message
+from mtptrain.data.chat_template import prompt_text, refuse_dropped_prompts, tokenize_rendered
+from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, text_hash
+from mtptrain.data.rows import ANY_SCHEMA, TRAIN_FLAGS, RowFormat, parse_row, pass_over
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import MAX_TEXT_BYTES, parse_json, refuse_lone_surrogates
 
@@ -66,8 +57,8 @@ def read_prompts_file(
 
     Each line has `id` (or Spec-Bench's `question_id`) and exactly one of `input_ids`, `text`, `messages` and `turns`.
     With `turns`, the first turn is the prompt. Further columns and keys of messages are read as in training data
-    (mtptrain/data/rows.py), as `form` says: honoured, passed over because they only describe the line, or refused by
-    name. Columns that say whether a row is to be trained are passed over. A column that is null counts as left out.
+    (mtptrain/data/rows.py), as `form` says: honoured, passed over, or refused by name because they change the prompt.
+    Columns that say whether a row is to be trained are passed over. A column that is null counts as left out.
 
     Raises:
         UserError: the path is not that of a file, or the file is too large, a line does not have this form, an id
@@ -127,16 +118,16 @@ def _prompt_of(
     others = {name: value for name, value in row.items() if name not in passed_over}
     try:
         if kinds[0] == "messages":
-            messages = parse_row({**others, "messages": row["messages"]}, form)
+            messages, _ = parse_row({**others, "messages": row["messages"]}, form)
             return row, messages, _render_whole(tokenizer, messages, where)
-        refuse_unread_columns(others, form.metadata)
+        pass_over("column", others)
         if kinds[0] == "turns":
             turns = row["turns"]
             if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
                 raise UserError(
                     f"{where}: turns must be a list of at least one string, but is {str(turns)[:40]}; correct it"
                 )
-            messages = parse_row({"messages": [{"role": "user", "content": turn} for turn in turns]})
+            messages, _ = parse_row({"messages": [{"role": "user", "content": turn} for turn in turns]})
             return row, messages, _render_whole(tokenizer, messages[:1], where)
     except ConversationRefused as refused:
         raise UserError(f"{where}: must be read as a whole, but cannot be: {refused}; correct it") from refused

@@ -86,8 +86,8 @@ class PromptsConfig:
     split: str = "train"
     """All but `text_files`: name of the split to read from hub datasets."""
     metadata: list[str] = field(default_factory=list, metadata=each_named())
-    """All but `text_files`: names of columns and message keys to pass over, because they only describe a row. A row
-    with a column or key of an unknown name is refused otherwise."""
+    """All but `text_files`: names of columns and message keys to pass over, although their names say that they change
+    what is trained. Others that are not read are passed over anyway, and named in the report."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """`conversations`, `responses`: variables of the target's chat template, such as `{enable_thinking: false}`. These
     are a server's `chat_template_kwargs`. A head that is trained with them must be served with them."""

@@ -8,7 +8,7 @@ from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import HTTPError
 
-from data_prep import row_files
+from data_prep import conversations
 from data_prep.conversations import conversation_name, read_conversations
 from mtptrain.config import ConversationSchema
 from mtptrain.data.rows import RowFormat, parse_row
@@ -35,7 +35,7 @@ def test_every_file_format_gives_the_same_conversations(tmp_path: Path, suffix: 
         Dataset.from_list(rows).to_parquet(str(path))
     found = read_conversations([str(path)])
     assert found.names == ["row0", "row1", "row2"]
-    assert found.messages(2) == parse_row(SHAREGPT)
+    assert found.messages(2) == parse_row(SHAREGPT)[0]
 
 
 def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_copies_without_an_id_have_one_name_in_either_schema() -> None:
-    one, other = (conversation_name(row, parse_row(row)) for row in (MESSAGES, SHAREGPT))
+    one, other = (conversation_name(row, parse_row(row)[0]) for row in (MESSAGES, SHAREGPT))
     assert one == other
     changed = {"messages": [*MESSAGES["messages"], {"role": "user", "content": "more"}]}
-    assert conversation_name(changed, parse_row(changed)) != one
+    assert conversation_name(changed, parse_row(changed)[0]) != one
 
 
 def test_refused_rows_are_listed_by_line_and_usable_ones_are_kept(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_data_set_that_cannot_be_made_is_named_with_the_reason(
     def load_dataset(path: str, split: str) -> Dataset:
         raise error
 
-    monkeypatch.setattr(row_files, "load_dataset", load_dataset)
+    monkeypatch.setattr(conversations, "load_dataset", load_dataset)
     message = f"cannot be loaded from the hub: {reason}; correct .*, log in with .*, or download it as parquet"
     with pytest.raises(UserError, match=message):
         read_conversations(["some/set"])

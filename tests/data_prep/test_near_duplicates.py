@@ -4,7 +4,7 @@ import random
 from itertools import combinations, pairwise
 
 from data_prep.near_duplicates import join_near_duplicates
-from mtptrain.data.questions import normalise, text_hash
+from mtptrain.data.conversation import normalise, text_hash
 
 WORDS = [f"word{i}" for i in range(200)]
 

@@ -3,10 +3,9 @@
 import pytest
 
 from data_prep.renderings import render_conversation
-from mtptrain.data.refusal import ConversationRefused
-from mtptrain.data.rows import NOT_TRAINED
+from mtptrain.data.conversation import ConversationRefused
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
-from tests.data_prep.test_renderings import CHATML, CLOSED, TOKENIZERS, chat, generated_parts, tokenizer_of
+from tests.data_prep.templates import CHATML, CLOSED, QWEN3, QWEN3_BLOCKS, chat, generated_parts, tokenizer_of
 
 # Like DeepSeek-R1's template, this removes reasoning from every answer, but its prompt begins one.
 R1 = (
@@ -27,18 +26,19 @@ def test_an_answer_after_a_prompt_that_no_server_sends_is_refused_with_and_witho
 
 def test_answers_in_blocks_are_left_out_where_the_prompt_does_not_precede_them() -> None:
     template = GENERATION_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
-    [rendering] = render_conversation(
+    rendered = render_conversation(
         make_tokenizer(template), chat("1?", "one", "2?", "<think>even</think>two", "3?", "three")
     )
+    [rendering] = rendered.renderings
     assert generated_parts(rendering) == ["even</think>two<|end|>"]
-    assert (rendering.answers, rendering.answers_left_out) == (1, 2)
+    assert (rendering.answers, rendered.trained) == (1, 3)
 
 
 def test_a_block_that_holds_the_end_of_the_prompt_supervises_the_answer_alone() -> None:
     template = CHATML.replace("{{ '<|im_start|>' +", "{% generation %}{{ '<|im_start|>' +").replace(
         "'<|im_end|>\n' }}", "'<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     )
-    [rendering] = render_conversation(tokenizer_of(template), chat("1?", "one"))
+    [rendering] = render_conversation(tokenizer_of(template), chat("1?", "one")).renderings
     assert generated_parts(rendering) == ["one<|im_end|>"]
 
 
@@ -117,9 +117,10 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused(
 def test_an_answer_is_supervised_as_the_target_generates_it(
     template: str, answer: str, expected: str, inserted: int
 ) -> None:
-    [rendering] = render_conversation(tokenizer_of(template), chat("1?", answer))
+    rendered = render_conversation(tokenizer_of(template), chat("1?", answer))
+    [rendering] = rendered.renderings
     assert [part.strip() for part in generated_parts(rendering)] == [f"{expected}<|im_end|>"]
-    assert rendering.answers_inserted == inserted
+    assert rendered.inserted == inserted
 
 
 @pytest.mark.parametrize(
@@ -134,32 +135,33 @@ def test_an_answer_is_supervised_as_the_target_generates_it(
 def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn(
     template: str, end: str, num_texts: int
 ) -> None:
-    renderings = render_conversation(tokenizer_of(template), chat("1?", "one", "2?", "two"))
+    renderings = render_conversation(tokenizer_of(template), chat("1?", "one", "2?", "two")).renderings
     assert len(renderings) == num_texts
     parts = sorted(part for rendering in renderings for part in generated_parts(rendering))
     assert parts == [f"one{end}", f"two{end}"]
 
 
-@pytest.mark.parametrize("family", ["chatml", "qwen3", "qwen3 with blocks"])
-def test_an_answer_that_is_not_to_be_trained_is_history_alone(family: str) -> None:
+@pytest.mark.parametrize("template", [CHATML, QWEN3, QWEN3_BLOCKS], ids=["chatml", "qwen3", "qwen3 with blocks"])
+def test_an_answer_that_is_not_to_be_trained_is_history_alone(template: str) -> None:
     messages = chat("1?", "bad", "2?", "two", "3?", "")
     for turn in (1, 5):
-        messages[turn] |= NOT_TRAINED
-    [rendering] = render_conversation(TOKENIZERS[family], messages)
+        messages[turn]["weight"] = "0"
+    rendered = render_conversation(tokenizer_of(template), messages)
+    [rendering] = rendered.renderings
     assert "bad" in rendering.text
     [part] = generated_parts(rendering)
     assert part.strip().endswith("two<|im_end|>")
-    assert (rendering.answers, rendering.answers_untrained, rendering.answers_left_out) == (1, 2, 0)
+    assert (rendering.answers, rendered.untrained, rendered.trained) == (1, 2, 1)
     with pytest.raises(ConversationRefused, match="no assistant turn that is to be trained"):
-        render_conversation(TOKENIZERS[family], messages[:2])
+        render_conversation(tokenizer_of(template), messages[:2])
 
 
 def test_an_answer_that_holds_the_end_of_text_token_is_refused_unless_the_target_generated_it() -> None:
     messages = chat("1?", "one")
     messages[1]["content"] = "one<|endoftext|>"
     with pytest.raises(ConversationRefused, match=r"an answer with the special token <\|endoftext\|> in its text"):
-        render_conversation(TOKENIZERS["chatml"], messages)
-    assert len(render_conversation(TOKENIZERS["chatml"], messages, is_generated=True)) == 1
+        render_conversation(tokenizer_of(CHATML), messages)
+    assert len(render_conversation(tokenizer_of(CHATML), messages, is_generated=True).renderings) == 1
 
 
 @pytest.mark.parametrize("role", ["system", "tool", "developer"])
@@ -167,7 +169,7 @@ def test_a_prompt_that_the_template_drops_refuses_the_conversation(role: str) ->
     template = "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     template += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     tokenizer, messages = tokenizer_of(template), chat("1?", "one")
-    assert len(render_conversation(tokenizer, messages)) == 1
+    assert len(render_conversation(tokenizer, messages).renderings) == 1
     messages.insert(0, {"role": role, "content": "Be  brief."})
     with pytest.raises(ConversationRefused, match=f"a {role} message that the chat template does not render"):
         render_conversation(tokenizer, messages)
@@ -191,5 +193,5 @@ def test_a_dropped_prompt_is_noticed_although_its_text_occurs_elsewhere(
 
 
 def test_an_answer_with_more_white_space_does_not_take_the_place_of_a_longer_prompt() -> None:
-    [rendering] = render_conversation(TOKENIZERS["chatml"], chat("0000", "00  0"))
+    [rendering] = render_conversation(tokenizer_of(CHATML), chat("0000", "00  0")).renderings
     assert generated_parts(rendering) == ["00  0<|im_end|>\n"]

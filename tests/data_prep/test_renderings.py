@@ -6,59 +6,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from data_prep.assistant_masks import encode_renderings
-from data_prep.renderings import Rendering, render_conversation
-from mtptrain.data.refusal import ConversationRefused
-from mtptrain.data.tool_calls import Message
-from mtptrain.target.hub import DEMO, load_tokenizer, resolve_target
-
-PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
-# Like Qwen3's template, this renders reasoning, from its own key or from the content, only after the last user turn. An
-# assistant turn that ends the conversation always has a reasoning block, which may be empty.
-QWEN3 = (
-    "{% set last = namespace(query=-1) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% set reasoning = m.reasoning_content or '' %}{% set answer = m.content %}"
-    "{% if not reasoning and '</think>' in answer %}"
-    "{% set reasoning = answer.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set answer = answer.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ '<|im_start|>assistant\n' }}"
-    "{% if loop.index0 > last.query and (loop.last or reasoning) %}"
-    "{{ '<think>\n' + reasoning + '\n</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>\n' }}"
-    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + "
-    "'\n</tool_response><|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}" + PROMPT
+from data_prep.renderings import encode_conversations, render_conversation
+from mtptrain.data.conversation import ConversationRefused, Message
+from tests.data_prep.templates import (
+    BLOCK,
+    CHATML,
+    CLOSED,
+    LAST_ANSWER,
+    LLAMA3,
+    QWEN3,
+    QWEN3_BLOCKS,
+    chat,
+    generated_parts,
+    tokenizer_of,
 )
-QWEN3_BLOCKS = (
-    QWEN3.replace("{% if loop.index0 > last", "{% generation %}{% if loop.index0 > last")
-    .replace(
-        "</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>\n' }}",
-        "</think>\n\n' }}{% endif %}{{ answer + '<|im_end|>' }}~",
-    )
-    .replace("~", "{% endgeneration %}{{ '\n' }}")
-)
-# This template renders reasoning only in the last assistant turn, even if a user turn follows.
-LAST_ANSWER = (
-    "{% set last = namespace(answer=-1) %}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% set last.answer = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.reasoning_content and loop.index0 == last.answer %}{{ '<think>' + m.reasoning_content + '</think>' }}{% "
-    "endif %}"
-    "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
-)
-LLAMA3 = (
-    "{{ bos_token }}{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    "{{ '<|im_start|>system\nToday: ' + date_string + '<|im_end|>' }}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# Like Phi-3's template, this adds an end-of-text token to a conversation rendered without a generation prompt.
-CLOSED = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 
 
 def content_alone(message: Message) -> str:
@@ -83,17 +46,6 @@ FAMILIES: dict[str, tuple[str, Callable[[Message], str]]] = {
     "last answer": (LAST_ANSWER, reasoning_if_any),
 }
 """Templates by name, each with a function that returns what the assistant generates for a message."""
-
-
-BLOCK = "<think>\n\n</think>\n\n"
-
-
-def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
-    """Returns the demo target's BPE tokenizer with `template` and the special tokens of the templates above."""
-    tokenizer = load_tokenizer(resolve_target(DEMO))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 TOKENIZERS = {name: tokenizer_of(template) for name, (template, _) in FAMILIES.items()}
@@ -140,7 +92,7 @@ _conversations = st.builds(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(_conversations, st.sampled_from([[], [{"role": "user", "content": "bye"}]]))
 def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_prompt_of_serving(
     family: str, conversation: list[Message], rest: list[Message]
@@ -148,7 +100,8 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
     tokenizer, messages = TOKENIZERS[family], [*conversation, *rest]
     if FAMILIES[family][1] is content_alone:
         messages = without_reasoning(messages)
-    encodings = encode_renderings(tokenizer, render_conversation(tokenizer, messages))
+    [item] = encode_conversations(tokenizer, [render_conversation(tokenizer, messages)])
+    encodings = item.encodings
     supervised = [np.zeros_like(encoding.loss_mask) for encoding in encodings]
     for prompt, answer in generated_answers(family, messages):
         prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -167,11 +120,11 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
     for encoding, expected in zip(encodings, supervised, strict=True):
         assert encoding.loss_mask.tolist() == expected.tolist()
     assert sum(encoding.answers for encoding in encodings) == len(generated_answers(family, messages))
-    assert not any(encoding.answers_left_out for encoding in encodings)
+    assert item.answers_left_out == 0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3 with blocks", "last answer"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(_conversations, st.sampled_from([[], [{"role": "user", "content": "bye"}]]))
 def test_no_smaller_set_of_documents_holds_every_answer(
     family: str, conversation: list[Message], rest: list[Message]
@@ -185,35 +138,21 @@ def test_no_smaller_set_of_documents_holds_every_answer(
         for n in range(1, len(answers) + 1)
         if any(len(set.union(*some)) == len(answers) for some in combinations(holds, n))
     )
-    renderings = render_conversation(TOKENIZERS[family], messages)
+    renderings = render_conversation(TOKENIZERS[family], messages).renderings
     assert len(renderings) == fewest
     assert [rendering.turn for rendering in renderings[1:]] == sorted({r.turn for r in renderings} - {0}, reverse=True)
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "closed"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(_conversations)
 def test_a_conversation_that_nothing_rewrites_is_one_document_as_the_template_renders_it(
     family: str, messages: list[Message]
 ) -> None:
     messages = without_reasoning(messages)
-    [rendering] = render_conversation(TOKENIZERS[family], messages)
+    [rendering] = render_conversation(TOKENIZERS[family], messages).renderings
     assert rendering.text == TOKENIZERS[family].apply_chat_template(messages, tokenize=False)
     assert (rendering.turn, rendering.answers) == (0, sum(message["role"] == "assistant" for message in messages))
-
-
-def generated_parts(rendering: Rendering) -> list[str]:
-    return [rendering.text[start:end] for start, end in rendering.spans]
-
-
-def chat(*turns: str) -> list[Message]:
-    """Returns user and assistant turns; text before a `|` is reasoning."""
-    roles = [("user", "assistant")[i % 2] for i in range(len(turns))]
-    split = [turn.rpartition("|") for turn in turns]
-    return [
-        {"role": role, "content": content, **({"reasoning_content": reasoning} if reasoning else {})}
-        for role, (reasoning, _, content) in zip(roles, split, strict=True)
-    ]
 
 
 def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> None:
@@ -230,7 +169,7 @@ def test_the_template_for_tools_says_what_the_assistant_generates_where_there_ar
     tokenizer = tokenizer_of(QWEN3)
     tokenizer.chat_template = {"default": QWEN3, "tool_use": "{{ tools[0].function.name }}" + QWEN3_BLOCKS}
     [question, answer] = chat("1?", "odd|one")
-    [rendering] = render_conversation(tokenizer, [{**question, **tools}, answer])
+    [rendering] = render_conversation(tokenizer, [{**question, **tools}, answer]).renderings
     assert generated_parts(rendering) == [f"<think>\nodd\n</think>\n\none<|im_end|>{end}"]
 
 
@@ -238,7 +177,8 @@ def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_ans
     messages = chat("1?", "odd|one", "2?", "even|two", "bye")
     renderings = render_conversation(TOKENIZERS["qwen3"], messages)
     assert renderings == render_conversation(TOKENIZERS["qwen3"], messages[:-1])
-    assert render_conversation(TOKENIZERS["chatml"], without_reasoning(messages))[0].text.endswith("bye<|im_end|>\n")
+    [plain] = render_conversation(TOKENIZERS["chatml"], without_reasoning(messages)).renderings
+    assert plain.text.endswith("bye<|im_end|>\n")
 
 
 @pytest.mark.parametrize(
@@ -249,10 +189,11 @@ def test_an_answer_before_the_first_question_is_left_out_if_the_template_cannot_
 ) -> None:
     tokenizer = tokenizer_of("{% if messages[0].role == 'system' %}{% endif %}" + template)
     greeting: Message = {"role": "assistant", "content": "Hello"}
-    renderings = render_conversation(tokenizer, [greeting, *chat("1?", "one", "2?", "two")])
+    rendered = render_conversation(tokenizer, [greeting, *chat("1?", "one", "2?", "two")])
+    renderings = rendered.renderings
     generated = [part.strip() for rendering in renderings for part in generated_parts(rendering)]
     assert generated == [part + "<|im_end|>" for part in parts]
-    assert (sum(rendering.answers for rendering in renderings), renderings[0].answers_left_out) == (2, 1)
+    assert (sum(rendering.answers for rendering in renderings), rendered.trained) == (2, 3)
 
 
 def test_a_conversation_of_nothing_but_an_answer_without_a_prompt_is_refused() -> None:
@@ -264,9 +205,10 @@ def test_a_conversation_of_nothing_but_an_answer_without_a_prompt_is_refused() -
 def test_an_answer_that_quotes_the_prompt_is_left_out_where_its_beginning_cannot_be_told() -> None:
     messages = chat("1?", "odd|one", "2?", "two")
     messages[3]["content"] = "<|im_start|>assistant\ntwo"
-    [rendering] = render_conversation(TOKENIZERS["last answer"], messages, is_generated=True)
+    rendered = render_conversation(TOKENIZERS["last answer"], messages, is_generated=True)
+    [rendering] = rendered.renderings
     assert generated_parts(rendering) == ["<think>odd</think>one<|im_end|>\n"]
-    assert (rendering.answers, rendering.answers_left_out) == (1, 1)
+    assert (rendering.answers, rendered.trained) == (1, 2)
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
@@ -279,7 +221,7 @@ def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own(i
         + "{% endif %}{% endfor %}"
     )
     messages = [*chat("1?", "one"), *chat("", "two")[1:], *chat("2?", "three")]
-    renderings = render_conversation(tokenizer_of(template), messages)
+    renderings = render_conversation(tokenizer_of(template), messages).renderings
     assert [generated_parts(rendering) for rendering in renderings] == [
         ["two<|im_end|>", "three<|im_end|>"],
         ["one<|im_end|>"],
@@ -298,6 +240,6 @@ def test_a_conversation_rendered_at_midnight_has_one_date(
             return times.pop() if times else datetime(2026, 1, 2)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    [rendering] = render_conversation(TOKENIZERS["llama3"], chat("1?", "one", "2?", "two"))
+    [rendering] = render_conversation(TOKENIZERS["llama3"], chat("1?", "one", "2?", "two")).renderings
     assert "Today: 0" in rendering.text
     assert generated_parts(rendering) == ["one<|im_end|>", "two<|im_end|>"]

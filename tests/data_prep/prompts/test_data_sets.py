@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from data_prep import row_files
+from data_prep import conversations
 from data_prep.conversations import read_conversations
 from data_prep.prompts import prepare_prompts
 from mtptrain.config import RECIPES
-from mtptrain.data.rows import RowFormat
 from mtptrain.run import Run
-from tests.conftest import make_config
 from tests.data_prep.prompts.documents import ConfigFor
 
 
@@ -77,17 +75,14 @@ def test_no_row_of_a_data_set_is_refused(
         asked.append((path, split))
         return data
 
-    monkeypatch.setattr(row_files, "load_dataset", load_dataset)
+    monkeypatch.setattr(conversations, "load_dataset", load_dataset)
     config = config_for(f"prompts={name}", "prompts.source=conversations", "prompts.validation_fraction=0.3")
     report = prepare_prompts(Run(config))
     assert (report.refused, report.items) == ([], 20)
     assert asked == [(config.prompts.paths[0], config.prompts.split)] and "/" in asked[0][0]
 
 
-@pytest.mark.parametrize(("name", "num_refused"), [("magpie", 4), ("nemotron", 4), ("sharegpt", 2)])
-def test_the_settings_of_a_data_set_are_needed(tmp_path: Path, name: str, num_refused: int) -> None:
-    rows = [{"messages": messages(9)}, *(SCHEMAS[name](i) for i in range(4))]
+def test_the_roles_of_sharegpt_are_needed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_conversations([str(path)], RowFormat.of(make_config(f"prompts={name}").prompts)).refused == {}
-    assert len(read_conversations([str(path)]).refused) == num_refused
+    path.write_text("".join(json.dumps(SCHEMAS["sharegpt"](i)) + "\n" for i in range(4)))
+    assert set(read_conversations([str(path)]).refused.values()) == {"unknown role 'bing'"}

@@ -68,12 +68,12 @@ def test_settings_that_leave_a_split_without_text_are_refused(
         ),
         (
             [chat(f"chat{i}", f"hello {i}?") for i in range(20)],
-            r"^prompts\.paths: conversations must have an assistant turn to learn from, but none of 20 has one \(the "
-            r"first is .*\.jsonl:\d+\); choose data with answers, or let the target answer: run mtptrain responses",
+            r"^prompts\.paths: conversations must have an answer .* none of 20 has one: .* 20 refused \(no assistant "
+            r"turn\); correct the data or the template, or let the target answer \(mtptrain responses",
         ),
         (
             [chat(f"chat{i}", f"hello {i}?", "") for i in range(20)],
-            r"none of 20 has one that can be used, 20 refused \(an answer without text\)",
+            r"none of 20 has one: .* 20 refused \(an answer without text\)",
         ),
     ],
     ids=["one question", "no answers", "empty answers"],
@@ -104,7 +104,9 @@ def test_if_every_mask_is_empty_the_error_names_the_target(
     template = "{% if messages[0]['content'].startswith('hello') %}{{ 1 // 0 }}{% endif %}" + GENERATION_TEMPLATE
     target_dir = make_target(tmp_path / "target", chat_template=template)
     rows = [chat(f"chat{i}", f"hello {i}?", "yes") for i in range(20)]
-    match = rf"chat template of {target_dir} must .* mask is empty: .*20 refused \(the chat template fails: ZeroDiv"
+    match = (
+        rf"with the chat template of {target_dir} none of 20 has one: .*20 refused \(the chat template fails: ZeroDiv"
+    )
     with pytest.raises(ValueError, match=match):
         prepare_prompts(Run(chat_config(rows, f"target.path={target_dir}")))
 

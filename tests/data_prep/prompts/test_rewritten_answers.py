@@ -10,8 +10,8 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import RewrittenReport
 from mtptrain.config import PipelineConfig
+from mtptrain.data.conversation import question_group
 from mtptrain.data.prompt_files import Split, is_held_out
-from mtptrain.data.questions import question_group
 from mtptrain.run import Run
 from tests.conftest import make_target, make_tokenizer
 from tests.data_prep.prompts.documents import chat, read_output

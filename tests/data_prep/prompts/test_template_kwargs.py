@@ -13,7 +13,7 @@ from mtptrain.target.hub import load_tokenizer
 from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.prompts.documents import ConfigFor, chat, read_output
 from tests.data_prep.speaking import fake_server, make_speaking_target
-from tests.data_prep.test_renderings import BLOCK, QWEN3
+from tests.data_prep.templates import BLOCK, QWEN3
 
 # Like Qwen3's template, this closes the think block in the prompt if the target is not to think.
 MODES = QWEN3.replace("<|im_end|>", "<|end|>") + (

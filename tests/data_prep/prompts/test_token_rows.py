@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from data_prep.prompt_sources import read_tokens
 from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import print_report
-from data_prep.token_rows import read_tokens
-from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.conversation import ConversationRefused
 from mtptrain.run import Run
 from tests.data_prep.prompts.documents import ConfigFor, read_output
 
@@ -25,6 +25,7 @@ def write(path: Path, rows: list[Any]) -> str:
     return f"prompts.paths=[{path}]"
 
 
+ADVICE = "(add labels to prompts.metadata to pass it over)"
 TOKENS = ("prompts.source=tokens", "prompts.validation_fraction=0.3")
 
 
@@ -81,20 +82,12 @@ def test_tokens_of_another_tokenizer_are_refused_with_their_line(config_for: Con
         ({"input_ids": [1, 2]}, "input_ids and masks of different lengths"),
         ({"attention_mask": [1, 1]}, "input_ids and masks of different lengths"),
         ({"attention_mask": [1, 1, 0]}, "an attention_mask with zeros, which is not read: leave out the padding"),
-        ({"labels": [1]}, "column labels, which is not read (prompts.metadata=[labels] passes it over)"),
+        ({"labels": [1]}, f"column labels, which may change what is trained {ADVICE}"),
     ],
 )
 def test_a_row_of_tokens_that_cannot_be_used_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
     row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
-    assert read_tokens({**row, "attention_mask": [1, 1, 1], "source": "x"}).loss_mask.tolist() == [0, 1, 1]
+    assert read_tokens({**row, "attention_mask": [1, 1, 1], "source": "x"})[0].loss_mask.tolist() == [0, 1, 1]
     with pytest.raises(ConversationRefused) as refused:
         read_tokens({**row, **change})
     assert str(refused.value) == reason
-
-
-def test_the_advice_for_a_row_of_tokens_keeps_the_names_that_are_passed_over_already() -> None:
-    row = {"input_ids": [1], "loss_mask": [1], "note": "x", "labels": [1]}
-    with pytest.raises(
-        ConversationRefused, match=r"column labels, .*\(prompts\.metadata=\[note,labels\] passes it over"
-    ):
-        read_tokens(row, ["note"])

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from data_prep.conversations import read_conversations
-from mtptrain.data.refusal import ConversationRefused
+from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.rows import parse_row
 
 FUNCTION = {"name": "weather", "description": "Returns the weather.", "parameters": {"type": "object"}}
@@ -51,10 +51,7 @@ def hermes_row(system: str = TOOLS_BEFORE_CALLS, **columns: Any) -> dict[str, An
     return {"conversations": [{"from": name, "value": value} for name, value in turns], **columns}
 
 
-AFTER_HERMES = "text after Hermes' system prompt, which would be left out with it"
 ARGUMENTS = CALL["function"]["arguments"]  # type: ignore[index]
-TWICE = '{"city": "Rome", "city": "Oslo"}'
-UNCLOSED = "an answer with a tool call that is not closed, or closed twice"
 
 
 @pytest.mark.parametrize(
@@ -89,14 +86,14 @@ UNCLOSED = "an answer with a tool call that is not closed, or closed twice"
     ],
 )  # fmt: skip
 def test_the_schemas_of_tool_calls_give_the_same_messages(row: dict[str, Any]) -> None:
-    assert parse_row(row) == PARSED
+    assert parse_row(row)[0] == PARSED
 
 
 def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_and_the_text_before_them() -> None:
     second = {"name": "time", "arguments": {}}
     text = f"Let me see.\n<tool_call>{TEXT_CALL}</tool_call>\n<tool_call>{json.dumps(second)}</tool_call>"
     results = "<tool_response>a</tool_response><tool_response>b</tool_response>"
-    parsed = parse_row(hermes_row() | {"conversations": [
+    parsed, _ = parse_row(hermes_row() | {"conversations": [
         *hermes_row()["conversations"][:2], {"from": "gpt", "value": text}, {"from": "tool", "value": results},
     ]})  # fmt: skip
     assert parsed[1:] == [
@@ -108,106 +105,91 @@ def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_
         ASKED, {"role": "assistant", "content": None, "tool_calls": [{**CALL, "id": "c1"}]},
         {**RESULT, "tool_call_id": "c1", "name": "weather"}, SAID,
     ]}  # fmt: skip
-    [_, calling, result, _] = parse_row(with_ids)
-    assert (calling["tool_calls"][0]["id"], result["tool_call_id"], result["name"]) == ("c1", "c1", "weather")
+    [_, answer, result, _], _ = parse_row(with_ids)
+    assert (answer["tool_calls"][0]["id"], result["tool_call_id"], result["name"]) == ("c1", "c1", "weather")
 
 
 @pytest.mark.parametrize("result", ["", "see <tool_response>a</tool_response>"])
 def test_a_result_that_is_not_all_between_tags_is_kept_as_it_is(result: str) -> None:
     row = openai_row(content=None, tool_calls=[CALL])
     row["messages"][2] = {**RESULT, "content": result}
-    assert parse_row(row) == [*PARSED[:2], {**RESULT, "content": result}, SAID]
+    assert parse_row(row)[0] == [*PARSED[:2], {**RESULT, "content": result}, SAID]
 
 
 def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
     text = "Write <tool_call>{}</tool_call> and <tools> around it."
     row = {"messages": [{"role": "system", "content": text}, ASKED, {"role": "assistant", "content": text}]}
-    assert parse_row(row) == row["messages"]
+    assert parse_row(row)[0] == row["messages"]
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (openai_row(content=None), "content must be text, but is null"),
-        (openai_row(content=None, tool_calls=[{"function": {"arguments": "{}"}}]), "a tool call without a name"),
-        (openai_row(content=None, tool_calls=["weather"]), "a tool call that is not an object"),
-        (openai_row(content=None, tool_calls="weather"), "a tool call in text that is not JSON"),
-        (sharegpt_row("{}", [TOOL]), "a tool call without a name"),
-        (sharegpt_row("I call it", [TOOL]), "a tool call in text that is not JSON"),
-        (
-            openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
-            "the arguments of a tool call in text that is not JSON",
-        ),
-        (
-            openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": TWICE}}]),
-            "the arguments of a tool call in text whose key 'city' occurs twice in an object",
-        ),
-        (
-            openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]),
-            "arguments of a tool call that are not an object",
-        ),
-        (
-            openai_row(content=None, tool_calls=[{"type": "custom", "name": "f"}]),
-            "a tool call with custom, which is not read",
-        ),
-        (
-            openai_row(content=None, tool_calls=[{"name": "f", "retries": 3}]),
-            "a tool call with retries, which is not read",
-        ),
-        (
-            openai_row(content=None, tool_calls=[{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}]),
-            "a tool call with both arguments and parameters",
-        ),
-        (
-            openai_row(content=None, tool_calls=[{"function": {"name": "f", "arguments": TWICE.replace('"', "'")}}]),
-            "the arguments of a tool call in text whose key 'city' occurs twice in an object",
-        ),
-        (sharegpt_row("<tool_call>[]</tool_call>", [TOOL], "gpt"), "an answer with an empty list of tool calls"),
-        (sharegpt_row("[]", [TOOL]), "an answer with an empty list of tool calls"),
-        *(
-            (openai_row(content=None, tool_calls=[{"name": "f", "arguments": f'{{"a": {value}}}'}]), reason)
-            for value, reason in (
-                ("NaN", "a tool or call with NaN or infinity, which JSON does not have"),
-                ("-Infinity", "a tool or call with NaN or infinity, which JSON does not have"),
-                (r'"\ud800"', "a tool or call with text that is not valid Unicode"),
-            )
-        ),
-        *(
-            (openai_row(tools=[tool], content="yes"), "a tool of type custom, which is not read")
-            for tool in ({**TOOL, "type": "custom"}, {**FUNCTION, "type": "custom"})
-        ),
-        (openai_row(tools=[{"description": "x"}], content="yes"), "a tool without a name"),
-        (openai_row(tools="weather", content="yes"), "tools in text that is not JSON"),
-        (openai_row(tools=["weather"], content="yes"), "a tool in text that is not JSON"),
-        (
-            openai_row(tools=[{**FUNCTION, "parameters": "none"}], content="yes"),
-            "the parameters of a tool in text that is not JSON",
-        ),
-        ({**openai_row(content="yes"), "functions": [{"name": "f"}]}, "different tools in two places"),
-        ({"messages": [ASKED, {**SAID, "tools": [TOOL]}]}, "tools in a message after the first"),
-        (
-            {"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]},
-            "a user message that calls a tool, but only answers do",
-        ),
-        (sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call> Y", [TOOL], "gpt"), "an answer with text after a tool call"),
-        (sharegpt_row(f"<tool_call>{TEXT_CALL}", [TOOL], "gpt"), UNCLOSED),
-        (sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call></tool_call>", [TOOL], "gpt"), UNCLOSED),
-        (
-            {**openai_row(content="yes"), "system": "Choose one of <tools>.</tools>"},
-            "a system prompt with <tools>, which the chat template writes itself",
-        ),
-        *(
-            (hermes_row(f"{system}\nAlways answer in French.", **columns), AFTER_HERMES)
-            for system in (TOOLS_BEFORE_CALLS, TOOLS_AFTER_CALLS)
-            for columns in ({}, {"tools": [TOOL]})
-        ),
-        ({"conversations": hermes_row()["conversations"][:1]}, "no messages"),
+def calling(**call: Any) -> dict[str, Any]:
+    return openai_row(content=None, tool_calls=[call])
+
+
+def hermes_answer(text: str) -> dict[str, Any]:
+    return sharegpt_row(text, [TOOL], "gpt")
+
+
+REFUSED = {
+    "content must be text, but is null": [openai_row(content=None)],
+    "a tool call without a name": [calling(function={"arguments": "{}"}), sharegpt_row("{}", [TOOL])],
+    "a tool call that is not an object": [openai_row(content=None, tool_calls=["weather"])],
+    "a tool call in text that is not JSON": [
+        openai_row(content=None, tool_calls="weather"), sharegpt_row("I call it", [TOOL]),
     ],
-)  # fmt: skip
-def test_tools_that_cannot_be_read_refuse_the_row_with_the_reason(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConversationRefused) as refused:
-        parse_row(row)
-    assert str(refused.value) == reason
+    "the arguments of a tool call in text that is not JSON": [calling(function={"name": "f", "arguments": "{"})],
+    "the arguments of a tool call in text whose key 'city' occurs twice in an object": [
+        calling(function={"name": "f", "arguments": '{"city": "Rome", "city": "Oslo"}'})
+    ],
+    "arguments of a tool call that are not an object": [calling(function={"name": "f", "arguments": "[1]"})],
+    "a tool call with custom, which is not read": [calling(type="custom", name="f")],
+    "a tool call with retries, which is not read": [calling(name="f", retries=3)],
+    "a tool call with both arguments and parameters": [calling(name="f", arguments={"a": 1}, parameters={"b": 2})],
+    "an answer with an empty list of tool calls": [
+        hermes_answer("<tool_call>[]</tool_call>"), sharegpt_row("[]", [TOOL]),
+    ],
+    "a tool or call with a value that JSON does not have (Out of range float values are not JSON compliant)": [
+        calling(name="f", arguments='{"a": NaN}'), calling(name="f", arguments='{"a": -Infinity}'),
+    ],
+    "a tool of type custom, which is not read": [
+        openai_row(tools=[tool], content="yes") for tool in ({**TOOL, "type": "custom"}, {**FUNCTION, "type": "custom"})
+    ],
+    "a tool without a name": [openai_row(tools=[{"description": "x"}], content="yes")],
+    "tools in text that is not JSON": [openai_row(tools="weather", content="yes")],
+    "a tool in text that is not JSON": [openai_row(tools=["weather"], content="yes")],
+    "the parameters of a tool in text that is not JSON": [
+        openai_row(tools=[{**FUNCTION, "parameters": "none"}], content="yes")
+    ],
+    "different tools in two places": [{**openai_row(content="yes"), "functions": [{"name": "f"}]}],
+    "tools in a message after the first": [{"messages": [ASKED, {**SAID, "tools": [TOOL]}]}],
+    "a user message that calls a tool, but only answers do": [{"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}],
+    "an answer with text after a tool call": [hermes_answer(f"<tool_call>{TEXT_CALL}</tool_call> Y")],
+    "an answer with a tool call that is not closed, or closed twice": [
+        hermes_answer(f"<tool_call>{TEXT_CALL}"), hermes_answer(f"<tool_call>{TEXT_CALL}</tool_call></tool_call>"),
+    ],
+    "a system prompt with <tools>, which the chat template writes itself": [
+        {**openai_row(content="yes"), "system": "Choose one of <tools>.</tools>"}
+    ],
+    "text after Hermes' system prompt, which would be left out with it": [
+        hermes_row(f"{system}\nAlways answer in French.", **columns)
+        for system in (TOOLS_BEFORE_CALLS, TOOLS_AFTER_CALLS)
+        for columns in ({}, {"tools": [TOOL]})
+    ],
+    "no messages": [{"conversations": hermes_row()["conversations"][:1]}],
+}  # fmt: skip
+
+
+def test_tools_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
+    def refusal(row: dict[str, Any]) -> str:
+        with pytest.raises(ConversationRefused) as refused:
+            parse_row(row)
+        return str(refused.value)
+
+    assert {reason: {refusal(row) for row in rows} for reason, rows in REFUSED.items()} == {
+        reason: {reason} for reason in REFUSED
+    }
+    surrogate = refusal(calling(name="f", arguments=r'{"a": "\ud800"}'))
+    assert surrogate.startswith("a tool or call with a value that JSON does not have ('utf-8' codec can't encode")
 
 
 def test_nulls_that_parquet_fills_into_tools_and_calls_are_left_out_and_those_of_jsonl_are_kept(tmp_path: Path) -> None:

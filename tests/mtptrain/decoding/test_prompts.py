@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mtptrain.config import AcceptanceConfig, PipelineConfig
+from mtptrain.data.conversation import question_group
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
-from mtptrain.data.questions import question_group
 from mtptrain.decoding.prompts import (
     HeldOut,
     held_out_documents,
@@ -250,11 +250,10 @@ HI = [{"role": "user", "content": "hi"}]
     ("row", "reason"),
     [
         ({"messages": HI, "tools": [{"name": "f"}]}, "tools that the chat template does not render"),
-        ({"messages": HI, "enable_thinking": False}, "column enable_thinking, which is not read"),
-        ({"turns": ["hi"], "system": "Talk like a pirate."}, "column system, which is not read"),
-        ({"text": "hi", "image": "a.png"}, "images, audio or video"),
+        ({"messages": HI, "enable_thinking": False}, "column enable_thinking, which may change what is trained"),
+        ({"turns": ["hi"], "system": "Talk like a pirate."}, "column system, which may hold a system prompt"),
+        ({"text": "hi", "image": "a.png"}, "column image, which may hold images, audio or video"),
         ({"messages": [{"role": "user", "content": "<image>what?"}]}, "images, audio or video"),
-        ({"messages": [{"role": "user", "content": "hi", "name": "ann"}]}, "message key name, which is not read"),
         ({"messages": [*HI, {"role": "assistant", "content": "yes"}]}, "an answer as its last message"),
         ({"messages": [{"role": "user", "content": None}]}, "content must be text, but is null"),
     ],
@@ -285,17 +284,17 @@ def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_d
 ) -> None:
     path = tmp_path / "asked.jsonl"
     rows = [
-        {"id": 1, "note": "x", "messages": [{"role": "client", "content": "hi", "name": "ann"}]},
-        {"id": 2, "note": "x", "turns": ["hi"]},
-        {"id": 3, "note": "x", "text": "<user>hi<|end|><assistant>"},
+        {"id": 1, "mask": "x", "messages": [{"role": "client", "content": "hi", "name": "ann"}]},
+        {"id": 2, "mask": "x", "turns": ["hi"]},
+        {"id": 3, "mask": "x", "text": "<user>hi<|end|><assistant>"},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    named = ("prompts.metadata=[note,name]", "+prompts.roles.client=user", "prompts.schema=sharegpt")
+    named = ("prompts.metadata=[mask,name]", "+prompts.roles.client=user", "prompts.schema=sharegpt")
     config = config_for(f"acceptance.prompts_file={path}", "acceptance.max_new_tokens=8", *named)
     read = Run(config).measured_prompts()
     assert read.input_ids["1"] == read.input_ids["2"] == read.input_ids["3"]
-    config.prompts.metadata.remove("note")
-    message = r":1: must be .*column note, .*\(prompts\.metadata=\[name,note\] passes it over\)"
+    config.prompts.metadata.remove("mask")
+    message = r":1: must be .*column mask, .*\(add mask to prompts\.metadata to pass it over\)"
     with pytest.raises(UserError, match=message):
         Run(config).measured_prompts()
 

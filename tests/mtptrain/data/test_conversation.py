@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtptrain.data.questions import question_group, text_hash
+from mtptrain.data.conversation import question_group, text_hash
 
 QUESTION = [{"role": "user", "content": "What is the Straße?"}]
 BRIEF = {"role": "system", "content": "Be brief."}
