@@ -9,7 +9,7 @@ whether rendering gives the same text again, since a response that is rendered d
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from os.path import commonprefix
 
@@ -21,7 +21,7 @@ from mtptrain.data.conversation import ConversationRefused, Message
 
 ASKING_ROLES = ("user", "tool")
 _PROBE = "\ue000"  # from Unicode's private use area, so no template writes it
-_INCOMPLETE = "\ufffd"  # the decoder writes this for an incomplete character
+INCOMPLETE = "\ufffd"  # the decoder writes this for an incomplete character
 
 
 class Ending(StrEnum):
@@ -40,33 +40,6 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True)
-class Prompt:
-    token_ids: list[int]
-    seed: int
-    """Depends only on the run's seed, the conversation's name and the turn. In this process, a batch has that of its
-    first prompt."""
-
-
-@dataclass(frozen=True)
-class Response:
-    """The target's response to a prompt, without its end-of-sequence token."""
-
-    num_tokens: int
-    """Generated tokens, including the end-of-sequence token."""
-    is_cut: bool
-    """Whether the response was cut off at `max_new_tokens`."""
-    token_ids: list[int] | None = None
-    """None if the server returns only text."""
-    stop_token_id: int | None = None
-    """End-of-sequence token of the response; None if it was cut off or the token is unknown."""
-    text: str = ""
-    """The answer if there are no token ids; otherwise the text that the server decoded from them.
-
-    Empty if the target ran in this process.
-    """
-
-
-@dataclass(frozen=True)
 class Sampling:
     """Sampling settings of all responses."""
 
@@ -78,6 +51,30 @@ class Sampling:
     max_new_tokens: int
     stop_token_ids: Sequence[int]
     seed: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    seed: int
+    """In [0, 2^31). Depends only on the run's seed, the conversation's name and the turn. In this process, a batch has
+    that of its first prompt."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """The target's response to a prompt."""
+
+    num_tokens: int
+    """Generated tokens, including the end-of-sequence token."""
+    is_cut: bool
+    """Whether the response was cut off at `max_new_tokens`."""
+    token_ids: list[int] | None
+    """Without the end-of-sequence token; None if the server returns only text."""
+    end_ids: Sequence[int] = ()
+    """The end-of-sequence token; empty if the response was cut off or the token is unknown."""
+    text: str = ""
+    """The response, if the server returns only text."""
 
 
 @dataclass
@@ -160,22 +157,23 @@ class Dialogue:
         if len(self._prompt_ids) + self._sampling.max_new_tokens > self._context_tokens:
             self._end_before(Ending.context)
             return None
-        return Prompt(self._prompt_ids, turn_seed(self._sampling.seed, self.regenerated.id, turn))
+        digest = hashlib.sha256(f"{self._sampling.seed}/{turn}/{self.regenerated.id}".encode()).digest()
+        return Prompt(self._prompt_ids, int.from_bytes(digest[:4], "big") >> 1)
 
     def add_response(self, response: Response) -> None:
         """Append the response to the messages. End the conversation if the response is empty, cut off or rejected.
 
         A response that is empty, or that the chat template rejects, is not appended.
         """
-        text = response_text(self._tokenizer, self._prompt_ids, response)
+        text = response.text
+        if response.token_ids is not None:
+            text = decode_response(self._tokenizer, self._prompt_ids, response.token_ids)
         if response.is_cut:
-            text = text.rstrip(_INCOMPLETE)
+            text = text.rstrip(INCOMPLETE)
         if not text.strip():
             return self._end_before(Ending.empty)
         try:
-            content, is_text_kept, are_tokens_kept = message_content(
-                self._tokenizer, self._history, self._prompt, self._prompt_ids, response, text
-            )
+            content, is_text_kept, are_tokens_kept = self._content_of(response, text)
         except TemplateError:
             return self._end_before(Ending.template)
         regenerated = self.regenerated
@@ -187,91 +185,44 @@ class Dialogue:
         if response.is_cut:
             regenerated.ended_by = Ending.length
 
-    def is_consistent(self, response: Response) -> bool:
-        """Returns whether the response's token ids are those of its text."""
-        return is_text_of(self._tokenizer, self._prompt_ids, response)
-
     def _end_before(self, ending: Ending) -> None:
         self.regenerated.ended_by = ending
         if not self.regenerated.messages:  # keep the prompt of a conversation without responses
             self.regenerated.messages = self._history
 
+    def _content_of(self, response: Response, text: str) -> tuple[str, bool, bool]:
+        """Returns the content of the assistant message, whether its rendering has the text, and whether the tokens.
 
-def turn_seed(seed: int, name: str, turn: int) -> int:
-    """Returns the random seed of one response, in [0, 2^31)."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{turn}/{name}".encode()).digest()[:4], "big") >> 1
+        Without token ids, the rendering counts as having the tokens if it has the text.
+
+        A generation prompt may contain the beginning of the response (`<think>`). Some templates expect that beginning
+        in the message too and others do not, so both contents are tried. If neither reproduces the response, the
+        content is the generated text.
+
+        Raises:
+            TemplateError: the template rejects the response.
+        """
+        prompt, expected = self._prompt, [*self._prompt_ids, *(response.token_ids or ()), *response.end_ids]
+        response_start = prompt[len(commonprefix([prompt, self._render(_PROBE)])) :]  # noqa: RUF071 (texts, not paths)
+        rendered = {content: self._render(content) for content in (text, response_start + text)}
+        kept = [content for content in rendered if rendered[content].startswith(prompt + text)]
+        for content in kept:
+            token_ids = tokenize_rendered(self._tokenizer, rendered[content])
+            if response.token_ids is None or token_ids[: len(expected)] == expected:
+                return content, True, True
+        return (kept[0], True, False) if kept else (text, False, False)
+
+    def _render(self, answer: str) -> str:
+        return render_text(self._tokenizer, [*self._history, {"role": "assistant", "content": answer}])
 
 
-def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response: Response) -> str:
+def decode_response(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
     """Returns the text of a response.
 
     It is decoded together with its prompt, since some tokenizers decode a token differently at the start of a text.
     """
-    if response.token_ids is None:
-        return response.text
-    prompt = _decode(tokenizer, prompt_ids)
-    whole = _decode(tokenizer, [*prompt_ids, *response.token_ids])
-    return whole[len(prompt) :] if whole.startswith(prompt) else _decode(tokenizer, response.token_ids)
-
-
-def is_text_of(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response: Response) -> bool:
-    """Returns whether a server's token ids are those of its text, which they are not if it uses another tokenizer.
-
-    Servers differ in spaces, incomplete characters and special tokens, which do not count.
-    """
-    if response.token_ids is None:
-        return True
-    end = [] if response.stop_token_id is None else [response.stop_token_id]
-    whole = replace(response, token_ids=[*response.token_ids, *end])
-    texts = [response_text(tokenizer, prompt_ids, each) for each in (response, whole)]
-    texts.append(str(tokenizer.decode(response.token_ids, skip_special_tokens=True)))
-    return _squashed(response.text) in map(_squashed, texts)
-
-
-def _squashed(text: str) -> str:
-    return "".join(text.replace(_INCOMPLETE, "").split())
-
-
-def message_content(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    prompt: str,
-    prompt_ids: Sequence[int],
-    response: Response,
-    text: str,
-) -> tuple[str, bool, bool]:
-    """Returns the content of the assistant message, whether its rendering has the text, and whether it has the tokens.
-
-    Without token ids, the rendering counts as having the tokens if it has the text.
-
-    A generation prompt may contain the beginning of the response (`<think>`). Some templates expect that beginning in
-    the message too and others do not, so both contents are tried. If neither reproduces the response, the content is
-    the generated text.
-
-    Raises:
-        TemplateError: the template rejects the response.
-    """
-    with_probe = render_text(tokenizer, [*messages, {"role": "assistant", "content": _PROBE}])
-    response_start = prompt[len(commonprefix([prompt, with_probe])) :]  # noqa: RUF071 (texts, not paths)
-    contents = dict.fromkeys((text, response_start + text))
-    rendered = {
-        content: render_text(tokenizer, [*messages, {"role": "assistant", "content": content}]) for content in contents
-    }
-    kept = [content for content in contents if rendered[content].startswith(prompt + text)]
-    if not kept:
-        return text, False, False
-    if response.token_ids is None:
-        return kept[0], True, True
-    end = [] if response.stop_token_id is None else [response.stop_token_id]
-    expected = [*prompt_ids, *response.token_ids, *end]
-    for content in kept:
-        token_ids = tokenize_rendered(tokenizer, rendered[content])
-        if token_ids[: len(expected)] == expected:
-            return content, True, True
-    return kept[0], True, False
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    decoded = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(decoded, str)
-    return decoded
+    prompt, whole, alone = (
+        str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        for token_ids in (list(prompt_ids), [*prompt_ids, *response_ids], list(response_ids))
+    )
+    return whole[len(prompt) :] if whole.startswith(prompt) else alone

@@ -1,6 +1,5 @@
 """Defines `manifest.json` of `run_dir/responses/`: counts, and the identity that mtptrain prompts checks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar
@@ -10,15 +9,14 @@ from mtptrain.data.identity import TargetIdentity, refuse_different_facts
 from mtptrain.data.rows import RowFormat
 from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import SEAL, manifest_of, read_manifest, read_sealed
+from mtptrain.utils.files import SEAL, read_manifest
 
 from ..conversations import Conversations, SourceMissing, read_conversations, refuse_duplicate_paths
 from .dialogue import Ending, RegeneratedConversation
-from .survey import hash_sources
+from .survey import survey_conversations
 
 CONVERSATIONS, MANIFEST = "conversations.jsonl", "manifest.json"
 SCHEMA_VERSION = 2
-RESPOND_AGAIN = "delete {} and run mtptrain responses again"
 
 
 @dataclass(frozen=True)
@@ -76,42 +74,27 @@ class Counts:
 
 @dataclass(frozen=True)
 class ResponsesManifest:
-    """The contents of `manifest.json`, which is written last and so marks the stage as finished."""
+    """The contents of `manifest.json`, which is written last and so marks the stage as finished.
+
+    Until then, `plan.json` has the same entries with nothing counted yet.
+    """
 
     identity: ResponsesIdentity
     server_versions: list[str]
     """Versions of all servers used, in the order of their first use; empty with transformers."""
-    counts: Counts
-    failed: int
+    counts: Counts = field(default_factory=Counts)
+    failed: int = 0
     """Number of conversations that failed. The next run retries them."""
-    refused: int
+    refused: int = 0
     """Number of rows that cannot be used."""
     schema_version: int = SCHEMA_VERSION
 
     @staticmethod
     def read(path: Path) -> "ResponsesManifest":
-        """Read the manifest, after checking that neither it nor the conversations have changed."""
-        advice = RESPOND_AGAIN.format(path.parent)
-        program, files = ResponsesIdentity.program, [CONVERSATIONS]
-        return read_manifest(ResponsesManifest, path, program, advice, SCHEMA_VERSION, files)
-
-
-@dataclass(frozen=True)
-class ResponsesPlan:
-    """The contents of `plan.json`, which are in `manifest.json` too."""
-
-    identity: ResponsesIdentity
-    server_versions: list[str]
-
-    @staticmethod
-    def read(path: Path) -> "ResponsesPlan":
-        """Read the plan from either file. Where it is the manifest, the conversations must be as it describes them."""
-        advice = RESPOND_AGAIN.format(path.parent)
-        content = {name: value for name, value in read_sealed(path, advice, files=None).items() if name in PLANNED}
-        return manifest_of(ResponsesPlan, content, path, ResponsesIdentity.program, advice)
-
-
-PLANNED = tuple(each.name for each in fields(ResponsesPlan))
+        """Read a manifest or plan, after checking that neither it nor the conversations it describes have changed."""
+        advice = f"delete {path.parent} and run mtptrain responses again"
+        version = SCHEMA_VERSION if path.name == MANIFEST else None  # plans of earlier versions have none
+        return read_manifest(ResponsesManifest, path, ResponsesIdentity.program, advice, version, files=None)
 
 
 def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Conversations:
@@ -124,14 +107,15 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST
     manifest = ResponsesManifest.read(require(path, "mtptrain responses"))
-    sources = manifest.identity.sources
+    sources, hashes = manifest.identity.sources, _hash_readable(prompts)
+
+    def facts(target: TargetIdentity, sources: dict[str, str]) -> dict[str, object]:
+        compared = {f"the hash of the conversations of {name}": sources.get(name) for name in hashes}
+        return target.facts() | {"prompts.paths": sorted(sources)} | compared
+
+    expected = facts(target, dict.fromkeys(prompts.paths, "") | hashes)
     remedy = f"run mtptrain responses again, in another run_dir or after deleting {directory}"
-    expected = target.facts() | {"prompts.paths": sorted(prompts.paths)}
-    refuse_different_facts(
-        path, expected, manifest.identity.target.facts() | {"prompts.paths": sorted(sources)}, remedy
-    )
-    hashes = _hash_readable(prompts)
-    refuse_different_facts(path, _source_facts(hashes), _source_facts({name: sources[name] for name in hashes}), remedy)
+    refuse_different_facts(path, expected, facts(manifest.identity.target, sources), remedy)
     if manifest.failed:
         print(
             f"{directory}: {manifest.failed:,} conversations failed and are missing; run mtptrain responses again to "
@@ -145,10 +129,6 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
     return read_conversations([str(directory / CONVERSATIONS)], form)
 
 
-def _source_facts(hashes: Mapping[str, str]) -> dict[str, object]:
-    return {f"the hash of the conversations of {name}": value for name, value in hashes.items()}
-
-
 def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
     """Returns the hash of each path that can be read now.
 
@@ -158,7 +138,7 @@ def _hash_readable(prompts: PromptsConfig) -> dict[str, str]:
     for path in prompts.paths:
         try:
             conversations = read_conversations([path], RowFormat.of(prompts), prompts.split)
-            hashes |= hash_sources(conversations, [path])
+            hashes |= survey_conversations(conversations, [path]).sources
         except SourceMissing as missing:
             print(f"{path} cannot be read now, so the responses are not checked against it: {missing}", flush=True)
     return hashes

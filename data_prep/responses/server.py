@@ -1,22 +1,43 @@
-"""Regenerates conversations on a running OpenAI-compatible server (vLLM, SGLang). Prompts are sent as token ids."""
+"""Regenerates conversations on a running OpenAI-compatible server (vLLM, SGLang). Prompts are sent as token ids.
 
+The server is not trusted: its answers are bounded, and what it says is shown without the secrets that it was sent.
+"""
+
+import asyncio
+import itertools
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
-from threading import Event, Lock
+from base64 import b64encode
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from mtptrain.serving.engine import NEUTRAL_SAMPLING
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.masking import address_below
+from mtptrain.utils.files import parse_json
+from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable
 
-from .dialogue import Dialogue, Prompt, RegeneratedConversation, Response, Sampling
-from .transport import RequestFailed, Transport
+from .dialogue import INCOMPLETE, Dialogue, Prompt, RegeneratedConversation, Response, Sampling, decode_response
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+SHOWN_CHARACTERS = 200
+"""Maximum number of characters that an error quotes from the server."""
+MAX_BODY_BYTES = 64 * 2**20
+"""Maximum size of an answer. The ids of a prompt of 128k tokens take about 1 MB."""
+
+
+class RequestFailed(Exception):
+    """A request failed. The message, which the report shows, has no secrets."""
+
+    def __init__(
+        self, message: str, may_retry: bool = False, status: int | None = None, retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.may_retry, self.status, self.retry_after_s = may_retry, status, retry_after_s
 
 
 class CompletionServer:
@@ -27,249 +48,282 @@ class CompletionServer:
         url: str,
         model: str | None,
         sampling: Sampling,
+        tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
         *,
         max_retries: int,
         timeout_s: float,
-        api_key: str | None = None,
+        api_key: str | None,
     ) -> None:
         """Ask the server for its models.
 
         Raises:
-            UserError: no server responds, or the server is not OpenAI-compatible, rejects the API key, does not serve
-                `model`, or, if `model` is None, does not serve exactly one model; or the address has a password that is
-                not percent-encoded.
+            UserError: no OpenAI-compatible server responds, or it rejects the API key or does not serve `model`, or
+                several if `model` is None; or the address has a password that is not percent-encoded.
         """
-        self._transport = Transport(url, timeout_s, api_key)
-        self.url = self._transport.url
-        """The address as messages show it, without a password."""
-        self.quote = self._transport.quote
-        self.max_retries = max_retries
-        self._timeout_s = timeout_s
-        self._sampling = sampling
-        self._vocab_size = vocab_size
+        self._url, self._secrets = url, secrets_of(url, api_key)
+        self.url = self._shown(url)
+        """The address as messages show it, without secrets."""
+        self._sampling, self._tokenizer, self._vocab_size = sampling, tokenizer, vocab_size
+        self._max_retries, self._timeout_s = max_retries, timeout_s
+        # A compressed body can be a thousand times as long as what arrives, so ask for one that is not compressed.
+        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._ssl_context = httpx.create_ssl_context()
+        self._redirects: set[str] = set()
         served = self._models()
-        self.model = self._choose_model(model, list(served))
+        self.model = next(iter(served)) if model is None and len(served) == 1 else str(model)
+        if self.model not in served:
+            raise UserError(
+                "responses.model: must be the target's name on the server, and may be left out if there is one model, "
+                f"but is {model}, and {self.url} serves {self.quote(', '.join(served)) or 'none'}; correct it, or "
+                "start the server with that model"
+            )
         self.context_tokens = served[self.model]
         """Maximum tokens of prompt plus response; None if the server does not report it."""
         self.version = self._version()
 
-    def check(self, prompt_ids: Sequence[int]) -> Response:
-        """Check that the server completes prompts given as token ids, by requesting one token, which is returned.
-
-        Raises:
-            UserError: the server does not respond, or the server does not complete such prompts, or counts more or
-                fewer prompt tokens than were sent.
-        """
-        content = self._fetch_checked("/completions", self._request(Prompt(list(prompt_ids), 0)) | {"max_tokens": 1})
-        try:
-            response = self._parse(content)
-        except RequestFailed as failure:
-            raise UserError(
-                f"responses.url: {self.url} must complete prompts given as token ids, but {failure}; serve the target "
-                "there"
-            ) from None
-        usage = content.get("usage")
-        num_read = usage.get("prompt_tokens", len(prompt_ids)) if isinstance(usage, dict) else len(prompt_ids)
-        if num_read != len(prompt_ids):
-            raise UserError(
-                f"responses.url: {self.url} must read a prompt of {len(prompt_ids)} token ids unchanged, but counts "
-                f"{self.quote(repr(num_read))} tokens; use a server that does not change prompts"
-            )
-        return response
-
-    def complete(self, prompt: Prompt, stopping: Event) -> Response:
-        """Returns the response to a prompt.
-
-        If the server is busy or unreachable, or its answer is not JSON, retries up to `max_retries` times, unless
-        `stopping` is set.
-
-        Raises:
-            RequestFailed: the server refused the request or did not answer with a completion, all retries failed, or
-                `stopping` was set before the next retry.
-        """
-        for attempt in range(self.max_retries + 1):
-            waiting_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
-            try:
-                return self._parse(self._transport.fetch("/completions", self._request(prompt)))
-            except httpx.HTTPStatusError as error:
-                failure, retry_after_s = str(error), error.response.headers.get("Retry-After", "")
-                if error.response.status_code != 429 and error.response.status_code < 500:
-                    break
-                waiting_s = max(
-                    waiting_s, min(float(retry_after_s), self._timeout_s) if retry_after_s.isdecimal() else 0.0
-                )
-            except (OSError, httpx.HTTPError) as error:
-                failure = f"the server does not answer: {self._transport.reason(error)}"
-            except ValueError as error:
-                failure = str(error)
-            if attempt < self.max_retries and stopping.wait(waiting_s):
-                break
-        raise RequestFailed(failure)
-
-    def _request(self, prompt: Prompt) -> dict[str, Any]:
-        sampling = self._sampling
-        return {
-            "model": self.model,
-            "prompt": prompt.token_ids,
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,  # -1 means all tokens in both engines
-            "seed": prompt.seed,
-            **NEUTRAL_SAMPLING,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "skip_special_tokens": False,
-            "return_token_ids": True,
-        }
-
-    def _parse(self, content: Any) -> Response:
-        """Parse a completion. A server that does not know `return_token_ids` returns only text."""
-        try:
-            [choice] = content["choices"]
-            reason, token_ids, text = choice["finish_reason"], choice.get("token_ids"), choice["text"]
-            if not isinstance(text, str) or not all(type(token) is int for token in token_ids or []):
-                raise TypeError("text must be a string and token_ids integers")
-            if not all(0 <= token < self._vocab_size for token in token_ids or []):
-                raise ValueError(f"token_ids must be in [0, {self._vocab_size})")
-            text.encode()  # the tokenizer rejects a lone surrogate
-            num_tokens = len(token_ids) if token_ids is not None else content["usage"]["completion_tokens"]
-            if type(num_tokens) is not int or not 0 <= num_tokens <= self._sampling.max_new_tokens:
-                raise ValueError(
-                    f"the number of tokens must be in [0, {self._sampling.max_new_tokens}], but is {num_tokens}"
-                )
-        except (KeyError, TypeError, ValueError) as error:
-            raise RequestFailed(
-                f"the server's answer is not a completion ({type(error).__name__}: {self.quote(str(error))}): "
-                f"{self.quote(json.dumps(content))}"
-            ) from error
-        if reason not in ("stop", "length"):
-            raise RequestFailed(f"the server ended the response with finish_reason {self.quote(repr(reason))}")
-        stop_token_id = None
-        if token_ids and reason == "stop" and token_ids[-1] in self._sampling.stop_token_ids:
-            token_ids, stop_token_id = token_ids[:-1], token_ids[-1]
-        return Response(num_tokens, reason == "length", token_ids, stop_token_id, text)
-
     def _models(self) -> dict[str, int | None]:
         """Returns the context length of each model by name; None if the server does not report it."""
-        content = self._fetch_checked("/models")
         try:
+            content = asyncio.run(self._fetch("/models"))
             lengths = {model["id"]: model.get("max_model_len") for model in content["data"]}
-            for name, length in lengths.items():
-                is_name = isinstance(name, str) and name.isprintable()
-                if not is_name or not (length is None or (type(length) is int and length > 0)):
-                    raise TypeError("id must be a printable string and max_model_len a positive integer")
-            return lengths
-        except (KeyError, TypeError) as error:
-            raise UserError(
-                "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
-                f"but {address_below(self.url, '/models')} answers "
-                f"{self.quote(json.dumps(content))}; correct the address"
-            ) from error
-
-    def _choose_model(self, model: str | None, served: list[str]) -> str:
-        if model is None and len(served) == 1:
-            return served[0]
-        names = self.quote(", ".join(served)) or "none"
-        if model is None:
-            raise UserError(
-                f"responses.model: must be set unless the server has exactly one model, but {self.url} serves {names}; "
-                "set it to the target's name on the server"
-            )
-        if model not in served:
-            raise UserError(
-                f"responses.model: must be one of the models that {self.url} serves ({names}), but is {model}; correct "
-                "it or start the server with that model"
-            )
-        return model
+            if not all(type(length) is int and length > 0 for length in lengths.values() if length is not None):
+                raise TypeError
+            return {str(name): length for name, length in lengths.items()}
+        except RequestFailed as failure:
+            problem, is_key_wrong = str(failure), failure.status in (401, 403)
+        except (LookupError, TypeError, AttributeError):
+            problem, is_key_wrong = f"the server answers {self.quote(json.dumps(content))}", False
+        remedy = "set the environment variable that responses.api_key_variable names, " if is_key_wrong else ""
+        raise UserError(
+            "responses.url: must be the base URL of a running OpenAI-compatible server, such as "
+            f"http://localhost:8000/v1, but at {self._shown(address_below(self._url, '/models'))} {problem}; {remedy}"
+            "start the server or correct the address"
+        )
 
     def _version(self) -> str | None:
         """Returns the engine's name and version, which vLLM reports at /version and SGLang at /server_info."""
         for engine, path in (("vLLM", "/version"), ("SGLang", "/server_info")):
-            try:
-                content = self._transport.fetch(path, is_beside=True)
-            except (OSError, httpx.HTTPError, ValueError, RequestFailed):
-                continue
-            if isinstance(content, dict) and "version" in content:
-                return f"{engine} {self.quote(str(content['version']))}"
+            with suppress(RequestFailed, LookupError, TypeError):
+                return f"{engine} {self.quote(str(asyncio.run(self._fetch(path, is_beside=True))['version']))}"
         return None
 
-    def _fetch_checked(self, path: str, request: dict[str, Any] | None = None) -> Any:
-        """Fetch without retries, for checks at the start. Errors name the setting to correct."""
-        where = address_below(self.url, path)
+    def check(self, prompt_ids: list[int]) -> None:
+        """Check that the server completes a prompt given as token ids, by requesting one token.
+
+        Raises:
+            UserError: it does not, or not with the target's tokenizer.
+        """
+        prompt = Prompt(prompt_ids, 0)
         try:
-            return self._transport.fetch(path, request)
-        except httpx.HTTPStatusError as error:
-            is_key_wrong = error.response.status_code in (401, 403)
-            key = "; set the environment variable that responses.api_key_variable names" if is_key_wrong else ""
+            content = asyncio.run(self._fetch("/completions", self._request(prompt, 1)))
+            self._parse(content, prompt, 1)
+            usage = content.get("usage")
+            num_read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+            if num_read not in (None, len(prompt_ids)):
+                raise RequestFailed(f"of {len(prompt_ids)} ids the server reads {self.quote(str(num_read))} tokens")
+        except RequestFailed as failure:
             raise UserError(
-                "responses.url: must be the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1, "
-                f"but at {where} {error}{key or '; correct the address or serve the target there'}"
-            ) from error
-        except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"responses.url: must be a running server, but {where} does not answer "
-                f"({self._transport.reason(error)}); start it or correct the address"
-            ) from error
-        except RequestFailed as error:
-            raise UserError(
-                f"responses.url: must be an OpenAI-compatible server, but the answer of {where} cannot be "
-                f"read ({error}); correct the address"
-            ) from error
+                f"responses.url: {self.url} must complete prompts given as token ids, but {failure}; serve the target "
+                "there, with its own tokenizer"
+            ) from None
+
+    async def complete(self, prompt: Prompt, stopping: asyncio.Event) -> Response:
+        """Returns the response to a prompt.
+
+        If the server is busy or unreachable, or its answer is not JSON, retries up to `max_retries` times.
+
+        Raises:
+            RequestFailed: the server refused the request or did not answer with a completion, or all retries failed, or
+                `stopping` was set before the next request.
+        """
+        max_new_tokens = self._sampling.max_new_tokens
+        for attempt in itertools.count():
+            if stopping.is_set():
+                break
+            try:
+                content = await self._fetch("/completions", self._request(prompt, max_new_tokens))
+                return self._parse(content, prompt, max_new_tokens)
+            except RequestFailed as failure:
+                if not failure.may_retry or attempt == self._max_retries:
+                    raise
+                backoff_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stopping.wait(), max(backoff_s, min(failure.retry_after_s, self._timeout_s)))
+        raise RequestFailed("the run was stopped")
+
+    def _request(self, prompt: Prompt, max_new_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": prompt.token_ids,
+            "max_tokens": max_new_tokens,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
+            "top_k": self._sampling.top_k or -1,  # -1 means all tokens in both engines
+            "seed": prompt.seed,
+            **NEUTRAL_SAMPLING,
+            "stop_token_ids": list(self._sampling.stop_token_ids),
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+        }
+
+    def _parse(self, content: Any, prompt: Prompt, max_new_tokens: int) -> Response:
+        """Parse a completion. A server that does not know `return_token_ids` returns only text.
+
+        Raises:
+            RequestFailed: the content is not a completion by the target.
+        """
+        try:
+            [choice] = content["choices"]
+            reason, token_ids, text = choice["finish_reason"], choice.get("token_ids"), choice["text"]
+            num_tokens = content["usage"]["completion_tokens"] if token_ids is None else len(token_ids)
+            if reason not in ("stop", "length"):
+                raise ValueError(f"finish_reason must be stop or length, but is {reason}")
+            if type(num_tokens) is not int or not 0 <= num_tokens <= max_new_tokens:
+                raise ValueError(f"the number of tokens must be in [0, {max_new_tokens}], but is {num_tokens}")
+            text.encode()  # the tokenizer rejects a lone surrogate
+            if token_ids is None:
+                return Response(num_tokens, reason == "length", None, text=text)
+            if not all(type(token) is int and 0 <= token < self._vocab_size for token in token_ids):
+                raise ValueError(f"token_ids must be integers in [0, {self._vocab_size})")
+            has_end = reason == "stop" and token_ids[-1:] and token_ids[-1] in self._sampling.stop_token_ids
+            kept, end = (token_ids[:-1], token_ids[-1:]) if has_end else (token_ids, [])
+            if not self._is_text_of(kept, end, prompt.token_ids, text):
+                raise ValueError("the text must be that of token_ids with the target's tokenizer, but is another")
+            return Response(num_tokens, reason == "length", kept, end)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise RequestFailed(
+                f"the server's answer is not a completion ({type(error).__name__}: {self.quote(str(error))}): "
+                f"{self.quote(json.dumps(content))}"
+            ) from None
+
+    def _is_text_of(self, token_ids: list[int], end_ids: list[int], prompt_ids: list[int], text: str) -> bool:
+        """Returns whether token ids are those of a text, which they are not if the server has another tokenizer.
+
+        Servers differ in spaces, incomplete characters and special tokens, which do not count.
+        """
+        decoded = (
+            decode_response(self._tokenizer, prompt_ids, token_ids),
+            decode_response(self._tokenizer, prompt_ids, [*token_ids, *end_ids]),
+            str(self._tokenizer.decode(token_ids, skip_special_tokens=True)),
+        )
+        given, *possible = ("".join(each.replace(INCOMPLETE, "").split()) for each in (text, *decoded))
+        return given in possible
+
+    async def _fetch(self, path: str, request: dict[str, Any] | None = None, is_beside: bool = False) -> Any:
+        """Returns the JSON that the server answers to a GET, or to a POST if there is a request.
+
+        Args:
+            path: the path below the address, or beside its `/v1` if `is_beside`.
+            request: the content of a POST.
+
+        Raises:
+            RequestFailed: there is no answer within `timeout_s`, or it is an error, too long, or not JSON.
+        """
+        base, mark, query = self._url.partition("?")
+        url = address_below((base.rstrip("/").removesuffix("/v1") if is_beside else base) + mark + query, path)
+        body = bytearray()
+        client = httpx.AsyncClient(headers=self._headers, verify=self._ssl_context, timeout=None, follow_redirects=True)
+        method = "GET" if request is None else "POST"
+        try:
+            # httpx would apply its own timeout to each read.
+            async with asyncio.timeout(self._timeout_s), client, client.stream(method, url, json=request) as response:
+                if response.history:
+                    self._announce_redirect(url, str(response.url))
+                async for chunk in response.aiter_raw():
+                    body += chunk
+                    if len(body) > MAX_BODY_BYTES:
+                        raise RequestFailed(f"the server's answer is longer than {MAX_BODY_BYTES:,} bytes")
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, UnicodeError, ExceptionGroup) as error:
+            # The last two are raised for a host that is no name and for a port out of range.
+            reason = "timed out" if isinstance(error, TimeoutError) else self.quote(str(error)) or type(error).__name__
+            raise RequestFailed(f"the server does not answer: {reason}", may_retry=True) from None
+        if not response.is_success:
+            said = self.quote(body.decode(errors="replace").strip() or response.reason_phrase)
+            retry_after = response.headers.get("Retry-After", "")
+            raise RequestFailed(
+                f"the server answers {response.status_code}: {said}",
+                response.status_code == 429 or response.status_code >= 500,
+                response.status_code,
+                float(retry_after) if retry_after.isdecimal() else 0.0,
+            )
+        try:
+            return parse_json(bytes(body), "the server's answer", "see its log")
+        except UserError as error:
+            raise RequestFailed(self.quote(str(error)), may_retry=True) from None
+
+    def _announce_redirect(self, url: str, target: str) -> None:
+        """Print once where a redirect leads, because the prompts go there."""
+        if target not in self._redirects:
+            self._redirects.add(target)
+            tqdm.write(f"responses.url: {self._shown(url)} is redirected to {self._shown(target)}")
+
+    def _shown(self, url: str) -> str:
+        return hide_secrets(hide_passwords(url), self._secrets)
+
+    def quote(self, text: str) -> str:
+        """Returns the beginning of a text of the server, which may repeat what it was sent, without the secrets."""
+        return printable(hide_secrets(text, self._secrets)[:SHOWN_CHARACTERS])
 
 
-def regenerate_with_server(
+def secrets_of(url: str, api_key: str | None) -> list[str]:
+    """Returns what a server is sent to identify the user, in each form in which its messages may repeat it.
+
+    Raises:
+        UserError: the address has an `@` that does not end its user and password.
+    """
+    try:
+        user_info = httpx.URL(url).userinfo.decode()
+    except httpx.InvalidURL:
+        user_info = ""
+    if "@" in url and not user_info:
+        raise UserError(
+            "responses.url: the user and password must be percent-encoded, but hold a character such as /, ? or # as "
+            "it is; write it as %2F, %3F or %23, or the at sign of a path as %40"
+        )
+    in_query = [pair.partition("=")[2] or pair for pair in url.partition("?")[2].split("&")]
+    quoted = [*user_info.split(":", 1), *in_query]
+    secrets = [api_key or "", *quoted, *map(unquote, quoted), b64encode(unquote(user_info).encode()).decode()]
+    return [form for secret in secrets for form in {secret, json.dumps(secret)[1:-1]}]
+
+
+async def regenerate_with_server(
     server: CompletionServer,
-    dialogues: Iterator[Dialogue],
+    dialogues: Iterable[Dialogue],
     concurrency: int,
     save: Callable[[RegeneratedConversation], None],
-) -> Generator[RegeneratedConversation | tuple[int, str]]:
-    """Regenerate conversations, at most `concurrency` at once, and yield each as soon as it ends.
+    fail: Callable[[int, str], None],
+) -> None:
+    """Regenerate conversations, at most `concurrency` at once.
 
-    For a failed conversation, its row and the reason are yielded instead. If the caller stops early, no new requests
-    are sent, and conversations that the running requests complete are passed to `save`.
+    If `fail` raises an error, or the user interrupts, no new requests are sent, and only conversations that the running
+    requests complete are saved.
+
+    Args:
+        server: the server.
+        dialogues: the conversations, taken as they are needed.
+        concurrency: the number of conversations at once.
+        save: called with each conversation as it ends.
+        fail: called with the row of each failed conversation and the reason.
     """
-    tokenizing, stopping = Lock(), Event()  # only one thread at a time may use a fast tokenizer
+    remaining, stopping = iter(dialogues), asyncio.Event()
 
-    def converse(dialogue: Dialogue) -> RegeneratedConversation | None:
-        with tokenizing:
-            prompt = dialogue.next_prompt()
-        while prompt is not None:
-            if stopping.is_set():
-                return None
-            response = server.complete(prompt, stopping)
-            with tokenizing:
-                if not dialogue.is_consistent(response):
-                    raise RequestFailed(
-                        "the server's token_ids must be those of its text, but decode to another text: "
-                        f"{server.quote(response.text)}"
-                    )
-                dialogue.add_response(response)
-                prompt = dialogue.next_prompt()
-        return dialogue.regenerated
-
-    def outcome_of(dialogue: Dialogue) -> RegeneratedConversation | tuple[int, str] | None:
-        try:
-            return converse(dialogue)
-        except RequestFailed as failure:
-            return dialogue.regenerated.row, str(failure)
-
-    running: set[Future[RegeneratedConversation | tuple[int, str] | None]] = set()
-    with ThreadPoolExecutor(concurrency) as pool:
-        try:
-            while True:
-                running |= {
-                    pool.submit(outcome_of, dialogue) for dialogue in islice(dialogues, concurrency - len(running))
-                }
-                if not running:
+    async def converse() -> None:
+        for dialogue in remaining:
+            try:
+                while (prompt := dialogue.next_prompt()) is not None:
+                    dialogue.add_response(await server.complete(prompt, stopping))
+            except RequestFailed as failure:
+                if stopping.is_set():
                     return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    running.remove(future)
-                    outcome = future.result()
-                    assert outcome is not None
-                    yield outcome
-        finally:
-            stopping.set()
-            for future in wait(running).done:
-                if future.exception() is None and isinstance(outcome := future.result(), RegeneratedConversation):
-                    save(outcome)
+                fail(dialogue.regenerated.row, str(failure))
+            else:
+                save(dialogue.regenerated)
+
+    workers = [asyncio.create_task(converse()) for _ in range(concurrency)]
+    try:
+        await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        stopping.set()
+        await asyncio.wait(workers)
+    await asyncio.gather(*workers)  # raises the error of `fail`

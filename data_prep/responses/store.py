@@ -8,10 +8,9 @@ of both has a hash of itself, since nothing else tells whether the responses of 
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
@@ -20,7 +19,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json, publish, sealed, unsealed, write_sealed, write_text
 
 from .dialogue import Ending, RegeneratedConversation
-from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest, ResponsesPlan
+from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest
 
 FAILURES, PLAN = "failures.jsonl", "plan.json"
 ENDINGS = {
@@ -48,7 +47,8 @@ class ResponsesStore:
 
     @property
     def is_finished(self) -> bool:
-        return (self.directory / MANIFEST).exists()
+        """Whether the last run ended. A kill may leave `plan.json` beside a new manifest."""
+        return (self.directory / MANIFEST).exists() and not (self.directory / PLAN).exists()
 
     def begin(self, identity: ResponsesIdentity, server_version: str | None) -> None:
         """Find the finished rows, and truncate partial lines left by a killed run. Only one process may call this.
@@ -58,24 +58,24 @@ class ResponsesStore:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         stored = [path for path in (self.directory / CONVERSATIONS, *self._journals()) if path.exists()]
-        versions = [server_version] if server_version else []
         plans = [path for path in (self.directory / PLAN, self.directory / MANIFEST) if path.exists()]
-        if plans:
-            plan = ResponsesPlan.read(plans[0])
-            refuse_other(plans[0], identity, plan.identity)
-            versions = [*plan.server_versions, *versions]
-        elif stored:
+        if stored and not plans:
             raise UserError(
                 f"{self.directory}: must hold {PLAN} or {MANIFEST} beside its responses, but holds neither; delete it "
                 "and run mtptrain responses again"
             )
-        self._server_versions, self._identity = list(dict.fromkeys(versions)), identity
+        versions = [server_version] if server_version else []
+        for path in plans[:1]:
+            plan = ResponsesManifest.read(path)
+            refuse_other(path, identity, plan.identity)
+            versions = [*plan.server_versions, *versions]
+        self._plan = ResponsesManifest(identity, list(dict.fromkeys(versions)))
         for path in stored:
             self._index(path)
 
     def mark_unfinished(self) -> None:
         """Write the plan and remove the manifest, which marks a finished stage, before the responses change."""
-        write_sealed(self.directory / PLAN, asdict(ResponsesPlan(self._identity, self._server_versions)))
+        write_sealed(self.directory / PLAN, asdict(self._plan))
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
     def journal(self, rank: int) -> TextIO:
@@ -90,7 +90,7 @@ class ResponsesStore:
         Only one process may call this, after all journals are closed.
 
         Args:
-            failed: why a conversation failed, by row. The next run retries it.
+            failed: why a conversation failed, by row.
             refused: why a row cannot be used, by location.
             location_of: returns the location of a row, for messages.
 
@@ -99,43 +99,8 @@ class ResponsesStore:
         """
         for path in self._journals():
             self._index(path)
-        counts, ended_early = self._write_in_order()
         failures = [(location_of(row), reason, 0) for row, reason in sorted(failed.items())]
-        failures += [(location_of(each.row), ENDINGS[each.ended_by], len(each.answer_tokens)) for each in ended_early]
-        failures += [(location, reason, 0) for location, reason in refused.items()]
-        names = ("place", "reason", "answers")  # the last is the number of stored responses of the conversation
-        lines = [json.dumps(dict(zip(names, failure, strict=True))) + "\n" for failure in failures]
-        write_text(self.directory / FAILURES, "".join(lines))
-        manifest = ResponsesManifest(self._identity, self._server_versions, counts, len(failed), len(refused))
-        write_sealed(self.directory / MANIFEST, asdict(manifest), [CONVERSATIONS])
-        self.clean()
-        return manifest
-
-    def clean(self) -> None:
-        """Remove the files that only an unfinished stage needs."""
-        written = (CONVERSATIONS, FAILURES, PLAN, MANIFEST)
-        for path in [self.directory / PLAN, *self._journals(), *(self.directory / f"{name}.tmp" for name in written)]:
-            path.unlink(missing_ok=True)
-
-    def _journals(self) -> list[Path]:
-        """Returns the files of all ranks, also those of an earlier run with more ranks."""
-        found = sorted(self.directory.glob("answers_*.jsonl"))
-        return [path for path in found if re.fullmatch(r"answers_\d{5}\.jsonl", path.name)]
-
-    def _index(self, path: Path) -> None:
-        """Index the rows of a file, and truncate a partial last line left by a killed run."""
-        end = 0
-        with path.open("rb+") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    file.truncate(end)
-                    break
-                self._lines.setdefault(_parse(line, path, number).row, (path, number, end))
-                end += len(line)
-
-    def _write_in_order(self) -> tuple[Counts, list[RegeneratedConversation]]:
-        """Writes `conversations.jsonl`; returns the counts, and the conversations that ended as `ENDINGS` says."""
-        counts, ended_early = Counts(), list[RegeneratedConversation]()
+        counts = Counts()
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:
             files = {path: stack.enter_context(path.open("rb")) for path in {path for path, *_ in self._lines.values()}}
@@ -148,9 +113,32 @@ class ResponsesStore:
                 conversation = _parse(line, path, number)
                 counts.add(conversation)
                 if conversation.ended_by in ENDINGS:
-                    ended_early.append(replace(conversation, messages=[]))
+                    failures.append((location_of(row), ENDINGS[conversation.ended_by], len(conversation.answer_tokens)))
         publish(temporary, self.directory / CONVERSATIONS)
-        return counts, ended_early
+        failures += [(location, reason, 0) for location, reason in refused.items()]
+        names = ("place", "reason", "answers")  # the last is the number of stored responses of the conversation
+        lines = [json.dumps(dict(zip(names, failure, strict=True))) + "\n" for failure in failures]
+        write_text(self.directory / FAILURES, "".join(lines))
+        manifest = ResponsesManifest(self._plan.identity, self._plan.server_versions, counts, len(failed), len(refused))
+        write_sealed(self.directory / MANIFEST, asdict(manifest), [CONVERSATIONS])
+        for path in (self.directory / PLAN, *self._journals()):
+            path.unlink(missing_ok=True)
+        return manifest
+
+    def _journals(self) -> list[Path]:
+        """Returns the files of all ranks, also those of an earlier run with more ranks."""
+        return sorted(self.directory.glob(f"answers_{'[0-9]' * 5}.jsonl"))
+
+    def _index(self, path: Path) -> None:
+        """Index the rows of a file, and truncate a partial last line left by a killed run."""
+        end = 0
+        with path.open("rb+") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    file.truncate(end)
+                    break
+                self._lines.setdefault(_parse(line, path, number).row, (path, number, end))
+                end += len(line)
 
 
 def line_of(conversation: RegeneratedConversation) -> str:

@@ -43,15 +43,10 @@ def _without_values(found: re.Match[str]) -> str:
 
 
 def hide_secrets(text: str, secrets: Sequence[str]) -> str:
-    """Returns a text without the secrets, longest first, and without the beginning of one that the text cuts off."""
+    """Returns a text without the secrets, longest first."""
     for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) < _SHORTEST_SECRET:
-            continue
-        text = text.replace(secret, HIDDEN)
-        for length in range(len(secret) - 1, _SHORTEST_SECRET - 1, -1):
-            if text.endswith(secret[:length]):
-                text = text[:-length] + HIDDEN
-                break
+        if len(secret) >= _SHORTEST_SECRET:
+            text = text.replace(secret, HIDDEN)
     return text
 
 

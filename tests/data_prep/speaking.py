@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
+from tests.conftest import GENERATION_TEMPLATE, make_target
 
 EOS = 256
 NUM_PRINTABLE = 94
@@ -39,18 +39,10 @@ Content-Length. The body of a redirect (307) is the new address."""
 Behaviour = Callable[[dict[str, Any]], Reply]
 
 
-_TOKENIZER = make_tokenizer()
-
-
-def text_of(token_ids: list[int]) -> str:
-    """Returns the text of tokens, or an empty one if some do not exist."""
-    are_known = all(type(token) is int and 0 <= token < len(_TOKENIZER) for token in token_ids)
-    return _TOKENIZER.decode([token for token in token_ids if token != EOS]) if are_known else ""
-
-
-def completion(prompt: list[int], token_ids: list[int], reason: str = "stop", **more: Any) -> Reply:
+def completion(prompt: list[int], token_ids: list[int], reason: str = "stop", text: str | None = None) -> Reply:
     """Returns a completion as vLLM does with `return_token_ids`."""
-    choice = {"index": 0, "text": text_of(token_ids), "finish_reason": reason, "token_ids": token_ids} | more
+    shown = "".join(chr(ord("!") + token) for token in token_ids if token in range(NUM_PRINTABLE))
+    choice = {"text": shown if text is None else text, "finish_reason": reason, "token_ids": token_ids}
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(token_ids)}
     return 200, {"choices": [choice], "usage": usage}
 
@@ -65,22 +57,21 @@ class FakeServer:
     """Defines the responses of a real HTTP server, and records completion requests except the initial check."""
 
     def __init__(self) -> None:
+        self.url = ""
         self.models: Any = {"data": [{"id": "tiny", "max_model_len": 512}]}
+        self.check: Behaviour = lambda request: completion(request["prompt"], [5], "length")
+        """Answer to the request for one token, with which a run starts."""
         self.behave: Behaviour = answer_by_prompt
-        self.key: str | None = None
-        self.headers: dict[str, str] = {}
-        """More headers of every response."""
-        self.asked: list[dict[str, str]] = []
-        """Headers of every request, by lower-case name."""
-        self.delay_s = 0.0
-        self.requests: list[dict[str, Any]] = []
         self.query = ""
         """The query that the address of every request must have, or else the answer is 401."""
+        self.delay_s = 0.0
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        """Headers of every request, by lower-case name."""
         self.at_once = 0
         """Highest number of concurrent requests."""
         self._in_flight = 0
         self._lock = threading.Lock()
-        self.url = ""
 
     def settle(self) -> None:
         """Wait for the requests of a killed client to end."""
@@ -88,9 +79,7 @@ class FakeServer:
         while self._in_flight:
             time.sleep(0.01)
 
-    def reply(self, path: str, request: dict[str, Any], key: str | None) -> Reply:
-        if self.key and key != f"Bearer {self.key}":
-            return 401, {"error": "wrong key"}
+    def reply(self, path: str, request: dict[str, Any]) -> Reply:
         if path == "/version":
             return 200, {"version": "0.0.1"}
         if path == "/v1/models":
@@ -98,7 +87,7 @@ class FakeServer:
         if path != "/v1/completions":
             return 404, {"error": "no such page"}
         if request["max_tokens"] == 1:
-            return answer_by_prompt(request)
+            return self.check(request)
         with self._lock:
             self.requests.append(request)
             self._in_flight += 1
@@ -123,21 +112,17 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
             self._send({})
 
         def _send(self, request: dict[str, Any]) -> None:
-            fake.asked.append({name.lower(): value for name, value in self.headers.items()})
+            fake.headers.append({name.lower(): value for name, value in self.headers.items()})
             path, _, query = self.path.partition("?")
-            if query != fake.query:
-                status, content = 401, {"error": f"wrong key in {self.path}"}
-            else:
-                status, content = fake.reply(path, request, self.headers["Authorization"])
+            is_known = query == fake.query
+            status, content = fake.reply(path, request) if is_known else (401, {"error": f"wrong key in {self.path}"})
             is_stream = isinstance(content, Iterator)
             body = content if isinstance(content, bytes) or is_stream else json.dumps(content).encode()
             try:
                 self.send_response(status)
+                self.send_header("Retry-After", "0")
                 if not is_stream:
                     self.send_header("Content-Length", str(len(body)))
-                self.send_header("Retry-After", "0")
-                for name, value in fake.headers.items():
-                    self.send_header(name, value)
                 if status == 307:
                     self.send_header("Location", content)
                 self.end_headers()

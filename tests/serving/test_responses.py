@@ -15,7 +15,7 @@ from tests.conftest import make_config
 from tests.data_prep.speaking import make_speaking_target
 from tests.serving.conftest import vllm_server
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
 NUM_CHATS = 24
 

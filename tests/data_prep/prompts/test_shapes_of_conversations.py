@@ -15,7 +15,7 @@ from mtptrain.target.hub import load_tokenizer
 from tests.conftest import GENERATION_TEMPLATE, make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.prompts.documents import ConfigFor, read_output
-from tests.data_prep.responses.stage import answered
+from tests.data_prep.responses.conftest import answered
 from tests.data_prep.speaking import fake_server, make_speaking_target
 
 USER_FIRST = (

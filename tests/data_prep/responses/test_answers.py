@@ -1,30 +1,57 @@
-"""Tests the requests that `mtptrain responses` sends to a server, and the responses that it stores."""
+"""Tests the responses that a server and transformers give, and the tokens of them that prompts supervise."""
 
 import json
 import random
-import re
+import threading
 import time
-import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from data_prep.prompts import prepare_prompts
+from data_prep.responses.dialogue import Prompt, Sampling
+from data_prep.responses.regenerate import ResponsesBar
+from data_prep.responses.target import generate
+from mtptrain.config import PipelineConfig
 from mtptrain.data.chat_template import render_prompt
+from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
-from mtptrain.utils.cpu import PRETENDED_BF16
-from tests.data_prep.responses.stage import (
+from mtptrain.target.loading import load_target
+from mtptrain.utils.errors import UserError
+from tests.conftest import GENERATION_TEMPLATE
+from tests.data_prep.prompts.documents import read_output
+from tests.data_prep.responses.conftest import (
     CHATS,
-    PROMPT,
+    STRIPPING,
     ConfigFor,
     answer_by_question,
     answered,
+    answers_of,
     chat,
     failures,
     output,
     respond,
 )
 from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, make_speaking_target
+from tests.data_prep.test_renderings import QWEN3, QWEN3_BLOCKS
+
+
+def supervised_tokens(config: PipelineConfig) -> dict[str, list[int]]:
+    """Makes prompts of the responses, and returns the supervised tokens of each conversation."""
+    prepare_prompts(Run(config))
+    return {
+        name: [token for _, ids, mask in windows for token, is_set in zip(ids, mask, strict=True) if is_set]
+        for name, windows in read_output(config).items()
+    }
+
+
+def supervised_texts(config: PipelineConfig) -> dict[str, str]:
+    tokenizer = load_tokenizer(Path(config.target.path))
+    return {name: tokenizer.decode(tokens) for name, tokens in supervised_tokens(config).items()}
 
 
 def test_every_answer_is_new_and_new_answers_are_the_history_of_later_turns(
@@ -36,82 +63,62 @@ def test_every_answer_is_new_and_new_answers_are_the_history_of_later_turns(
     assert len(asked) == len(server.requests) == manifest.counts.answers == sum(1 + i % 3 for i in range(20))
     for row, old in zip(answered(config), CHATS, strict=True):
         assert row["id"] == old["id"] and row["ended_by"] == "complete"
-        kept = [message for message in row["messages"] if message["role"] != "assistant"]
-        assert kept == [message for message in old["messages"] if message["role"] != "assistant"]
+        questions = [[each for each in one["messages"] if each["role"] != "assistant"] for one in (row, old)]
+        assert questions[0] == questions[1]
         for index, message in enumerate(row["messages"]):
             if message["role"] == "assistant":
                 prompt = render_prompt(tokenizer, row["messages"][:index])
                 asked.remove(tuple(prompt))
-                (new_tokens,) = [answer_by_prompt({"prompt": prompt})[1]["choices"][0]["token_ids"]]
+                new_tokens = answer_by_prompt({"prompt": prompt})[1]["choices"][0]["token_ids"]
                 assert message["content"] == tokenizer.decode(new_tokens[:-1])
     assert not asked
     assert "old answer" not in json.dumps(answered(config))
 
 
-def test_requests_carry_the_sampling_settings_and_a_seed_of_their_own_row_and_turn(
+def test_requests_depend_on_settings_rows_and_turns_and_not_on_the_order_in_which_conversations_end(
     by_server: ConfigFor, server: FakeServer
 ) -> None:
-    settings = ("responses.temperature=0.7", "responses.top_p=0.9", "responses.top_k=40", "seed=5")
-    manifest = respond(by_server(*settings))
+    settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 5}
+    manifest = respond(by_server(**settings, concurrency=1, run="one"))
     seeds = {tuple(request["prompt"]): request["seed"] for request in server.requests}
     assert len(set(seeds.values())) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds.values())
-    for request in server.requests:
-        assert (request["temperature"], request["top_p"], request["top_k"], request["max_tokens"]) == (0.7, 0.9, 40, 24)
-        assert (request["repetition_penalty"], request["min_p"], request["stop_token_ids"]) == (1.0, 0.0, [EOS])
+    sent = {"max_tokens": 24, "repetition_penalty": 1.0, "min_p": 0.0, "stop_token_ids": [EOS], "model": "tiny"}
+    sent |= {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "return_token_ids": True}
+    assert all(request.items() >= sent.items() for request in server.requests)
     assert manifest.identity.settings["responses.temperature"] == 0.7 and manifest.identity.settings["seed"] == 5
     assert manifest.identity.model == "tiny" and manifest.server_versions == ["vLLM 0.0.1"]
+    assert server.at_once == 1
 
-    server.requests.clear()
-    respond(by_server(*settings, "responses.concurrency=1", run="again"))
-    assert {tuple(request["prompt"]): request["seed"] for request in server.requests} == seeds
-    respond(by_server(run="greedy"))
-    assert server.requests[-1]["top_k"] == -1, "top_k=-1 allows all tokens in both engines"
-
-
-def test_the_order_in_which_conversations_end_changes_nothing(by_server: ConfigFor, server: FakeServer) -> None:
-    respond(by_server("responses.concurrency=1", run="one"))
+    all_at_once = threading.Barrier(8)
 
     def late(request: dict[str, Any]) -> Any:
+        if len(server.requests) <= 8:
+            all_at_once.wait(60)
         time.sleep(random.random() / 50)
         return answer_by_prompt(request)
 
-    server.behave = late
-    respond(by_server("responses.concurrency=8", run="many"))
+    server.behave, server.requests = late, []
+    respond(by_server(**settings, concurrency=8, run="many"))
+    assert {tuple(request["prompt"]): request["seed"] for request in server.requests} == seeds
+    assert server.at_once == 8, "as many conversations as allowed must be in flight, and no more"
     assert output(by_server(run="one")) == output(by_server(run="many"))
-
-
-def test_no_more_conversations_are_in_flight_than_allowed(by_server: ConfigFor, server: FakeServer) -> None:
-    server.delay_s = 0.03
-    respond(by_server("responses.concurrency=3"))
-    assert server.at_once == 3
-
-
-def test_vllm_on_a_cpu_that_makes_it_slow_is_warned_of(
-    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, user_warnings: list[warnings.WarningMessage]
-) -> None:
-    monkeypatch.setenv(PRETENDED_BF16, "1")
-    respond(by_server())
-    assert not [each for each in user_warnings if "responses.url" in str(each.message)]
-    monkeypatch.setenv(PRETENDED_BF16, "0")
-    with pytest.warns(UserWarning, match=r"responses.url: should not be vLLM on a CPU without bf16 .* is vLLM 0.0.1;"):
-        respond(by_server(run="slow"))
+    respond(by_server(rows=CHATS[:1], run="greedy"))
+    assert server.requests[-1]["top_k"] == -1, "top_k=-1 allows all tokens in both engines"
 
 
 def test_a_server_that_returns_only_text_is_enough(by_server: ConfigFor, server: FakeServer) -> None:
-    respond(by_server(run="ids"))
-
     def in_text(request: dict[str, Any]) -> Any:
         status, content = answer_by_prompt(request)
-        token_ids = content["choices"][0].pop("token_ids")[:-1]
-        content["choices"][0]["text"] = "".join(chr(ord("!") + token) for token in token_ids)
+        del content["choices"][0]["token_ids"]
         return status, content
 
+    respond(by_server(run="ids"))
     server.behave = in_text
     respond(by_server(run="text"))
     assert output(by_server(run="ids")) == output(by_server(run="text"))
 
 
-def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
+def test_cut_empty_and_too_long_conversations_end_there_and_rows_without_a_question_are_refused(
     by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = {
@@ -122,103 +129,224 @@ def test_cut_empty_and_too_long_conversations_end_there_and_are_counted(
     server.behave = answer_by_question(table, speaking_target)
     long = chat("long", 3)
     long["messages"][2]["content"] = "x" * 475  # the prompt leaves no room for 24 new tokens in the context of 512
-    config = by_server(rows=[chat("cut", 3), chat("empty", 3), chat("mute", 2), long, chat("whole", 3)])
+    system, hello = {"role": "system", "content": "be brief"}, {"role": "assistant", "content": "hello"}
+    unusable = [[system], [hello, {"role": "user", "content": "hi"}], [{"role": "nobody", "content": "hello"}]]
+    rows = [chat("cut", 3), chat("empty", 3), chat("mute", 2), long, chat("whole", 3)]
+    config = by_server(rows=[*rows, *({"id": "unusable", "messages": messages} for messages in unusable)])
     manifest = respond(config)
-    rows = {row["id"]: row for row in answered(config)}
-    assert [message["role"] for message in rows["cut"]["messages"]] == ["user", "assistant"] * 2
-    assert rows["cut"]["finish_reasons"] == ["stop", "length"] and rows["cut"]["ended_by"] == "length"
-    assert [len(rows[name]["messages"]) for name in ("empty", "mute", "long", "whole")] == [2, 1, 2, 6]
+    found = {row["id"]: row for row in answered(config)}
+    assert found["cut"]["finish_reasons"] == ["stop", "length"] and found["cut"]["ended_by"] == "length"
+    assert [len(found[name]["messages"]) for name in ("cut", "empty", "mute", "long", "whole")] == [4, 2, 1, 2, 6]
     assert manifest.counts.ended_by == {"complete": 1, "length": 1, "empty": 2, "context": 1, "template": 0}
-    assert manifest.counts.unanswered == 1 and manifest.failed == 0
-    assert {(Path(item["place"]).name, item["reason"], item["answers"]) for item in failures(config)} == {
-        ("chats.jsonl:2", "the target's response is empty", 1),
-        ("chats.jsonl:3", "the target's response is empty", 0),
-        ("chats.jsonl:4", "the prompt plus responses.max_new_tokens exceeds the context", 1),
+    assert (manifest.counts.unanswered, manifest.failed, manifest.refused) == (1, 0, 3)
+    assert failures(config) == {
+        1: "the target's response is empty",
+        2: "the target's response is empty",
+        3: "the prompt plus responses.max_new_tokens exceeds the context",
+        5: "no user or tool message",
+        6: "a response that would not follow a user or tool message",
+        7: "unknown role 'nobody'",
     }
     printed = capsys.readouterr().out
     assert "1 responses, each the last of its" in printed
-    assert re.search(
-        r"empty response +│ 2 conv[^│]*│\n│ prompt too long +│ 1 conv[^│]*│\n│ refused by template +│ 0 conv",
-        printed,
-    )
+    assert "\n2 left out or ended early: the target's response is empty; first: " in printed
 
     num_requests = len(server.requests)
     respond(config)
     assert len(server.requests) == num_requests, "conversations that ended early are not retried"
     assert "responses is finished already" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"prompts\.paths: must hold at least one .* \(1 refused: no user or tool mes"):
+        respond(by_server(rows=[{"id": "unusable", "messages": [system]}], run="none"))
 
 
-def test_rows_that_cannot_be_answered_are_refused_with_the_reason(
-    by_server: ConfigFor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        chat("good", 1),
-        {"id": "a", "messages": [{"role": "system", "content": "be brief"}]},
-        {"id": "b", "messages": [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "hi"}]},
-        {"id": "c", "messages": [{"role": "nobody", "content": "hello"}]},
-    ]
-    config = by_server(rows=rows)
-    assert respond(config).refused == 3
-    reasons = {Path(item["place"]).name: item["reason"] for item in failures(config)}
-    assert reasons == {
-        "chats.jsonl:2": "no user or tool message",
-        "chats.jsonl:3": "a response that would not follow a user or tool message",
-        "chats.jsonl:4": "unknown role 'nobody'",
-    }
-    assert "1 left out: no user or tool message; first: " in capsys.readouterr().out
-    assert [row["id"] for row in answered(config)] == ["good"]
-    with pytest.raises(
-        ValueError,
-        match=r"prompts\.paths: must hold at least one conversation that .* \(1 refused: no user or tool message\); ",
-    ):
-        respond(by_server(rows=rows[1:2], run="none"))
-
-
-def test_answers_that_are_not_rendered_as_they_were_generated_are_counted(
+def test_answers_that_the_template_changes_are_counted_and_not_supervised(
     by_server: ConfigFor, server: FakeServer, tmp_path: Path
 ) -> None:
-    strip = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|end|>{% endfor %}" + PROMPT
-    target = make_speaking_target(tmp_path / "strips", chat_template=strip)
+    target = make_speaking_target(tmp_path / "strips", chat_template=STRIPPING)
     tokenizer = load_tokenizer(target)
-    space, half = tokenizer(" x")["input_ids"], tokenizer("é")["input_ids"][:1]
-    table = {
-        "of space": lambda prompt: completion(prompt, [*space, EOS]),
-        "of half": lambda prompt: completion(prompt, [5, *half, EOS]),
-    }
-    server.behave = answer_by_question(table, target)
-    config = by_server(f"target.path={target}", rows=[chat("space", 1), chat("half", 1), chat("plain", 1)])
+    texts = {"0 of": "one", "1 of": " two", "2 of": "three", "3 of": " four"}
+    answers = {word: [*tokenizer(text)["input_ids"], EOS] for word, text in texts.items()}
+    answers = {"of half": [5, *tokenizer("é")["input_ids"][:1], EOS]} | answers
+    server.behave = answer_by_question(
+        {
+            word: lambda prompt, ids=ids: completion(prompt, ids, text=tokenizer.decode(ids))
+            for word, ids in answers.items()
+        },
+        target,
+    )
+    config = by_server(target=target, rows=[*(chat(f"chat{i}", 4) for i in range(8)), chat("half", 1)])
     counts = respond(config).counts
-    assert (counts.answers, counts.texts_changed, counts.tokens_changed) == (3, 1, 1)
-    assert [(row["texts_kept"], row["tokens_changed"]) for row in answered(config)] == [
-        ([False], 0),
-        ([True], 1),
-        ([True], 0),
-    ]
+    assert (counts.answers, counts.texts_changed, counts.tokens_changed) == (33, 16, 1)
+    kept = [(row["texts_kept"], row["tokens_changed"]) for row in answered(config)]
+    assert kept == [([True, False, True, False], 0)] * 8 + [([True], 1)]
+    texts = supervised_texts(config)
+    assert {texts[f"chat{i}"] for i in range(8)} == {"one<|end|>three<|end|>"}
 
 
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
-FOOT = "{% else %}<{{ m.role }}>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+FOOT = "{{ m.content }}<|end|>{% else %}<{{ m.role }}>{{ m.content }}<|end|>{% endif %}{% endfor %}"
 THINKING = {
-    "in the message": HEAD + "<assistant>{{ m.content }}<|end|>" + FOOT,
-    "by the template": HEAD
-    + "<assistant>{% if '</think>' in m.content %}<think>{% endif %}{{ m.content }}<|end|>"
-    + FOOT,
+    "<think>": HEAD + "<assistant>" + FOOT,
+    "": HEAD + "<assistant>{% if '</think>' in m.content %}<think>{% endif %}" + FOOT,
 }
 
 
-@pytest.mark.parametrize("rendered", THINKING)
+@pytest.mark.parametrize("start", THINKING)
 def test_a_template_that_begins_the_thought_in_its_prompt_gets_the_answer_back_token_by_token(
-    by_server: ConfigFor, server: FakeServer, tmp_path: Path, rendered: str
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, start: str
 ) -> None:
-    template = THINKING[rendered] + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    template = THINKING[start] + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
     target = make_speaking_target(tmp_path / "thinks", chat_template=template)
     tokenizer = load_tokenizer(target)
-    answer = [*tokenizer("hmm</think>yes")["input_ids"], EOS]
-    server.behave = lambda request: completion(request["prompt"], answer)
-    config = by_server(f"target.path={target}", rows=[chat("one", 1)])
+    answer = tokenizer("hmm</think>yes")["input_ids"]
+    server.behave = lambda request: completion(request["prompt"], [*answer, EOS], text="hmm</think>yes")
+    config = by_server(target=target, rows=[chat("one", 1)])
     counts = respond(config).counts
     assert (counts.texts_changed, counts.tokens_changed) == (0, 0)
     messages = answered(config)[0]["messages"]
-    assert messages[1]["content"] == ("<think>" if rendered == "in the message" else "") + "hmm</think>yes"
+    assert messages[1]["content"] == start + "hmm</think>yes"
     whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-    assert whole == [*render_prompt(tokenizer, messages[:1]), *answer]
+    assert whole == [*render_prompt(tokenizer, messages[:1]), *answer, EOS]
+
+
+@pytest.mark.parametrize("template", [QWEN3, QWEN3_BLOCKS])
+def test_an_answer_that_was_cut_in_its_reasoning_is_not_supervised(
+    by_server: ConfigFor, server: FakeServer, tmp_path: Path, template: str
+) -> None:
+    target = make_speaking_target(tmp_path / "thinks", chat_template=template)
+    tokenizer = load_tokenizer(target)
+    lost, kept = "<think>\nI wonder", "<think>\nhmm\n</think>\n\nyes"
+    cut, whole = (tokenizer(text)["input_ids"] for text in (lost, kept))
+    answers = dict.fromkeys(("1 of cut", "0 of never"), lambda prompt: completion(prompt, cut, "length", lost))
+    by_word = answers | {"of": lambda prompt: completion(prompt, [*whole, EOS], text=kept)}
+    server.behave = answer_by_question(by_word, target)
+    names = [f"{kind}{i}" for kind in ("cut", "never", "good") for i in range(6)]
+    config = by_server(target=target, max_new_tokens=64, rows=[chat(name, 2) for name in names])
+    assert respond(config).counts.texts_changed == 12
+    texts_kept = {row["id"]: row["texts_kept"] for row in answered(config)}
+    assert [texts_kept[name] for name in ("cut0", "never0", "good0")] == [[True, False], [False], [True, True]]
+    report = prepare_prompts(Run(config))
+    assert {name: text.replace("<|im_end|>\n", "<|im_end|>") for name, text in supervised_texts(config).items()} == {
+        f"{kind}{i}": f"{kept}<|im_end|>" * times for kind, times in (("cut", 1), ("good", 2)) for i in range(6)
+    }
+    assert report.answers_left_out == 6
+    [refused] = report.refused
+    assert (refused.count, refused.reason) == (6, "the chat template renders no answer as it was generated")
+
+
+def test_a_character_that_was_cut_is_no_part_of_its_answer(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path
+) -> None:
+    tokenizer = load_tokenizer(speaking_target)
+    whole, end = tokenizer("ok \U0001f600")["input_ids"], len(tokenizer("ok ")["input_ids"])
+    assert len(whole) == end + 4, "the tokenizer must have one token for each byte"
+    server.behave = lambda request: completion(request["prompt"], whole[:-2], "length", "ok \ufffd")
+    config = by_server(rows=[chat(f"chat{i}", 1) for i in range(8)])
+    respond(config)
+    assert {answers_of(row)[0] for row in answered(config)} == {"ok "} == set(supervised_texts(config).values())
+
+
+def test_the_prompts_supervise_exactly_what_the_target_generated(configure: ConfigFor, speaking_target: Path) -> None:
+    config = configure(max_new_tokens=16)
+    manifest = respond(config)
+    assert manifest.counts.texts_changed == manifest.counts.tokens_changed == 0
+    supervised, tokenizer, ends = supervised_tokens(config), load_tokenizer(speaking_target), Counter[str]()
+    rows = [row for row in answered(config) if answers_of(row)]
+    assert supervised.keys() == {row["id"] for row in rows}
+    for row in rows:
+        generated: list[int] = []
+        for answer, reason in zip(answers_of(row), row["finish_reasons"], strict=True):
+            generated += [*tokenizer(answer)["input_ids"], *([EOS] if reason == "stop" else [])]
+            ends[reason] += 1
+        assert supervised[row["id"]] == generated
+        assert sum(row["answer_tokens"]) == len(generated)
+    assert ends["stop"] > 5 and ends["length"] > 3
+
+
+def test_prompts_refuse_answers_that_are_missing_or_others_and_go_on_without_the_conversations(
+    by_server: ConfigFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_speaking_target(tmp_path / "other", seed=1, chat_template=GENERATION_TEMPLATE + "{# other #}")
+    config = by_server()
+    with pytest.raises(
+        UserError, match=r"responses/manifest\.json: must exist, but does not; run mtptrain responses wi"
+    ):
+        prepare_prompts(Run(config))
+    respond(config)
+    elsewhere = by_server()
+    elsewhere.prompts.paths = ["/elsewhere"]
+    with pytest.raises(UserError, match=r"prompts\.paths must be \['/elsewhere'\], but is \["):
+        prepare_prompts(Run(elsewhere))
+    message = r"weights must be \w+, but is \w+; the hash of the chat template must be .*; run mtptrain responses ag"
+    with pytest.raises(UserError, match=message):
+        prepare_prompts(Run(by_server(target=other)))
+    with pytest.raises(UserError, match=r"the hash of the conversations of \S+chats\.jsonl must be \w+, but is \w+;"):
+        prepare_prompts(Run(by_server(rows=CHATS[1:])))
+    capsys.readouterr()
+    (tmp_path / "chats.jsonl").unlink()
+    prepare_prompts(Run(config))
+    printed = capsys.readouterr().out
+    assert "chats.jsonl cannot be read now, so the responses are not checked against it: prompts.paths: " in printed
+
+
+def test_transformers_answers_greedily_as_one_prompt_at_a_time_would(
+    configure: ConfigFor, speaking_target: Path
+) -> None:
+    config = configure(rows=CHATS[:12])
+    respond(config)
+    model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
+    tokenizer, num_checked = load_tokenizer(speaking_target), 0
+    for row in answered(config):
+        ends = zip(row["finish_reasons"], row["answer_tokens"], strict=True)
+        for index, message in enumerate(row["messages"]):
+            if message["role"] != "assistant":
+                continue
+            tokens = render_prompt(tokenizer, row["messages"][:index])
+            start = len(tokens)
+            with torch.no_grad():
+                while len(tokens) < start + 24 and (len(tokens) == start or tokens[-1] != EOS):
+                    tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            has_stopped = tokens[-1] == EOS
+            assert next(ends) == ("stop" if has_stopped else "length", len(tokens) - start)
+            assert message["content"] == tokenizer.decode(tokens[start : -1 if has_stopped else None])
+            num_checked += 1
+    assert num_checked > 10 and {row["ended_by"] for row in answered(config)} >= {"length", "complete"}
+
+
+def test_sampling_follows_its_settings_and_its_seed_and_nothing_of_the_checkpoint(
+    speaking_target: Path, tmp_path: Path
+) -> None:
+    penalised = make_speaking_target(tmp_path / "penalised")
+    generation = {"eos_token_id": [EOS], "repetition_penalty": 1.8, "do_sample": True, "temperature": 3.0}
+    (penalised / "generation_config.json").write_text(json.dumps(generation))
+    cpu = torch.device("cpu")
+    targets = {path: load_target(path, torch.float32, cpu) for path in (speaking_target, penalised)}
+    questions = [load_tokenizer(speaking_target)(f"<user>question {i}<|end|>")["input_ids"] for i in range(4)]
+
+    def answers(
+        temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0, path: Path = speaking_target
+    ) -> list[list[int] | None]:
+        sampling = Sampling(temperature, top_p, top_k, 24, [EOS], seed)
+        prompts = [Prompt(ids, seed) for ids in questions]
+        return [each.token_ids for each in generate(targets[path], prompts, sampling, lambda num_tokens: None)]
+
+    hot, greedy = answers(), answers(temperature=0.0)
+    assert hot == answers() != answers(seed=1)
+    assert hot != greedy == answers(top_k=1) == answers(top_p=1e-6) == answers(temperature=0.0, path=penalised)
+
+
+def test_the_bar_counts_the_tokens_of_unfinished_answers(
+    configure: ConfigFor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_rows, add_tokens = [], ResponsesBar.add_tokens
+
+    def watch(bar: ResponsesBar, num_tokens: int) -> None:
+        finished_rows.append(bar.n)
+        add_tokens(bar, num_tokens)
+
+    monkeypatch.setattr(ResponsesBar, "add_tokens", watch)
+    config = configure(rows=CHATS[:6], batch_size=1000)
+    respond(config)
+    assert len(finished_rows) > 24 and set(finished_rows) == {0}  # a single batch, of several turns
+    num_tokens = sum(sum(row["answer_tokens"]) for row in answered(config))
+    assert f", {num_tokens:,} tokens, " in capsys.readouterr().err.split("\r")[-1]

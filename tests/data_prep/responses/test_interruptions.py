@@ -1,10 +1,10 @@
 """Tests that an interrupted or killed run resumes from its saved answers, unless settings, data or target changed."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -17,259 +17,193 @@ import pytest
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses import server as completion_server
+from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
-from tests.conftest import program_command, run_program
-from tests.data_prep.responses.stage import (
+from tests.conftest import run_program
+from tests.data_prep.responses.conftest import (
     CHATS,
+    SETTINGS,
     ConfigFor,
     answer_by_question,
     answered,
     chat,
     output,
-    overrides_for,
     read_lines,
     respond,
+    write_rows,
 )
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, make_speaking_target
-from tests.programs import ROOT
 from tests.sealed import flip_bit, seal_again
 
 
 def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on_their_way(
-    by_server: ConfigFor, server: FakeServer, speaking_target: Path
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, tokenizer = [chat(f"chat{i}", 1 + i % 2 * 3) for i in range(20)], load_tokenizer(speaking_target)
     respond(by_server(rows=rows, run="undisturbed"))
-    server.requests.clear()
     numbers = count(1)
 
     def interrupted(request: dict[str, Any]) -> Any:
         if next(numbers) == 10:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.2)
-        return answer_by_prompt(request)
+        return (503, b"") if request in server.requests[5:6] else answer_by_prompt(request)
 
-    server.behave, config = interrupted, by_server("responses.concurrency=4", rows=rows)
-    with pytest.raises(KeyboardInterrupt):
+    def name_of(request: dict[str, Any]) -> str:
+        return re.findall(r"of (chat\d+)", str(tokenizer.decode(request["prompt"])))[-1]
+
+    server.behave, server.requests = interrupted, []
+    config = by_server(concurrency=4, rows=rows)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(completion_server, "BACKOFF_S", 600.0)
+        patch.setattr(completion_server, "MAX_BACKOFF_S", 600.0)
         respond(config)
-    assert 10 <= len(server.requests) <= 13, "at most the three other concurrent requests still arrive"
-    asked = Counter(
-        re.findall(r"of (chat\d+)", str(tokenizer.decode(request["prompt"])))[-1] for request in server.requests
-    )
+    assert 10 <= len(server.requests) <= 12, "at most two others still arrive: one waits for its next try"
+    asked = Counter(map(name_of, server.requests))
+    del asked[name_of(server.requests[5])]
     saved = read_lines(config.stage_dir("responses") / "answers_00000.jsonl")
     assert {row["id"] for row in saved} == {row["id"] for row in rows if asked[row["id"]] == len(row["messages"]) // 2}
     assert len(saved) < len(asked)
 
-    server.behave = answer_by_prompt
-    server.requests.clear()
+    server.behave, server.requests = answer_by_prompt, []
     respond(config)
     assert len(server.requests) == 50 - sum(len(row["answer_tokens"]) for row in saved)
     assert output(config) == output(by_server(rows=rows, run="undisturbed"))
 
 
-def test_an_interrupt_ends_the_waiting_between_two_tries(
-    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(completion_server, "BACKOFF_S", 600.0)
-    monkeypatch.setattr(completion_server, "MAX_BACKOFF_S", 600.0)
-
-    def busy(request: dict[str, Any]) -> Any:
-        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        return 503, b""
-
-    server.behave = busy
-    with pytest.raises(KeyboardInterrupt):
-        respond(by_server("responses.concurrency=1"))
-    assert len(server.requests) == 1
-
-
-def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
-    by_server: ConfigFor, server: FakeServer, tmp_path: Path, speaking_target: Path
-) -> None:
-    rows = [chat(f"chat{i}", 1 + i % 3) for i in range(40)]
-    undisturbed = by_server(rows=rows, run="undisturbed")
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(by_server: ConfigFor, server: FakeServer) -> None:
+    undisturbed, config = by_server(run="undisturbed"), by_server(concurrency=4)
     respond(undisturbed)
     server.delay_s = 0.02
-    overrides = [
-        *overrides_for(tmp_path, speaking_target, rows),
-        f"responses.url={server.url}",
-        "responses.concurrency=4",
-    ]
-    journal = tmp_path / "run/responses/answers_00000.jsonl"
-    process = subprocess.Popen(
-        program_command("responses", *overrides),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    directory = config.stage_dir("responses")
+    journal = directory / "answers_00000.jsonl"
+    process = multiprocessing.get_context("fork").Process(target=respond, args=(config,))
+    process.start()
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= 8):
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "run/responses/manifest.json").exists()
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    assert not (directory / "manifest.json").exists()
     done = {json.loads(line)["id"] for line in journal.read_bytes().split(b"\n")[:-1]}
-    assert 8 <= len(done) < 40
+    assert 8 <= len(done) < len(CHATS)
+    others = {"notes.tmp": b"mine", "answers_mine.jsonl": b"mine"}  # files of somebody else stay
+    for name, content in others.items():
+        (directory / name).write_bytes(content)
 
     server.settle()
-    server.requests.clear()
-    server.delay_s = 0.0
-    result = run_program("responses", *overrides)
+    server.delay_s, server.requests = 0.0, []
+    respond(config)
+    assert len(server.requests) == sum(len(row["messages"]) // 2 for row in CHATS if row["id"] not in done)
+    assert output(config) == output(undisturbed) | others
+
+
+SAMPLED = {"temperature": 0.8, "top_k": 20, "batch_size": 3}
+
+
+def test_a_killed_run_of_several_ranks_goes_on_and_ends_as_an_undisturbed_one(configure: ConfigFor) -> None:
+    undisturbed, config = configure(**SAMPLED, run="undisturbed"), configure(**SAMPLED)
+    respond(undisturbed)
+    # Imitate a killed run: the journals of two ranks hold three complete rows and part of a fourth.
+    written, directory = output(undisturbed), config.stage_dir("responses")
+    directory.mkdir(parents=True)
+    (directory / "provenance.json").write_bytes((undisturbed.stage_dir("responses") / "provenance.json").read_bytes())
+    plan = {"identity": json.loads(written["manifest.json"])["identity"], "server_versions": []}
+    write_sealed(directory / "plan.json", plan)
+    lines = written["conversations.jsonl"].splitlines(keepends=True)
+    (directory / "answers_00000.jsonl").write_bytes(lines[7] + lines[2])
+    (directory / "answers_00005.jsonl").write_bytes(lines[11] + lines[3][:20])
+    respond(config)
+    assert output(config) == written
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_files_of_one(configure: ConfigFor) -> None:
+    undisturbed, config = configure(**SAMPLED, run="undisturbed"), configure(**SAMPLED)
+    respond(undisturbed)
+    paths = (f"run_dir={config.run_dir}", f"target.path={config.target.path}", f"prompts.paths={config.prompts.paths}")
+    sampled = [f"responses.{name}={value}" for name, value in SAMPLED.items()]
+    result = run_program("responses", *paths, *SETTINGS, *sampled, num_ranks=2)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert f"{40 - len(done)} conversations, " in result.stdout
-    asked = [load_tokenizer(speaking_target).decode(request["prompt"]) for request in server.requests]
-    assert len(asked) == sum(len(row["messages"]) // 2 for row in rows if row["id"] not in done)
-    assert output(by_server(rows=rows)) == output(undisturbed)
+    assert output(config) == output(undisturbed)
+    # Of 7 batches of 3 conversations, the last of which has 2, the first rank has 4.
+    assert "rank 0 of 2: 100%" in result.stderr and " 11/11 " in result.stderr
 
 
 def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest_but_all_responses(
     by_server: ConfigFor, server: FakeServer, speaking_target: Path, interrupt_after_config: Callable[[], None]
 ) -> None:
-    server.behave = answer_by_question({"of chat3": lambda prompt: (400, {"error": "no"})}, speaking_target)
-    config = by_server()
+    server.behave = answer_by_question({"of chat3<": lambda prompt: (400, {"error": "no"})}, speaking_target)
+    config = by_server(rows=CHATS[:5])
     assert respond(config).failed == 1
     before = answered(config)
     interrupt_after_config()
-    with pytest.raises(KeyboardInterrupt):
-        respond(by_server("train.lr=0.5"))
+    config.train.lr = 0.5
+    for _ in range(2):  # the second run does not refuse the responses
+        with pytest.raises(KeyboardInterrupt):
+            respond(config)
     assert "lr: 0.5" in (config.stage_dir("responses") / "config.yaml").read_text()
     assert not (config.stage_dir("responses") / "manifest.json").exists()
     assert answered(config) == before
-    with pytest.raises(KeyboardInterrupt):  # and does not refuse the responses
-        respond(config)
 
 
-def test_what_somebody_else_has_put_into_the_folder_stays(by_server: ConfigFor) -> None:
-    config, names = by_server(), ["notes.tmp", "answers_mine.jsonl"]
-    respond(config)
-    for name in names:
-        (config.stage_dir("responses") / name).write_text("mine")
-    respond(config)
-    assert [(config.stage_dir("responses") / name).read_text() for name in names] == ["mine", "mine"]
-
-
-def test_a_torn_last_line_is_answered_again(
-    by_server: ConfigFor, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    respond(by_server(run="undisturbed"))
-    config = by_server()
-    with monkeypatch.context() as patch:
-        patch.setattr("data_prep.responses.store.ResponsesStore.finish", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            respond(config)
-    journal = config.stage_dir("responses") / "answers_00000.jsonl"
-    journal.write_bytes(journal.read_bytes()[:-7])
-    torn = json.loads(journal.read_bytes().splitlines()[-2])
-    assert torn
-    server.requests.clear()
-    respond(config)
-    assert 1 <= len(server.requests) <= 3
-    assert output(config) == output(by_server(run="undisturbed"))
-
-
-def interrupt(*args: object) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["responses.temperature=0.5"], r"responses\.temperature must be 0\.5, but is 0\.0"),
-        (
-            ["responses.max_new_tokens=23", "seed=1"],
-            r"responses\.max_new_tokens must be 23, but is 24; seed must be 1, but is 0",
-        ),
-        (["responses.url=null"], r"the backend \(responses\.url\) must be transformers, but is server"),
-    ],
-)
-@pytest.mark.parametrize("is_finished", [True, False])
-def test_other_settings_do_not_go_on_with_these_answers(
-    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str, is_finished: bool
-) -> None:
-    with monkeypatch.context() as patch:
-        if not is_finished:
-            patch.setattr("data_prep.responses.store.ResponsesStore.finish", interrupt)
-        try:
-            respond(by_server())
-        except KeyboardInterrupt:
-            assert not is_finished
-    before = output(by_server())
-    with pytest.raises(ValueError, match=message):
-        respond(by_server(*overrides))
-    assert output(by_server()) == before
-
-
-def test_other_data_or_another_target_does_not_go_on_with_these_answers(
+def test_other_settings_data_or_targets_do_not_go_on_with_these_answers(
     by_server: ConfigFor, server: FakeServer, tmp_path: Path
 ) -> None:
-    respond(by_server())
-    with pytest.raises(
-        ValueError, match=r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{.*\}"
-    ):
-        respond(by_server(rows=CHATS[1:]))
-    (tmp_path / "more.jsonl").write_text(json.dumps(chat("more", 1)) + "\n")
-    two, turned = (
-        by_server(f"prompts.paths=[{','.join(str(tmp_path / f'{name}.jsonl') for name in names)}]", run="two")
-        for names in (("chats", "more"), ("more", "chats"))
-    )
-    respond(two)
-    with pytest.raises(ValueError, match=r"the order of prompts\.paths must be \[.*/more\.jsonl.*chats.*\], but is \["):
-        respond(turned)
+    server.models = {"data": [{"id": name, "max_model_len": 512} for name in ("tiny", "tuned")]}
+    more = write_rows(tmp_path / "more.jsonl", [chat("more", 1)])
+
+    def with_more(is_turned: bool = False, **settings: Any) -> PipelineConfig:
+        config = by_server(**{"model": "tiny", **settings})
+        config.prompts.paths = [more, *config.prompts.paths] if is_turned else [*config.prompts.paths, more]
+        return config
+
+    respond(with_more())
+    before = output(with_more())
     other = make_speaking_target(tmp_path / "other", seed=1)
-    with pytest.raises(
-        ValueError,
-        match=r"the hash of the target's weights must be \w+, but is \w+ \(target expected: .*/other, found: ",
-    ):
-        respond(by_server(f"target.path={other}"))
-    server.models = {"data": [{"id": "tuned", "max_model_len": 512}]}
-    with pytest.raises(
-        ValueError, match=r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"
-    ):
-        respond(by_server())
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"max_new_tokens": 23, "seed": 1},
+            r"responses\.max_new_tokens must be 23, but is 24; seed must be 1, but is 0",
+        ),
+        ({"url": None}, r"the backend \(responses\.url\) must be transformers, but is server"),
+        ({"rows": CHATS[1:]}, r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{"),
+        ({"is_turned": True}, r"the order of prompts\.paths must be \[.*/more\.jsonl.*chats.*\], but is \["),
+        ({"target": other}, r"the target's weights must be \w+, but is \w+ \(target expected: .*/other, found: "),
+        ({"model": "tuned"}, r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(UserError, match=message):
+            respond(with_more(**settings))
+        assert output(with_more()) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "reason"),
-    [
-        ("plan.json", {"identity": ...}, "lacks identity"),
-        ("plan.json", {"server_versions": "vLLM"}, "server_versions is vLLM"),
-        ("manifest.json", {"identity": {"a": 1}}, r"has the unknown entry identity\.a"),
-    ],
-)
-def test_a_damaged_plan_or_manifest_is_refused_by_name(
-    by_server: ConfigFor, name: str, change: dict[str, Any], reason: str
-) -> None:
-    config = by_server(rows=CHATS[:1])
-    respond(config)
-    directory = config.stage_dir("responses")
-    if name == "plan.json":
-        content = json.loads((directory / "manifest.json").read_text())
-        write_sealed(directory / name, {key: content[key] for key in ("identity", "server_versions")})
-    seal_again(directory / name, **change)
-    message = rf"responses/{name}: must be as mtptrain responses writes it, but {reason}; delete \S+resp"
-    with pytest.raises(ValueError, match=message):
-        respond(config)
-    if name == "manifest.json":
-        with pytest.raises(ValueError, match=message):
-            prepare_prompts(Run(config))
-
-
-def test_responses_of_which_nothing_says_what_they_belong_to_are_refused(by_server: ConfigFor) -> None:
-    config = by_server(rows=CHATS[:1])
-    respond(config)
-    (config.stage_dir("responses") / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"responses: must hold plan\.json or manifest\.json .*, but holds neither; d"):
-        respond(config)
-
-
-def test_a_changed_answer_is_named_before_it_becomes_a_prompt(by_server: ConfigFor) -> None:
+def test_damaged_records_are_refused_by_name_before_answers_become_prompts(by_server: ConfigFor) -> None:
     config = by_server(rows=CHATS[:2])
     respond(config)
-    path = config.stage_dir("responses") / "conversations.jsonl"
-    flip_bit(path, path.read_bytes().rindex(b"assistant") + 30)
-    for use in (lambda config: prepare_prompts(Run(config)), respond):
-        with pytest.raises(UserError, match=r"conversations\.jsonl: must be as mtptrain wrote it, but was changed"):
-            use(config)
+    directory = config.stage_dir("responses")
+    manifest, plan, path = (directory / name for name in ("manifest.json", "plan.json", "conversations.jsonl"))
+    whole, answers = json.loads(manifest.read_text()), path.read_bytes()
+
+    def refused(message: str, is_of_prompts: bool = True) -> None:
+        for use in (respond, lambda config: prepare_prompts(Run(config)))[: 1 + is_of_prompts]:
+            with pytest.raises(UserError, match=message):
+                use(config)
+
+    flip_bit(path, answers.rindex(b"assistant") + 30)
+    refused(r"conversations\.jsonl: must be as mtptrain wrote it, but was changed")
+    path.unlink()
+    refused(r"responses/conversations\.jsonl: must exist, but does not; delete \S+ and run")
+    path.write_bytes(answers)
+    seal_again(manifest, identity={"a": 1})
+    refused(r"manifest\.json: must be as .* writes it, but has the unknown entry identity\.a; delete")
+    for change, reason in (({"identity": ...}, "lacks identity"), ({"server_versions": "v"}, "server_versions is v")):
+        write_sealed(plan, {name: whole[name] for name in ("identity", "server_versions")})
+        seal_again(plan, **change)
+        refused(rf"plan\.json: must be as .* writes it, but {reason}; delete \S+resp", is_of_prompts=False)
+    plan.unlink()
+    manifest.unlink()
+    refused(r"responses: must hold plan\.json or manifest\.json .*, but holds neither; d", is_of_prompts=False)

@@ -1,0 +1,290 @@
+"""Tests which servers are refused, which failures are retried, and what a wrong or hostile server can do."""
+
+import json
+import re
+import time
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.prompts import prepare_prompts
+from data_prep.responses import regenerate
+from data_prep.responses import server as completion_server
+from data_prep.responses.regenerate import connect, prepare_responses, sampling_of
+from data_prep.responses.server import secrets_of
+from mtptrain.config import PipelineConfig, PromptSource
+from mtptrain.run import Run
+from mtptrain.target.hub import load_tokenizer
+from mtptrain.utils.distributed import Ranks
+from mtptrain.utils.errors import UserError
+from tests.data_prep.responses.conftest import (
+    CHATS,
+    ConfigFor,
+    answer_by_question,
+    answered,
+    chat,
+    failures,
+    output,
+    respond,
+)
+from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, fake_server, make_speaking_target
+
+KEY = "sk-open-sesame-0123456789"
+TINY = {"id": "tiny", "max_model_len": 512}
+BASE_URL = (
+    r"^responses\.url: must be the base URL of a running OpenAI-compatible server, such as .*, but at \S+/models "
+)
+MODEL = r"^responses\.model: must be the target's name on the server"
+
+
+def refusal(config: PipelineConfig) -> str:
+    """Returns the error with which connecting to the server ends."""
+    run, settings = Run(config), config.responses
+    with pytest.raises(UserError) as refused:
+        connect(str(settings.url), settings, sampling_of(settings, run.target, 0), run.target)
+    return str(refused.value)
+
+
+def test_a_server_that_cannot_work_is_refused_by_name(by_server: ConfigFor, server: FakeServer) -> None:
+    urls = ("http://127.0.0.1:9/v1", "http://127.0.0.1:99999", f"http://{'a' * 64}", "http://[/v1")
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ({"data": [TINY]}, {"model": "other"}, MODEL + r".*, but is other, and \S+/v1 serves tiny; correct it"),
+        ({"data": []}, {"model": "other"}, MODEL + ".* serves none;"),
+        ({"data": [{"id": "a"}, {"id": "b"}]}, {}, MODEL + ".*, but is None, and .* serves a, b;"),
+        ({"hello": 1}, {}, BASE_URL + r'the server answers \{"hello": 1\}; start the server or correct the address$'),
+        ({"data": [{"id": "a", "max_model_len": "512"}]}, {}, BASE_URL + "the server answers"),
+        ({"data": [{"id": "a", "max_model_len": -5}]}, {}, BASE_URL + "the server answers"),
+        (b"<html>", {}, BASE_URL + "the server's answer: must be JSON, but is not"),
+        *(({}, {"url": url}, BASE_URL + "the server does not answer: ") for url in urls),
+    ]
+    for server.models, settings, message in cases:
+        assert re.search(message, refusal(by_server(**settings)))
+    server.models, server.query = {"data": [TINY]}, "key=1"
+    assert re.search(BASE_URL + "the server answers 401: .*; set the env.*api_key_variable", refusal(by_server()))
+
+
+def test_a_server_that_does_not_complete_token_ids_as_the_target_is_refused_before_anything_is_asked(
+    by_server: ConfigFor, server: FakeServer
+) -> None:
+    checks: dict[str, Any] = {
+        r"not a completion \(KeyError": lambda ids: (200, {"object": "error"}),
+        "the server answers 400: .*must be a string": lambda ids: (400, {"error": "prompt must be a string"}),
+        "of 23 ids the server reads 24 tokens": lambda ids: completion([1, *ids], [5], "length"),
+        r"the text must be that of token_ids .*, but is another\): .*hi": lambda ids: completion(ids, [5], text="hi"),
+    }
+    for message, check in checks.items():
+        server.check = lambda request, check=check: check(request["prompt"])
+        with pytest.raises(UserError, match=r"^responses\.url: \S+ must complete prompts given as token.*" + message):
+            respond(by_server())
+    assert not server.requests and not by_server().stage_dir("responses").exists()
+
+
+def test_settings_that_do_not_fit_are_refused(by_server: ConfigFor, tmp_path: Path) -> None:
+    config = by_server()
+    with pytest.raises(UserError, match=r"responses\.url: must be used by one process, but there are 2 ranks"):
+        prepare_responses(Run(config), Ranks(rank=0, world_size=2, local_rank=0))
+    config.prompts.paths *= 2
+    with pytest.raises(UserError, match=r"prompts\.paths: must name each path once, but names \S+ more than once"):
+        respond(config)
+    for source, paths in ((PromptSource.conversations, ["a.jsonl"]), (PromptSource.responses, [])):
+        config.prompts.source, config.prompts.paths = source, paths
+        with pytest.raises(UserError, match=rf"must be responses and at least one .*, but are {source} and \["):
+            respond(config)
+    target = make_speaking_target(tmp_path / "endless", eos_token_id=None)
+    with pytest.raises(UserError, match=r"target\.path: eos_token_id must be set in generation_config\.json or config"):
+        respond(by_server(target=target))
+
+
+def test_what_keeps_failing_is_counted_named_and_alone_retried(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    respond(by_server(run="undisturbed"))
+    text, seen = {"text": "a", "finish_reason": "stop"}, Counter[int]()
+
+    def busy(prompt: list[int]) -> Any:
+        seen[len(prompt)] += 1
+        return (429, {"error": "busy"}) if seen[len(prompt)] < 3 else answer_by_prompt({"prompt": prompt})
+
+    cases: list[tuple[Any, int, str]] = [  # the answer, how often it is asked for, and the reason
+        (lambda prompt: (500, {"error": "out of memory"}), 3, 'the server answers 500: {"error": "out of memory"}'),
+        (lambda prompt: (999, completion(prompt, [5])[1]), 3, "the server answers 999: "),
+        (lambda prompt: (307, "http://127.0.0.1:99999/"), 3, "the server does not answer: "),
+        (lambda prompt: (200, b"<html>"), 3, "the server's answer: must be JSON, but is not"),
+        (lambda prompt: (400, {"error": "no"}), 1, 'the server answers 400: {"error": "no"}'),
+        (lambda prompt: completion(prompt, [1], "abort"), 1, "finish_reason must be stop or length, but is abort"),
+        (lambda prompt: (200, {"choices": []}), 1, "not enough values"),
+        (lambda prompt: completion(prompt, ["a"]), 1, "token_ids must be integers in [0, "),  # type: ignore[list-item]
+        (lambda prompt: completion(prompt, [10**6]), 1, "token_ids must be integers in [0, "),
+        (lambda prompt: completion(prompt, [5], text="caf\ud83d"), 1, "UnicodeEncodeError: "),
+        (lambda prompt: completion(prompt, [5] * 25), 1, "the number of tokens must be in [0, 24], but is 25"),
+        (lambda prompt: (200, {"choices": [text], "usage": {"completion_tokens": None}}), 1, "but is None"),
+        (lambda prompt: (200, {"choices": [text]}), 1, "KeyError"),
+        (lambda prompt: completion(prompt, [1, EOS], text=""), 1, "the text must be that of token_ids"),
+    ]
+    table = {f"of chat{row}<": answer for row, (answer, _, _) in enumerate(cases)} | {"of chat19<": busy}
+    for row, shown in enumerate((' "#  ', '"#<|end|>', '"#\ufffd'), 15):  # is text of the token ids
+        table[f"of chat{row}<"] = lambda prompt, shown=shown: completion(prompt, [1, 2, EOS], text=shown)
+    server.behave, server.requests = answer_by_question(table, speaking_target), []
+    config = by_server(max_retries=2)
+    assert respond(config).failed == len(cases)
+    assert all(cases[row][2] in reason for row, reason in failures(config).items())
+    tokenizer = load_tokenizer(speaking_target)
+    asked = Counter(re.findall(r"0 of chat(\d+)<", "".join(tokenizer.decode(r["prompt"]) for r in server.requests)))
+    assert [asked[str(row)] for row in range(len(cases))] == [times for _, times, _ in cases]
+    assert set(seen.values()) == {3}, "a busy server is asked until it answers"
+    printed = capsys.readouterr().out
+    assert "14 conversations, retried" in printed and "1 left out or ended early: the server answers 500" in printed
+    assert [row["row"] for row in answered(config)] == list(range(14, 20))
+
+    server.behave, server.requests = answer_by_prompt, []
+    assert respond(config).failed == 0
+    assert len(server.requests) == sum(len(CHATS[row]["messages"]) // 2 for row in range(14))
+    rows, whole = answered(config), answered(by_server(run="undisturbed"))
+    assert rows[:15] + rows[18:] == whole[:15] + whole[18:]  # three were answered otherwise
+
+
+def drip(body: bytes, pause_s: float) -> Iterator[bytes]:
+    while True:
+        yield body
+        time.sleep(pause_s)
+
+
+def test_answers_that_hang_drip_or_never_end_are_left(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion_server, "MAX_BODY_BYTES", 10_000)
+    table: dict[str, Any] = {
+        "of chat0<": lambda prompt: (time.sleep(1.0), completion(prompt, [1, EOS]))[1],
+        "of chat1<": lambda prompt: (200, drip(b" ", 0.05)),
+        "of chat2<": lambda prompt: (200, drip(b" " * 1000, 0.0)),
+        "of chat3<": lambda prompt: (400, drip(b" " * 1000, 0.0)),
+    }
+    server.behave = answer_by_question(table, speaking_target)
+    config = by_server(timeout_s=0.5, max_retries=0, rows=[chat(f"chat{i}", 1) for i in range(4)])
+    with pytest.raises(
+        UserError, match=r"at least one conversation must get a response, but none did; see failures\.j"
+    ):
+        respond(config)
+    timeout, endless = "the server does not answer: timed out", "the server's answer is longer than 10,000 bytes"
+    assert failures(config) == {0: timeout, 1: timeout, 2: endless, 3: endless}
+    assert {headers["accept-encoding"] for headers in server.headers} == {"identity"}
+
+
+def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: ConfigFor, server: FakeServer) -> None:
+    rows = [chat(f"chat{i}", 1) for i in range(60)]
+    respond(by_server(rows=rows, run="undisturbed"))
+    numbers = count(1)
+
+    def dies(request: dict[str, Any]) -> Any:
+        return answer_by_prompt(request) if next(numbers) <= 10 else (503, b"")
+
+    server.behave, server.requests = dies, []
+    config = by_server(concurrency=2, max_retries=0, rows=rows)
+    message = r"^mtptrain responses: conversations must not keep failing, but 16 in a row did, the last one with: the s"
+    with pytest.raises(UserError, match=message + "erver answers 503: Service"):
+        respond(config)
+    assert len(server.requests) < 30
+    with pytest.raises(UserError, match=r"manifest\.json: must exist, but does not; run mtptrain responses"):
+        prepare_prompts(Run(config))
+    server.behave, server.requests = answer_by_prompt, []
+    respond(config)
+    assert len(server.requests) == 50
+    assert output(config) == output(by_server(rows=rows, run="undisturbed"))
+
+
+def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_are_missing(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.behave = answer_by_question({"of chat3<": lambda prompt: (400, {"error": "no"})}, speaking_target)
+    config = by_server()
+    with pytest.raises(SystemExit, match="1 conversations failed; run mtptrain responses again") as ended:
+        regenerate.main(config)
+    assert isinstance(ended.value.code, str), "Python then exits with 1"
+    assert len(answered(config)) == 19
+    prepare_prompts(Run(config))
+    assert "responses: 1 conversations failed and are missing; run mtptrain responses again" in capsys.readouterr().out
+
+
+def test_the_chosen_model_and_the_end_of_a_redirect_are_named(
+    by_server: ConfigFor, server: FakeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with fake_server() as other:
+        server.reply = lambda path, request: (307, other.url.removesuffix("/v1") + path)  # type: ignore[method-assign]
+        assert respond(by_server(rows=CHATS[:2])).failed == 0
+        printed = capfd.readouterr().out
+        assert f"responses.url: {server.url}/models is redirected to {other.url}/models\n" in printed
+        assert printed.count(f"is redirected to {other.url}/completions\n") == 1
+        assert f"responses.url: model tiny of {server.url} responds\n" in printed
+
+
+BASIC = b64encode(b"me@home:p/ss-word").decode()
+SECRETS = {
+    "key": ("", f"Bearer {KEY}", [KEY]),
+    "password": (
+        "me%40home:p%2Fss-word@",
+        f"Basic {BASIC}",
+        [BASIC, "me%40home", "me@home", "p%2Fss-word", "p/ss-word"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+def test_secrets_reach_the_server_and_no_message_or_file_even_if_the_server_repeats_them(
+    by_server: ConfigFor,
+    server: FakeServer,
+    speaking_target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    user, header, secrets = SECRETS[kind]
+    secrets = [*secrets, "a%22sesame", 'a"sesame']
+    server.query, said = "api=1&key=a%22sesame", " ".join(secrets)
+    echoes: list[Any] = [
+        lambda prompt: (401, {"error": f"wrong key {said}"}),
+        lambda prompt: (500, said.encode()),
+        lambda prompt: (400, (" " * 190 + said).encode()),
+        lambda prompt: (400, (said * 3000).encode()),
+        lambda prompt: (200, f'{{"{secrets[0]}": 1, "{secrets[0]}": 2}}'.encode()),
+        lambda prompt: (200, {"key": said}),
+        lambda prompt: completion(prompt, [1, EOS], reason=said),
+        lambda prompt: completion(prompt, [1, EOS], text=said),
+        lambda prompt: (307, f"http://{user}127.0.0.1:9/v1?key=a%22sesame"),
+    ]
+    server.behave = answer_by_question({f"of chat{i}<": echo for i, echo in enumerate(echoes)}, speaking_target)
+    server.models = {"data": [TINY, {"id": said}]}
+    url = f"{server.url.replace('://', f'://{user}')}?{server.query}"
+    shown = f"{server.url.replace('://', '://***@') if user else server.url}?api=***&key=***"
+    monkeypatch.setenv("SOME_KEY", KEY)
+    monkeypatch.setattr("sys.argv", ["responses", f"responses.url={url}", f"serving.url={url}"])
+    config = by_server(url=url, model="tiny", api_key_variable="SOME_KEY", max_retries=0)
+    config.serving.url = url
+    assert respond(config).failed == len(echoes)
+    assert {headers["authorization"] for headers in server.headers} == {header}
+    texts = [refusal(by_server(url=url, model="other", api_key_variable="SOME_KEY"))]
+    server.query = "another"
+    texts.append(refusal(by_server(url=url, api_key_variable="SOME_KEY")))
+    written = [path.read_text() for path in Path(config.run_dir).rglob("*") if path.is_file()]
+    captured = capfd.readouterr()
+    for text in (*texts, captured.out, captured.err, *written):
+        starts = [part for secret in secrets for part in (secret[:6], secret[-6:], json.dumps(secret)[1:7])]
+        assert not [start for start in starts if start in text]
+    assert sum(shown in text for text in written) == 2 and shown in captured.out
+
+
+def test_a_password_or_key_that_cannot_be_sent_is_refused_without_showing_it(
+    by_server: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for url in ("http://me:p/w@h:9/v1", "http://me:1/w@h:9/v1", "http://a#b:c@h/v1", "http://a:b?c@h"):
+        with pytest.raises(UserError, match=r"^responses\.url: the user and password must be percent-encod") as failed:
+            secrets_of(url, None)
+        assert "@" not in str(failed.value)
+    for key in ("sécret", "secret\n", " secret"):
+        monkeypatch.setenv("SOME_KEY", key)
+        shown = refusal(by_server(api_key_variable="SOME_KEY"))
+        assert shown.startswith("responses.api_key_variable: SOME_KEY must hold a key of") and "cret" not in shown
