@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.config import PipelineConfig
-from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab, write_manifest
+from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, write_draft_vocab
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
 from mtptrain.run import Run
@@ -51,36 +51,29 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
 
     stage_dir = run.stage_dir("draft_vocab")
     write_provenance(stage_dir, run.config, MANIFEST)
+    d2t = offsets(torch.from_numpy(token_ids))
     manifest = DraftVocabManifest(
         draft_vocab_size=size,
         vocab_size=vocab_size,
         prompts_sha256=identity.prompts_sha256,
-        draft_vocab_sha256=write_draft_vocab(stage_dir, offsets(torch.from_numpy(token_ids)), vocab_size),
         distinct_tokens=int(np.count_nonzero(counts[Split.train])),
         filled_up_tokens=int(np.count_nonzero(counts[Split.train][token_ids] == 0)),
         coverage={split.value: coverage(counts[split], token_ids) for split in Split},
     )
-    write_manifest(stage_dir, manifest)
-    return manifest
+    return write_draft_vocab(stage_dir, d2t, manifest)
 
 
 def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
     """Returns the number of tokens to choose.
 
     Raises:
-        UserError: the head drafts the target's whole vocabulary, starts from a head with its own vocabulary, or the
-            size is out of range.
+        UserError: the size is out of range, or the head starts from a head with its own vocabulary.
     """
     size = getattr(head, "draft_vocab_size", None)
-    if size is None or size == vocab_size:
+    if size is None or size >= vocab_size:
         raise UserError(
             f"head.draft_vocab_size: must be below the target's {vocab_size} tokens to choose a draft vocabulary, but "
-            f"is {size}; skip this program, because head {head.name} drafts the target's whole vocabulary"
-        )
-    if size > vocab_size:
-        raise UserError(
-            f"head.draft_vocab_size: must be within 1..{vocab_size}, the tokens of the target, but is {size}; correct "
-            "it in the recipe or on the command line"
+            f"is {size}; correct it, or skip this program if head {head.name} drafts the target's whole vocabulary"
         )
     if head.init_from is not None:
         raise UserError(

@@ -48,8 +48,7 @@ _PROBES: list[list[Message]] = [
     [_QUESTION, {"role": "assistant", "content": "Four.", "reasoning_content": "A sum."}],
     [_QUESTION, {"role": "assistant", "content": "<think>\nA sum.\n</think>\n\nFour."}],
 ]
-"""Conversations. A template must accept the first, and the loss mask of one must select tokens: some templates ask for
-reasoning."""
+"""Conversations, of which a template must render one: some templates ask for reasoning."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,11 @@ def encode_conversations(
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a short conversation, to find errors before processing the data.
+    """Render short conversations, to find errors before processing the data.
 
     Raises:
-        UserError: the chat template is missing or fails, the tokenizer cannot map tokens to characters, or the mask of
-            the assistant turn is empty.
+        UserError: the chat template is missing or renders no answer of `_PROBES` that could be supervised, or the
+            tokenizer cannot map tokens to characters.
     """
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:
@@ -171,33 +170,17 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "target.path: loss masks must be made with a fast tokenizer (tokenizer.json), but "
             f"{tokenizer.name_or_path} has a slow one; convert it"
         )
-    try:
-        render_text(tokenizer, _PROBES[0])
-    except TemplateError as error:
-        raise UserError(
-            f"target.path: the chat template of {tokenizer.name_or_path} must render a question and its answer, but "
-            f"for the test conversation {_QUESTION['content']!r} it reports: {' '.join(str(error).split())}; correct "
-            "the template in the target's directory, or choose another target"
-        ) from error
     refusals = []
     for probe in _PROBES:
         try:
-            [item] = encode_conversations(tokenizer, [render_conversation(tokenizer, probe)])
+            render_conversation(tokenizer, probe)
+            return
         except ConversationRefused as refusal:
             refusals.append(str(refusal))
-            continue
-        if any(encoding.loss_mask.any() for encoding in item.encodings):
-            return
-        refusals.append("its {% generation %} block contains no text of an assistant message")
-    raise empty_mask_error(tokenizer, refusals[0])
-
-
-def empty_mask_error(tokenizer: PreTrainedTokenizerBase, reason: str) -> UserError:
-    """Returns the error for loss masks that select no token, from which training would learn nothing."""
-    return UserError(
+    raise UserError(
         f"target.path: the chat template of {tokenizer.name_or_path} must show which tokens the assistant generates, "
-        f"but the loss mask is empty: {reason}; correct the template, so that it renders an answer after exactly the "
-        "prompt that a server sends, or the data"
+        f"but for the question {_QUESTION['content']!r}, {refusals[0]}; correct the template, so that it renders an "
+        "answer after exactly the prompt that a server sends"
     )
 
 
@@ -277,14 +260,13 @@ def _texts_of(message: Message) -> list[str]:
 
 def _place_of(texts: Sequence[str], generated: str) -> Span | None:
     """Returns where the first of these texts begins and the last one ends, or None if one is missing after another."""
-    starts, end = [], 0
-    for text in filter(None, map(str.strip, texts)):
+    begin = end = 0
+    for number, text in enumerate(filter(None, map(str.strip, texts))):
         start = generated.find(text, end)
         if start < 0:
             return None
-        starts.append(start)
-        end = start + len(text)
-    return (starts[0], end) if starts else (0, 0)
+        begin, end = begin if number else start, start + len(text)
+    return begin, end
 
 
 def _without_empty_block(turn: _Turn) -> _Turn:
@@ -382,35 +364,24 @@ def _cover(whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
     """Returns texts in which every assistant turn is supervised once, as generated.
 
     The first text is the whole conversation if that contains the last turn. Each further text ends with the last turn
-    that no earlier text contains.
+    that no earlier text contains. A text contains a turn if it begins with the turn's prompt and the turn as generated.
     """
     renderings: list[Rendering] = []
     missing = list(turns)
     while missing:
         last = missing[-1]
-        text = whole if not renderings and _spans_in(whole, last) else last.text
-        contained = _contained_turns(text, missing)
-        spans = [span for turn in sorted(contained) for span in contained[turn]]
+        text = whole if not renderings and whole.startswith(last.text) else last.text
+        contained: list[_Turn] = []
+        next_start = len(text) + 1
+        for turn in reversed(missing):
+            if text.startswith(turn.text) and turn.spans[-1][1] < next_start:  # spans of two turns must not touch
+                contained.insert(0, turn)
+                next_start = turn.spans[0][0]
+        spans = [span for turn in contained for span in turn.spans]
         renderings.append(Rendering(text, spans, len(contained), last.number if renderings else 0))
-        missing = [turn for turn in missing if turn.number not in contained]
+        numbers = {turn.number for turn in contained}
+        missing = [turn for turn in missing if turn.number not in numbers]
     return renderings
-
-
-def _contained_turns(text: str, turns: Sequence[_Turn]) -> dict[int, list[Span]]:
-    """Returns the spans of the turns in `text`. If the spans of two turns touch, only the later turn counts."""
-    contained: dict[int, list[Span]] = {}
-    next_start = len(text) + 1
-    for turn in reversed(turns):
-        spans = _spans_in(text, turn)
-        if spans and spans[-1][1] < next_start:
-            contained[turn.number] = spans
-            next_start = spans[0][0]
-    return contained
-
-
-def _spans_in(text: str, turn: _Turn) -> list[Span]:
-    """Returns the spans of a turn in `text`, or [] if the turn or anything before it is not rendered as generated."""
-    return turn.spans if text.startswith(turn.text) else []
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[Rendering]) -> list[Encoding]:
@@ -468,12 +439,15 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
 
 
 def _loss_mask(rendering: Rendering, tokens: _Tokens, special_ids: Sequence[int]) -> NDArray[np.uint8]:
-    """Returns the mask [S] of tokens that begin in the spans."""
+    """Returns the mask [S] of tokens that begin in the spans, without white space after the end-of-turn token."""
     mask = np.zeros(len(tokens.ids), np.uint8)
     is_special = np.isin(tokens.ids, special_ids)  # [S]
     for start, end in rendering.spans:
         inside = np.flatnonzero((tokens.starts >= start) & (tokens.starts < end))
-        mask[inside[: _num_generated(rendering.text[:end], tokens.ends[inside], is_special[inside])]] = 1
+        specials = np.flatnonzero(is_special[inside])
+        if len(specials) and not rendering.text[tokens.ends[inside[specials[-1]]] : end].strip():
+            inside = inside[: specials[-1] + 1]
+        mask[inside] = 1
     return mask
 
 
@@ -490,11 +464,3 @@ def _crossed_borders(spans: Sequence[Span], tokens: _Tokens, is_text: NDArray[np
         if ((tokens.starts < end) & (end < tokens.ends) & is_text).any():
             borders.add(end)
     return sorted(borders)
-
-
-def _num_generated(text: str, ends: NDArray[np.int64], is_special: NDArray[np.bool_]) -> int:
-    """Returns the number of generated tokens in a span, not counting white space after the end-of-turn token."""
-    specials = np.flatnonzero(is_special)
-    if len(specials) and not text[ends[specials[-1]] :].strip():
-        return int(specials[-1]) + 1
-    return len(is_special)

@@ -13,10 +13,6 @@ STANDARD_LIBRARY = "standard_library"
 """An entry of `prompts.paths` that stands for the source directory of the running Python's standard library."""
 
 
-def standard_library_dir() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
 def read_text_files(
     directories: Sequence[str], pattern: str, exclude: Sequence[str] = ()
 ) -> tuple[dict[str, str], dict[str, str]]:
@@ -30,58 +26,42 @@ def read_text_files(
         exclude: globs for the path relative to the listed directory, such as `site-packages/*`.
 
     Raises:
-        UserError: a path is not a directory, or the pattern is not a glob for names below a directory.
+        UserError: a path is not a directory.
     """
     texts: dict[str, str] = {}
     refused: dict[str, str] = {}
-
-    def refuse(name: str, directory: str, reason: str) -> None:
-        shown = _printable(name)
-        refused[f"{directory}/{shown}" if shown in texts or shown in refused else shown] = reason
-
     for directory in directories:
-        root = standard_library_dir() if directory == STANDARD_LIBRARY else Path(directory)
+        root = Path(sysconfig.get_path("stdlib") if directory == STANDARD_LIBRARY else directory)
         if not root.is_dir():
             raise UserError(f"prompts.paths: must name directories, but {directory!r} is not one; correct the path")
-        for name in _unreadable_directories(root):
-            if not any(fnmatch(f"{name}/", glob) for glob in exclude):
-                refuse(name, directory, "a directory that cannot be read")
-        for path in _matching(root, pattern):
-            name = path.relative_to(root).as_posix()
-            if not path.is_file() or any(fnmatch(name, glob) for glob in exclude):
+        unreadable: list[OSError] = []
+        files = [Path(folder, name) for folder, _, names in os.walk(root, onerror=unreadable.append) for name in names]
+        found: dict[str, str | None] = {}  # why a file or directory is refused
+        for error in unreadable:
+            found[f"{Path(error.filename).relative_to(root).as_posix()}/"] = "a directory that cannot be read"
+        for path in sorted(files):
+            if _is_match(path, pattern) and path.is_file():
+                found[path.relative_to(root).as_posix()] = None
+        for name, reason in found.items():
+            if any(fnmatch(name, glob) for glob in exclude):
                 continue
-            if _printable(name) != name:
-                refuse(name, directory, "a name that is not UTF-8")
-            elif path.stat().st_size > MAX_TEXT_BYTES:
-                refuse(name, directory, f"larger than {MAX_TEXT_BYTES:,} bytes")
-            elif name in texts:
-                refuse(name, directory, "another directory has a file with this name")
-            else:
+            shown = os.fsencode(name).decode(errors="backslashreplace")
+            if reason is None and shown != name:
+                reason = "a name that is not UTF-8"
+            elif reason is None and name in texts:
+                reason = "another directory has a file with this name"
+            elif reason is None and (root / name).stat().st_size > MAX_TEXT_BYTES:
+                reason = f"larger than {MAX_TEXT_BYTES:,} bytes"
+            elif reason is None:
                 try:
-                    texts[name] = path.read_text(encoding="utf-8")
+                    texts[name] = (root / name).read_text(encoding="utf-8")
                 except UnicodeDecodeError:
-                    refuse(name, directory, "not UTF-8")
+                    reason = "not UTF-8"
+            if reason is not None:
+                refused[f"{directory}/{shown}" if shown in texts or shown in refused else shown] = reason
     return dict(sorted(texts.items())), refused
 
 
-def _matching(root: Path, pattern: str) -> list[Path]:
-    try:
-        return sorted(root.rglob(pattern))
-    except (NotImplementedError, ValueError) as error:
-        raise UserError(
-            f"prompts.pattern: must be a glob for the names of files, such as *.py, but is {pattern!r} ({error}); "
-            "correct it"
-        ) from error
-
-
-def _unreadable_directories(root: Path) -> list[str]:
-    """Returns the directories below `root` that cannot be listed, relative to it. `Path.rglob` skips them silently."""
-    errors: list[OSError] = []
-    for _ in os.walk(root, onerror=errors.append):
-        pass
-    return [Path(os.fsdecode(error.filename)).relative_to(root).as_posix() for error in errors]
-
-
-def _printable(name: str) -> str:
-    """Returns the name with a backslash sequence for each byte that is not UTF-8."""
-    return os.fsencode(name).decode(errors="backslashreplace")
+def _is_match(path: Path, pattern: str) -> bool:
+    globs = pattern.split("/")
+    return all(fnmatch(part, glob) for part, glob in zip(path.parts[-len(globs) :], globs, strict=False))

@@ -8,7 +8,7 @@ target's token i + d2t[i], and these ids ascend; t2d is True for the target's to
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,8 +37,6 @@ class DraftVocabManifest:
     """Size of the target's vocabulary."""
     prompts_sha256: str
     """Hash of the train.safetensors whose tokens were counted."""
-    draft_vocab_sha256: str
-    """Hash of draft_vocab.safetensors."""
     distinct_tokens: int
     """Number of different tokens that drafts have to predict in the training split."""
     filled_up_tokens: int
@@ -47,6 +45,8 @@ class DraftVocabManifest:
     coverage: dict[str, float]
     """By split: of the tokens that drafts have to predict, counted with repetitions, the share that is in the draft
     vocabulary."""
+    draft_vocab_sha256: str = ""
+    """Hash of draft_vocab.safetensors."""
 
 
 def offsets(token_ids: torch.Tensor) -> torch.Tensor:
@@ -90,14 +90,12 @@ def check_draft_token_ids(
         )
 
 
-def write_draft_vocab(directory: Path, d2t: torch.Tensor, vocab_size: int) -> str:
-    """Write the tensors without the manifest, and return the sha256 of the file."""
-    save_tensors(directory / DRAFT_VOCAB, {"d2t": d2t, "t2d": membership(d2t, vocab_size)})
-    return file_sha256(directory / DRAFT_VOCAB)
-
-
-def write_manifest(directory: Path, manifest: DraftVocabManifest) -> None:
+def write_draft_vocab(directory: Path, d2t: torch.Tensor, manifest: DraftVocabManifest) -> DraftVocabManifest:
+    """Write the offsets i64[D], then the manifest, which is returned, with the hash of the file."""
+    save_tensors(directory / DRAFT_VOCAB, {"d2t": d2t, "t2d": membership(d2t, manifest.vocab_size)})
+    manifest = replace(manifest, draft_vocab_sha256=file_sha256(directory / DRAFT_VOCAB))
     write_sealed(directory / MANIFEST, asdict(manifest))
+    return manifest
 
 
 def require_draft_vocab(directory: Path) -> Path:

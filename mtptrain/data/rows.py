@@ -58,15 +58,8 @@ MEDIA_IN_TEXT = re.compile(
 )
 """Placeholders of images, audio and video in the text of a prompt."""
 MEDIA = "images, audio or video, which are not read"
-_KINDS: dict[type, str] = {
-    type(None): "null",
-    bool: "true or false",
-    str: "text",
-    int: "a number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-}
+_KINDS = {"NoneType": "null", "bool": "true or false", "str": "text", "int": "a number", "float": "a number"}
+_KINDS |= {"list": "a list", "dict": "an object"}
 
 
 @dataclass(frozen=True)
@@ -173,10 +166,10 @@ def _named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _may_do(name: str, value: Any) -> str | None:
     """Returns what the value of this name may do, of `REFUSED_NAMES`; None if nothing."""
-    if name in HARMLESS:
-        return None if value in HARMLESS[name] else _CHANGES_TRAINING
     if _is_empty(value):
         return None
+    if name in HARMLESS:
+        return None if value in HARMLESS[name] else _CHANGES_TRAINING
     for found, pattern in REFUSED_NAMES.items():
         is_count = isinstance(value, int | float) and found != _CHANGES_TRAINING  # such as num_tools
         if pattern.search(_words_of(name)) and not is_count:
@@ -191,7 +184,7 @@ def _words_of(name: str) -> str:
 
 def kind(value: Any) -> str:
     """Returns the words for a value of JSON that should be of another type."""
-    return _KINDS.get(type(value), f"a {type(value).__name__}")
+    return _KINDS.get(type(value).__name__, f"a {type(value).__name__}")
 
 
 def _is_empty(value: Any) -> bool:
@@ -211,50 +204,30 @@ def _listed(column: str, value: Any) -> list[Any]:
 
 
 def _parse_messages(listed: list[Any], form: RowFormat) -> tuple[list[Message], set[str]]:
-    schema = _schema_of(listed[0], form.schema)
-    if schema is None:
-        items = listed[0].items() if isinstance(listed[0], Mapping) else ()
-        given = sorted(str(key) for key, value in items if value is not None)
-        wanted = " or ".join(", ".join(keys) for name, keys in MESSAGE_KEYS.items() if form.schema in ("auto", name))
-        found = f"keys {', '.join(given)}" if given else kind(listed[0])
-        raise ConversationRefused(f"unknown schema: messages must have keys {wanted}, but have {found}")
-    parsed = [_parse_message(message, schema, form) for message in listed]
+    parsed = [_parse_message(message, form) for message in listed]
     return [message for message, _ in parsed], set().union(*(keys for _, keys in parsed))
 
 
-def _schema_of(message: Any, schema: ConversationSchema) -> ConversationSchema | None:
-    candidates = MESSAGE_KEYS if schema is ConversationSchema.auto else {schema: MESSAGE_KEYS[schema]}
-    for name, (role_key, content_key) in candidates.items():
-        if not isinstance(message, Mapping) or message.get(role_key) is None:
-            continue
-        if content_key in message or any(not _is_empty(message.get(key)) for key in CALL_KEYS):
-            return name
-    return None
-
-
-def _parse_message(message: Any, schema: ConversationSchema, form: RowFormat) -> tuple[Message, set[str]]:
+def _parse_message(message: Any, form: RowFormat) -> tuple[Message, set[str]]:
     """Returns a message, and the names of its keys that are passed over."""
-    role_key, content_key = MESSAGE_KEYS[schema]
-    if _schema_of(message, schema) is None:
-        is_other = _schema_of(message, ConversationSchema.auto) is not None
-        reason = "messages of different schemas" if is_other else f"a message without {role_key} or {content_key}"
-        raise ConversationRefused(reason)
-    items = given_columns(message, form.metadata)
-    given_role, content = message[role_key], message.get(content_key)
-    for key in (role_key, content_key):
-        items.pop(key, None)
+    items = given_columns(message, form.metadata) if isinstance(message, Mapping) else {}
+    schemas = [keys for schema, keys in MESSAGE_KEYS.items() if form.schema in ("auto", schema)]
+    has_call = any(key in items for key in CALL_KEYS)
+    found = [keys for keys in schemas if keys[0] in items and (keys[1] in message or has_call)]
+    if not found:
+        wanted = " or ".join(", ".join(keys) for keys in schemas)
+        given = f"has keys {', '.join(sorted(map(str, items)))}" if items else f"is {kind(message)}"
+        raise ConversationRefused(f"messages must have keys {wanted}, but one {given}")
+    role_key, content_key = found[0]
+    given_role, content = items.pop(role_key), message.get(content_key)
+    items.pop(content_key, None)
     role = (ROLES | {**form.roles}).get(given_role) if isinstance(given_role, str) else None
     if role is None:
         raise ConversationRefused(f"unknown role {given_role!r}")
-    is_answer = role == "assistant"
     calls = [call for key in CALL_KEYS if key in items for call in read_calls(items.pop(key))]
     if given_role == "function_call":
         content, calls = "", [*calls, *read_calls(content)]
-    if calls and not is_answer:
-        raise ConversationRefused(f"a {role} message that calls a tool, but only answers do")
     content = "" if calls and content is None else _content(content)
-    if not is_answer and MEDIA_IN_TEXT.search(content):
-        raise ConversationRefused(MEDIA)
     parsed: Message = {"role": role, "content": content}
     if role == "tool" and "tool_call_id" in items:
         parsed["tool_call_id"] = text_of("tool_call_id", items.pop("tool_call_id"))
@@ -265,11 +238,18 @@ def _parse_message(message: Any, schema: ConversationSchema, form: RowFormat) ->
     if calls:
         parsed["tool_calls"] = calls
     if reasoning := {text_of(key, items.pop(key)) for key in REASONING_KEYS if key in items}:
-        parsed["reasoning_content"] = _only_reasoning(reasoning, content, is_answer)
+        parsed["reasoning_content"] = reasoning.pop()
+        if reasoning:
+            raise ConversationRefused(f"different reasoning in {', '.join(REASONING_KEYS)}")
+        if "</think>" in content:
+            raise ConversationRefused("reasoning both in its own key and in the content")
     flags = {_is_trained(key, items.pop(key)) for key in TRAIN_FLAGS if key in items}
-    if True in flags and not is_answer:
-        raise ConversationRefused(f"a {role} message that is to be trained, but only answers are")
-    if False in flags and is_answer:
+    if role != "assistant":
+        if calls or "reasoning_content" in parsed or True in flags:
+            raise ConversationRefused(f"a {role} message that calls tools, has reasoning or is to be trained")
+        if MEDIA_IN_TEXT.search(content):
+            raise ConversationRefused(MEDIA)
+    elif False in flags:
         parsed["weight"] = "0"
     if items.pop("type", "text") not in ("text", "message"):
         raise ConversationRefused(f"a message of type {message['type']!r}, which is not read")
@@ -303,16 +283,6 @@ def text_of(name: str, value: Any) -> str:
     except UnicodeEncodeError:
         raise ConversationRefused("text that is not valid Unicode") from None
     return value
-
-
-def _only_reasoning(texts: set[str], content: str, is_answer: bool) -> str:
-    if not is_answer:
-        raise ConversationRefused("reasoning of a message that is not an answer")
-    if len(texts) > 1:
-        raise ConversationRefused(f"different reasoning in {', '.join(REASONING_KEYS)}")
-    if "</think>" in content:
-        raise ConversationRefused("reasoning both in its own key and in the content")
-    return texts.pop()
 
 
 def _is_trained(name: str, value: Any) -> bool:

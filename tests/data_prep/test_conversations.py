@@ -125,11 +125,11 @@ def test_a_flipped_byte_in_a_parquet_file_is_read_or_refused_by_name(tmp_path: P
         ),
         (
             {"messages": [{"speaker": "me", "text": "hi"}]},
-            "unknown schema: messages must have keys role, content or from, value, but have keys speaker, text",
+            "messages must have keys role, content or from, value, but one has keys speaker, text",
         ),
         (
             {"messages": ["hi"]},
-            "unknown schema: messages must have keys role, content or from, value, but have text",
+            "messages must have keys role, content or from, value, but one is text",
         ),
         ({"messages": "hi"}, "column messages: text that is not a JSON list of messages"),
         ({"messages": {"role": "user"}}, "column messages must be a list of messages, but is an object"),
@@ -161,7 +161,7 @@ def test_a_system_prompt_in_a_column_distinguishes_questions(tmp_path: Path) -> 
 
 def test_a_schema_that_the_config_names_is_required(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "chats.jsonl", SHAREGPT)
-    with pytest.raises(ValueError, match="messages must have keys role, content, but have keys from, value"):
+    with pytest.raises(ValueError, match="messages must have keys role, content, but one has keys from, value"):
         read_conversations([path], RowFormat(ConversationSchema.messages))
     assert len(read_conversations([path], RowFormat(ConversationSchema.sharegpt)).names) == 1
 

@@ -199,15 +199,15 @@ def test_templates_that_mark_or_continue_answers_pass_the_check(template: str) -
                 "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}",
                 "{{ message['content'] }}{% generation %}{% endgeneration %}<|end|>",
             ),
-            r"the loss mask is empty: the chat template's \{% generation %\} block contains no text",
+            r"'What is two and two\?', the chat template's \{% generation %\} block contains no text",
         ),
         (
             "{{ 1 // 0 }}",
-            r"the chat template of .* must render .* the test conversation 'What is two and two\?' it reports: Zero",
+            r"the chat template of .* must show .* but .*, the chat template fails: ZeroDivisionError: ",
         ),
         (
             PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant>>{% endif %}"),
-            "the loss mask is empty: the chat template renders no answer as the continuation of its prompt",
+            "the chat template renders no answer as the continuation of its prompt; correct the template",
         ),
     ],
 )

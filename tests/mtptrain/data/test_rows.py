@@ -71,6 +71,7 @@ def test_sharegpt_names_become_roles() -> None:
         ({"conversations": json.dumps(PARSED)}, set()),
         ({"messages": PARSED, "conversations": SHAREGPT, "conversation": None}, set()),
         ({"messages": [{**message, "from": None, "value": None} for message in PARSED]}, set()),
+        ({"messages": [QUESTION, SHAREGPT[1]]}, set()),
     ],
 )  # fmt: skip
 def test_what_is_empty_or_not_read_changes_nothing(odd: dict[str, Any], passed_over: set[str]) -> None:
@@ -109,14 +110,14 @@ def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
             chat({"content": parts})
             for parts in ([PART, PART], ["hi"], [{**PART, "cache": 1}], [{**PART, "type": ["text"]}])
         ],
-        "messages of different schemas": [{"messages": [QUESTION, SHAREGPT[1]]}],
-        "a message without role or content": [
-            {"messages": [QUESTION, bad]}
-            for bad in ({"role": "assistant"}, {"role": None, "content": "yes"}, {**ANSWER, "role": None}, "yes", {})
+        "messages must have keys role, content or from, value, but one has keys content": [
+            {"messages": [QUESTION, {"role": None, "content": "yes"}]}, {"messages": [{"role": "", "content": "hi"}]},
         ],
-        "unknown schema: messages must have keys role, content or from, value, but have keys content": [
-            {"messages": [{"role": None, "content": "hi"}, ANSWER]}
+        "messages must have keys role, content or from, value, but one has keys role": [
+            {"messages": [QUESTION, {"role": "assistant"}]}
         ],
+        "messages must have keys role, content or from, value, but one is text": [{"messages": [QUESTION, "yes"]}],
+        "messages must have keys role, content or from, value, but one is an object": [{"messages": [{}]}],
         "different messages in two columns": [{"messages": PARSED, "conversation": [QUESTION]}],
         "reasoning must be text, but is a list": [chat(None, {"reasoning": ["it is"]})],
         "different reasoning in reasoning_content, reasoning, thinking": [
@@ -125,10 +126,11 @@ def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
         "reasoning both in its own key and in the content": [
             chat(None, {"reasoning": "a", "content": "<think>a</think>yes"})
         ],
-        "reasoning of a message that is not an answer": [chat({"reasoning": "a"})],
+        "a user message that calls tools, has reasoning or is to be trained": [
+            chat({"reasoning": "a"}), chat({"train": True}),
+        ],
         "weight must be 0, 1, true or false, but is 0.5": [chat(None, {"weight": 0.5}), row(weight=0.5)],
         "train must be 0, 1, true or false, but is text": [chat(None, {"train": "false"})],
-        "a user message that is to be trained, but only answers are": [chat({"train": True})],
         "system must be text, but is a number": [row(system=7)],
         "a message of type 'thinking', which is not read": [chat(None, {"type": "thinking"})],
         MEDIA: [

@@ -162,7 +162,9 @@ REFUSED = {
     ],
     "different tools in two places": [{**openai_row(content="yes"), "functions": [{"name": "f"}]}],
     "tools in a message after the first": [{"messages": [ASKED, {**SAID, "tools": [TOOL]}]}],
-    "a user message that calls a tool, but only answers do": [{"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}],
+    "a user message that calls tools, has reasoning or is to be trained": [
+        {"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}
+    ],
     "an answer with text after a tool call": [hermes_answer(f"<tool_call>{TEXT_CALL}</tool_call> Y")],
     "an answer with a tool call that is not closed, or closed twice": [
         hermes_answer(f"<tool_call>{TEXT_CALL}"), hermes_answer(f"<tool_call>{TEXT_CALL}</tool_call></tool_call>"),
