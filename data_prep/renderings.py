@@ -39,6 +39,7 @@ from mtptrain.utils.masking import printable
 NO_ANSWER = "no assistant turn"
 """Reason for refusing a conversation without an assistant turn."""
 OPEN, CLOSE = "<think>", "</think>"
+THINK_TAG = re.compile(f"{OPEN}|{CLOSE}")
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_BLOCK = re.compile(rf"\s*({OPEN})?\s*{CLOSE}\s*")
 """An empty think block, which the prompt may begin."""
@@ -222,51 +223,40 @@ def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) ->
 
 
 def _refuse_rewritten(turn: _Turn) -> None:
-    """Raises ConversationRefused if a text of the message is missing in its rendering, or has other think tags there.
+    """Raises ConversationRefused if the template renders an answer otherwise than it is written.
 
-    White space may differ at the beginning and end of a text.
+    White space may differ at the beginning and end of a text. A reasoning block may begin in the prompt, and an empty
+    one may precede an answer without reasoning.
     """
     prompt, generated = turn.text[: turn.start].rstrip(), turn.text[turn.start :]
     content, reasoning = turn.message["content"], turn.message.get("reasoning_content", "")
-    texts = _texts_of(turn.message)
-    if _place_of(texts, generated) is None:
-        is_content_there = _place_of(texts[1:], generated) is not None
-        raise ConversationRefused(
-            "reasoning that the chat template does not render"
-            if is_content_there
-            else "an answer that the chat template does not render as it is written"
-        )
+    place = 0
+    for text in filter(None, map(str.strip, [reasoning, *THINK_TAG.split(content)])):
+        place = generated.find(text, place)
+        if place < 0:
+            raise ConversationRefused("an answer or reasoning that the chat template does not render as it is written")
+        place += len(text)
     if any(word not in generated for call in turn.message.get("tool_calls", []) for word in call_words(call)):
         raise ConversationRefused("a tool call that the chat template does not render")
-    # A think tag stands in the message, or the template adds it, in the prompt or in the answer. `opened` counts the
-    # tags of both; a prompt that ends with `</think>` has opened a block too.
-    begins = bool(reasoning) or content.lstrip().startswith(OPEN)
-    opened = prompt.endswith((OPEN, CLOSE)) + generated.count(OPEN)
-    if begins and opened > content.count(OPEN) + bool(reasoning):  # both wrote one
-        raise ConversationRefused("an answer with the think tags of both the message and the chat template")
-    if opened < content.count(OPEN) or generated.count(CLOSE) < content.count(CLOSE):  # the template drops one
-        raise ConversationRefused("an answer whose think tags the chat template does not render")
-    is_open = prompt.endswith(OPEN) or OPEN in generated.partition(CLOSE)[0]
-    if CLOSE in content.partition(OPEN)[0] and not is_open:  # it closes a block that nobody opened
-        raise ConversationRefused(f"an answer with {CLOSE} but no {OPEN}")
-    if (prompt.endswith(OPEN) or content.lstrip().startswith(OPEN)) and CLOSE not in generated:  # it never closes
-        raise ConversationRefused(f"an answer with {OPEN} but no {CLOSE}")
+    written, rendered = THINK_TAG.findall(content), THINK_TAG.findall(generated)
+    has_block = bool(reasoning) or content.lstrip().startswith(OPEN) or written[:1] == [CLOSE]
+    if reasoning:
+        written = [OPEN, CLOSE, *written]
+    elif written[:1] == [CLOSE]:  # the prompt opens the block
+        written = [OPEN, *written]
+    if is_open := prompt.endswith(OPEN):
+        rendered = [OPEN, *rendered]
+    if has_block:
+        fits = rendered == written and written[1:2] == [CLOSE] and not prompt.endswith(CLOSE)
+    else:
+        fits = rendered == [OPEN, CLOSE, *written] or (rendered == written and not is_open)
+    if not fits:
+        tags = f"{' '.join(rendered) or 'none'} instead of {' '.join(written) or 'none'}"
+        raise ConversationRefused(f"an answer that the chat template renders with other think tags: {tags}")
 
 
-def _texts_of(message: Message) -> list[str]:
-    """Returns the reasoning of an answer and the parts of its content between think tags."""
-    return [message.get("reasoning_content", ""), *re.split(f"{OPEN}|{CLOSE}", message["content"])]
-
-
-def _place_of(texts: Sequence[str], generated: str) -> Span | None:
-    """Returns where the first of these texts begins and the last one ends, or None if one is missing after another."""
-    begin = end = 0
-    for number, text in enumerate(filter(None, map(str.strip, texts))):
-        start = generated.find(text, end)
-        if start < 0:
-            return None
-        begin, end = begin if number else start, start + len(text)
-    return begin, end
+def _has_reasoning(message: Message) -> bool:
+    return "reasoning_content" in message or CLOSE in message["content"]
 
 
 def _without_empty_block(turn: _Turn) -> _Turn:
@@ -278,27 +268,18 @@ def _without_empty_block(turn: _Turn) -> _Turn:
     return replace(turn, spans=[(start, end) for start, end in spans if start < end])
 
 
-def _has_reasoning(message: Message) -> bool:
-    return "reasoning_content" in message or CLOSE in message["content"]
-
-
 def _has_inserted_text(turn: _Turn, special: Collection[str]) -> bool:
-    """Returns whether the template adds text to an answer beyond the prompt: after it, or before one without reasoning.
+    """Returns whether an answer without calls has more text, or less, than its message.
 
-    Special tokens, such as that which ends a turn, and white space do not count.
+    Special tokens, such as that which ends a turn, tags of its reasoning and white space do not count.
     """
-    if not turn.spans:
+    if not turn.spans or "tool_calls" in turn.message:
         return False
-    first, last = turn.spans[0][0], turn.spans[-1][1]
-    generated = turn.text[first:last]
-    place = _place_of(_texts_of(turn.message), generated)
-    if place is None:  # a part of it is outside the template's {% generation %} block
-        return True
-    before = "" if _has_reasoning(turn.message) else generated[: place[0]]
-    after = "" if "tool_calls" in turn.message else generated[place[1] :]
-    for token in special:
-        after = after.replace(token, "")
-    return bool(after.strip() or before.strip())
+    generated = turn.text[turn.spans[0][0] : turn.spans[-1][1]]
+    written = turn.message.get("reasoning_content", "") + turn.message["content"]
+    for token in (*special, *((OPEN, CLOSE) if _has_reasoning(turn.message) else ())):
+        generated, written = generated.replace(token, ""), written.replace(token, "")
+    return "".join(generated.split()) != "".join(written.split())
 
 
 def _render_all(

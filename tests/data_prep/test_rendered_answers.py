@@ -42,8 +42,7 @@ def test_a_block_that_holds_the_end_of_the_prompt_supervises_the_answer_alone() 
     assert generated_parts(rendering) == ["one<|im_end|>"]
 
 
-DOUBLED = "an answer with the think tags of both the message and the chat template"
-CHANGED = "an answer that the chat template does not render as it is written"
+CHANGED = "an answer or reasoning that the chat template does not render as it is written"
 FORCED = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
 """Its prompt begins the reasoning, which is in the content of an answer."""
 FILLED = CHATML.replace(
@@ -61,27 +60,28 @@ ALWAYS_OPEN = CHATML.replace("assistant\n'", "assistant\n<think>'").replace(
 )
 
 
+def tags(rendered: str, written: str) -> str:
+    found = (text.replace("(", "<think>").replace(")", "</think>") for text in (rendered, written))
+    return f"an answer that the chat template renders with other think tags: {' instead of '.join(found)}"
+
+
 @pytest.mark.parametrize(
     ("template", "answer", "reason"),
     [
-        (CHATML, "odd|one", "reasoning that the chat template does not render"),
+        (CHATML, "odd|one", CHANGED),
         (CHATML, "", "an answer without text"),
         (CHATML, " \n", "an answer without text"),
-        (CHATML, "odd</think>one", "an answer with </think> but no <think>"),
-        (CHATML, "<think>odd", "an answer with <think> but no </think>"),
-        (FILLED, "<think>odd</think>one", DOUBLED),
-        (ALWAYS_OPEN, "<think>odd</think>one", DOUBLED),
-        (ALWAYS_OPEN, "one", "an answer with <think> but no </think>"),
-        (CLOSED_BLOCK, "<think>odd</think>one", DOUBLED),
-        (
-            CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
-            "<think>odd</think>one",
-            CHANGED,
-        ),
+        (CHATML, "odd</think>one", tags(")", "( )")),
+        (CHATML, "<think>odd", tags("(", "(")),
+        (FILLED, "<think>odd</think>one", tags("( ) ( )", "( )")),
+        (ALWAYS_OPEN, "<think>odd</think>one", tags("( ( )", "( )")),
+        (ALWAYS_OPEN, "one", tags("(", "none")),
+        (CLOSED_BLOCK, "<think>odd</think>one", tags("( )", "( )")),
+        (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), "<think>odd</think>one", CHANGED),
         (
             CHATML.replace("m.content", "m.content.replace('<think></think>', '')"),
             "<think></think>one",
-            "an answer whose think tags the chat template does not render",
+            tags("none", "( )"),
         ),
         (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
         (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
@@ -112,6 +112,8 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused(
         (CHATML.replace("m.content", "m.content + (' (end)' if m.role[0] == 'a' else '')"), "one", "one (end)", 1),
         (CHATML.replace("m.content", "m.content + (m.content if m.role[0] == 'a' else '')"), "one", "oneone", 1),
         (CLOSED_BLOCK, "one", "one", 0),
+        (CLOSED_BLOCK, "write <think> and </think>", "write <think> and </think>", 0),
+        (FILLED, "write <think> and </think>", "<think></think>write <think> and </think>", 0),
     ],
 )
 def test_an_answer_is_supervised_as_the_target_generates_it(
