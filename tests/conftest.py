@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -43,7 +43,7 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target
 from mtptrain.utils.files import write_text
-from tests.programs import module_command, run_ranks
+from tests.programs import StartedProgram, module_command
 from tests.slow import is_slow
 
 # A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves. The packages of
@@ -65,6 +65,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     until = os.environ.get(TESTS_UNTIL)
     if until is not None and time.time() > float(until):
         pytest.skip("NO TIME LEFT")
+
+
+def tiers(values: Iterable[Any], core: Container[Any]) -> list[Any]:
+    """Returns parameters of a test. Those that are not in `core` are slow."""
+    slow = pytest.mark.slow
+    return [
+        value if value in core else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=slow)
+        for value in values
+    ]
 
 
 GENERATION_TEMPLATE = (
@@ -279,11 +288,16 @@ def program_command(program: str, *overrides: str, num_ranks: int = 1, recipe: s
     return [*launcher, *module_command(program), f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides]
 
 
+def start_program(program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart") -> StartedProgram:
+    """Start a program with a recipe."""
+    return StartedProgram(program, [f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides], num_ranks)
+
+
 def run_program(
     program: str, *overrides: str, num_ranks: int = 1, recipe: str = "quickstart"
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with a recipe, and return its exit code and output."""
-    return run_ranks(program, [f"recipe={recipe}", "cpu_ranks=1", *PLAIN, *overrides], num_ranks)
+    return start_program(program, *overrides, num_ranks=num_ranks, recipe=recipe).result()
 
 
 def write_text_files(directory: Path, num_files: int = 40, num_lines: int = 30) -> Path:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["data_prep.hidden_states", "data_prep.prompts", "eval.acceptance", "mtptrain.train", __name__]
+    ["data_prep.hidden_states", "data_prep.prompts", "eval.acceptance", "mtptrain.train", "tests.warmed", __name__]
 )
 
 
@@ -39,30 +39,60 @@ def module_command(program: str) -> list[str]:
     return ["mtptrain", program] if program in STAGES else [program]
 
 
-def run_ranks(program: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a stage or a module to its end, in `num_ranks` processes. If one fails, kill the others.
+class StartedProgram:
+    """A stage or a module that runs in `num_ranks` processes, one per rank."""
 
-    Returns:
-        The first exit code that is not 0, or else 0, and the output of all ranks.
-
-    Raises:
-        subprocess.TimeoutExpired: after ten minutes.
-    """
-    module, *arguments = [*module_command(program), *arguments]
-    command = [sys.executable, "-m", module, *arguments]
-    port, processes = free_port(), list[BaseProcess]()
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+    def __init__(self, program: str, arguments: list[str], num_ranks: int = 1) -> None:
+        module, *arguments = [*module_command(program), *arguments]
+        self.command = [sys.executable, "-m", module, *arguments]
+        self.stdout, self.stderr = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - closed with the object
+        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (self.stdout, self.stderr)]
+        self.processes, port = list[BaseProcess](), free_port()
         for rank in range(num_ranks):
             environment = dict(os.environ) | (ranks_environment(rank, num_ranks, port) if num_ranks > 1 else {})
-            files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (stdout, stderr)]
-            processes.append(FORKED.Process(target=run_module, args=(module, arguments, environment, *files)))
-            processes[-1].start()
-        codes = wait_for(processes)
+            process = FORKED.Process(target=run_module, args=(module, arguments, environment, *files))
+            self.processes.append(process)
+            process.start()
+
+    @property
+    def is_running(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def errors_so_far(self) -> str:
+        return read_whole(self.stderr)
+
+    def kill(self) -> None:
+        """Kill all ranks at once, if they still run."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def signal(self, number: int, rank: int = 0) -> None:
+        """Send a signal to one rank."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def result(self) -> subprocess.CompletedProcess[str]:
+        """Wait for all ranks, killing the others if one fails.
+
+        Returns:
+            The first exit code that is not 0, or else 0, and the output of all ranks.
+
+        Raises:
+            subprocess.TimeoutExpired: after ten minutes.
+        """
+        codes = wait_for(self.processes)
+        output, errors = read_whole(self.stdout), read_whole(self.stderr)
         if codes is None:
-            raise subprocess.TimeoutExpired(command, TIMEOUT_S, read_whole(stdout), read_whole(stderr))
-        return subprocess.CompletedProcess(
-            command, next(filter(None, codes), 0), *(read_whole(file) for file in (stdout, stderr))
-        )
+            raise subprocess.TimeoutExpired(self.command, TIMEOUT_S, output, errors)
+        return subprocess.CompletedProcess(self.command, next(filter(None, codes), 0), output, errors)
+
+
+def run_ranks(program: str, arguments: list[str], num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a stage or a module to its end; see `StartedProgram`."""
+    return StartedProgram(program, arguments, num_ranks).result()
 
 
 def ranks_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

@@ -30,31 +30,8 @@ SLOW = {
     r"tests/serving/test_native_mtp\.py",
     # Slurm jobs on a cluster of daemons, which takes minutes. Kept: the scripts, and addresses and disks of nodes.
     r"tests/slurm/test_(pipeline|lost_nodes)\.py",
-    # Distributions of sampled tokens. Kept: one temperature for chains and trees, and one wrong acceptance rule.
-    r"tests/mtptrain/decoding/test_sampling\.py::test_sampled_speculation_follows_the_targets_joint_distribution"
-    r"\[(?!(greedy drafts|sampled drafts|tree)-1\.0\])",
-    r"tests/mtptrain/decoding/test_sampling\.py::test_sampled_speculation_follows_the_distribution_of_top_p",
-    r"tests/mtptrain/decoding/test_sampling\.py::test_a_biased_rule_of_trees",
-    r"tests/mtptrain/decoding/test_sampling\.py::test_a_wrong_acceptance_rule_is_caught\[(?!accept_without_residual)",
-    # Functions compiled for the CPU. Kept: those compiled for a GPU in tests/cuda, and a compiled training run.
-    r"tests/mtptrain/training/test_losses\.py::test_compiled_code_of_one_depth",
-    r"tests/mtptrain/hidden_states/extraction/test_transformers_streams\.py::test_compiled_layers",
-    r"tests/mtptrain/heads/test_layers\.py::test_documents_of_all_lengths_are_computed_by_few_compiled",
     # Steps compiled for a GPU. Kept: mtp and eagle3.
     r"tests/cuda/test_compiled_for_h100\.py::test_the_other_heads",
-    # Kills and ranks. Kept: one kill and one signal in training, two ranks, and resuming with another number of ranks.
-    r"tests/mtptrain/hidden_states/test_stream\.py::test_a_streamed_run_that_is_killed",
-    r"tests/mtptrain/train/test_resuming\.py::test_a_signal_ends_the_step\w*\[(?!SIGTERM)",
-    r"tests/mtptrain/train/test_losses_and_ranks\.py::test_a_run_goes_on_with_another_number_of_ranks\w*"
-    r"\[(?!1, 2, 1 ranks)",
-    r"tests/mtptrain/train/test_resuming\.py::test_a_killed_run_resumes\w*\[(?!1-0)",
-    r"tests/mtptrain/train/test_losses_and_ranks\.py::test_four_ranks",
-    r"tests/mtptrain/train/test_draft_vocabulary\.py::test_ranks_and_zero_stages_agree",
-    r"tests/mtptrain/train/test_losses_and_ranks\.py::test_ranks_and_zero_stages_give\w*\[(?!2-[12])",
-    # Attention in bf16 without AMX tiles. Kept: documents with answers after prompts, at every size of scores.
-    r"tests/mtptrain/heads/test_layers\.py::test_attention_in_bf16\w*\[False-all tokens",
-    # Kills. Kept: one kill.
-    r"tests/data_prep/hidden_states/test_interruptions\.py::test_runs_killed_at_ten",
     # Whole programs. Kept: the pipeline on the tiny target, tests of their parts, and the wheel's list of files.
     r"tests/eval/test_gpu_check\.py::test_every_check_runs",
     r"tests/eval/bench/test_train\.py::test_(every_candidate|what_runs)",

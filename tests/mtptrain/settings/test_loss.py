@@ -9,7 +9,8 @@ from mtptrain.config import LossPart, TrainConfig
 from mtptrain.settings.loss import loss_mix
 from mtptrain.training.losses import LossSettings
 from mtptrain.utils.errors import UserError
-from tests.conftest import make_config, run_ranks
+from tests.conftest import make_config
+from tests.programs import run_ranks
 
 NAMES = "kl, rkl, jsd, tv, nla, lk, ce, data_ce, features, e2e, dpace, selector, confidence"
 
