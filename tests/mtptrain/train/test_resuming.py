@@ -1,149 +1,171 @@
-"""Tests that training resumes after a kill or a signal with bit-identical losses, and what Ctrl-C prints and keeps."""
+"""Tests that training resumes after a kill or a signal with bit-identical losses, and from which checkpoint."""
 
-import contextlib
-import os
-import re
+import json
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from eval.checks.processes import kill_tree
-from mtptrain.training.checkpoint import finished_checkpoints
-from tests.conftest import Run, program_command
-from tests.mtptrain.train.runs import FP32, figures, records, train
-from tests.programs import ROOT
+from mtptrain.training.checkpoint import MARKER, STATE, describe_newest
+from tests.conftest import Run, run_program, start_program
+from tests.mtptrain.train.conftest import Reference
+from tests.mtptrain.train.runs import (
+    FP32,
+    PLAIN_STEPS,
+    assert_close,
+    copy_of,
+    figures,
+    head_bytes,
+    records,
+    refused,
+    train,
+    wait_for_records,
+)
+from tests.sealed import seal_again
+
+ONE_RANK = (*PLAIN_STEPS, "deepspeed=zero0")
+"""With these settings, a run on one rank is that of the fixture `reference`."""
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1)])
-def test_a_killed_run_resumes_with_bit_identical_losses(
-    fresh_run: Run, tmp_path: Path, num_ranks: int, stage: int
+def kill_after(run: Run, num_records: int, *settings: str, num_ranks: int = 1) -> None:
+    """Trains, and kills all ranks at once after so many steps."""
+    program = start_program("train", *run[1], *settings, num_ranks=num_ranks)
+    wait_for_records(program, run, num_records)
+    program.kill()
+
+
+def stop(run: Run, number: signal.Signals, *settings: str, num_ranks: int = 1) -> int:
+    """Stops a run by a signal to its last rank, and checks that it saves its step. Returns the step."""
+    program = start_program("train", *run[1], *settings, num_ranks=num_ranks)
+    wait_for_records(program, run, 2)
+    program.signal(number, rank=num_ranks - 1)
+    result, saved = program.result(), len(records(run[0]))
+    assert [process.exitcode for process in program.processes] == [75] * num_ranks, result.stderr[-3000:]
+    assert f"step {saved}: {number.name}, checkpoint saved" in result.stdout
+    assert (run[0] / f"train/checkpoints/step_{saved:08d}/{MARKER}").is_file()
+    return saved
+
+
+@pytest.fixture(scope="module")
+def interrupted(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Returns a run that a signal stopped, and that was killed after it went on, a step after its newest checkpoint."""
+    run = copy_of((tiny_run[0], ("run_dir", *tiny_run[1])), tmp_path_factory.mktemp("interrupted"))
+    saved = stop(run, signal.SIGTERM, *ONE_RANK)
+    kill_after(run, saved + 3, *ONE_RANK, "train.save_every=2")
+    assert saved + 3 <= len(records(run[0])) < 12
+    return run
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stopped_and_killed_run_resumes_with_bit_identical_losses_from_the_checkpoint_before_a_torn_one(
+    interrupted: Run, tmp_path: Path, reference: Reference, num_ranks: int
 ) -> None:
-    settings = (f"deepspeed=zero{stage}", "train.save_every=4", "train.validate_every=10", *[FP32] * (stage > 0))
-    undisturbed = train(fresh_run, *settings, num_ranks=num_ranks)
-    run_dir, overrides = fresh_run
-    (run_dir / "train").rename(tmp_path / "undisturbed")
-
-    command = program_command("train", *overrides, *settings, num_ranks=num_ranks)
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    while len(records(run_dir)) < 10:
-        assert process.poll() is None, "training ended before the kill"
-        time.sleep(0.01)
-    kill_tree(process.pid)
-    process.wait()
-    assert 10 <= len(records(run_dir)) < 20
-
-    resumed = train(fresh_run, *settings, num_ranks=num_ranks)
-    assert figures(resumed) == figures(undisturbed)
-    assert (run_dir / "train/last/head.safetensors").read_bytes() == (
-        tmp_path / "undisturbed/last/head.safetensors"
-    ).read_bytes()
-
-
-def interrupted(run: Run, tmp_path: Path, *settings: str) -> str:
-    """Stops a training run with Ctrl-C after at least five steps. Returns what it wrote to stderr."""
-    run_dir, overrides = run
-    with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(program_command("train", *overrides, *settings), cwd=ROOT, stderr=stderr)
-    while len(records(run_dir)) < 5:
-        assert process.poll() is None, "training ended before Ctrl-C"
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    try:
-        assert process.wait(timeout=60) == 130
-    finally:
-        kill_tree(process.pid)
-    return (tmp_path / "stderr").read_text()
+    """All ranks resume from the same checkpoint. A torn last record, and a folder without a marker, are removed."""
+    run = copy_of(interrupted, tmp_path)
+    checkpoints = run[0] / "train/checkpoints"
+    torn, unfinished = max(checkpoints.iterdir()), checkpoints / "step_00000011"
+    (torn / STATE).write_bytes((torn / STATE).read_bytes()[:-100])
+    unfinished.mkdir()
+    with (run[0] / "train/metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')
+    result = run_program("train", *run[1], *ONE_RANK, "train.save_every=6", num_ranks=num_ranks)
+    assert result.returncode == 0, result.stderr[-3000:]
+    message = f"{torn.name}/{STATE}: must be as mtptrain wrote it"
+    assert result.stdout.count(message) == 1, "only rank 0 must print the warning"
+    if num_ranks == 1:
+        assert figures(records(run[0])) == figures(reference.records)
+        assert head_bytes(run) == head_bytes(reference.run)
+    assert_close(records(run[0]), reference.records)
+    kept = {path.name for path in checkpoints.iterdir()}
+    assert kept == {"step_00000006", "step_00000012"}, "the torn and the unfinished checkpoint must be removed"
 
 
-def test_ctrl_c_ends_with_a_line_and_the_same_command_goes_on_from_the_newest_checkpoint(
-    fresh_run: Run, tmp_path: Path
+def test_a_killed_run_goes_on_with_another_number_of_ranks_and_another_zero_stage(
+    interrupted: Run, tmp_path: Path, reference: Reference
 ) -> None:
-    run_dir, _ = fresh_run
-    settings = ("deepspeed=zero0", "train.save_every=2", "train.validation_prompts=0", "train.max_steps=40")
-    errors = interrupted(fresh_run, tmp_path, *settings)
-    newest = finished_checkpoints(run_dir / "train/checkpoints")[-1]
-    assert errors.endswith(
+    """Documents, weights and Adam moments stay the same, so the losses equal those of a run that never stopped."""
+    found = train(copy_of(interrupted, tmp_path), *PLAIN_STEPS, "deepspeed=zero2", FP32, num_ranks=2)
+    assert_close(found, reference.records)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_two_four_and_one_ranks(fresh_run: Run, reference: Reference) -> None:
+    for num_records, num_ranks, stage in ((5, 2, 1), (9, 4, 2)):
+        settings = (*PLAIN_STEPS, f"deepspeed=zero{stage}", FP32, "train.save_every=4")
+        kill_after(fresh_run, num_records, *settings, num_ranks=num_ranks)
+    assert_close(train(fresh_run, *PLAIN_STEPS, "deepspeed=zero1", FP32), reference.records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_two_ranks_resume_with_bit_identical_losses(fresh_run: Run, tmp_path: Path, number: int) -> None:
+    """All ranks are killed, or one of them gets a signal."""
+    settings, undisturbed = (*PLAIN_STEPS, "deepspeed=zero1", FP32), copy_of(fresh_run, tmp_path / "undisturbed")
+    wanted = train(undisturbed, *settings, num_ranks=2)
+    if number == signal.SIGKILL:
+        kill_after(fresh_run, 5, *settings, "train.save_every=4", num_ranks=2)
+    else:
+        stop(fresh_run, signal.SIGUSR1, *settings, num_ranks=2)
+    assert figures(train(fresh_run, *settings, num_ranks=2)) == figures(wanted)
+    assert head_bytes(fresh_run) == head_bytes(undisturbed)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_a_line_that_says_what_is_kept(fresh_run: Run) -> None:
+    checkpoints = fresh_run[0] / "train/checkpoints"
+    assert describe_newest(checkpoints) == (
+        f"no checkpoint was saved in {checkpoints} yet, so the same command starts over; train.save_every sets how "
+        "often to save one"
+    )
+    program = start_program("train", *fresh_run[1], *ONE_RANK, "train.save_every=1")
+    wait_for_records(program, fresh_run, 3)
+    program.signal(signal.SIGINT)
+    result = program.result()
+    assert result.returncode == 130 and "Traceback" not in result.stderr
+    newest = max(checkpoints.glob("step_*"))
+    assert result.stderr.endswith(
         f"\nstopped by Ctrl-C; the newest checkpoint, of step {int(newest.name[-8:])}, is kept in {newest}; the same "
         "command continues from it, unless it sets train.resume=never\n"
     )
-    assert "Traceback" not in errors
-    assert 5 <= len(records(run_dir)) < 40
-    assert len(train(fresh_run, *settings)) == 40
 
 
-def test_ctrl_c_before_the_first_checkpoint_says_that_the_same_command_starts_over(
-    fresh_run: Run, tmp_path: Path
+@pytest.mark.slow
+def test_a_measured_best_head_is_not_replaced_by_one_that_was_not(reference: Reference, tmp_path: Path) -> None:
+    run_dir, overrides = copy_of(reference.run, tmp_path)
+    best = (run_dir / "train/best/head.json").read_text()
+    train((run_dir, overrides), "train.max_steps=13")
+    assert json.loads((run_dir / "train/last/head.json").read_text())["step"] == 13
+    assert (run_dir / "train/best/head.json").read_text() == best
+
+
+def test_a_run_resumes_only_with_the_settings_of_the_checkpoint_that_it_loads(
+    reference: Reference, tmp_path: Path
 ) -> None:
-    run_dir, _ = fresh_run
-    errors = interrupted(fresh_run, tmp_path, "deepspeed=zero0", "train.validation_prompts=0", "train.max_steps=40")
-    assert errors.endswith(
-        f"\nstopped by Ctrl-C; no checkpoint was saved in {run_dir}/train/checkpoints yet, so the same command starts "
-        "over; train.save_every sets how often to save one\n"
-    )
-    assert not list((run_dir / "train").glob("checkpoints/*"))
+    run = copy_of(reference.run, tmp_path)
+    older, newest = (run[0] / f"train/checkpoints/step_{step:08d}" for step in (8, 12))
+    settings = (run[0] / "train/config.yaml").read_text()
+    assert "train.resume: must be auto if a checkpoint exists, but is never" in refused(run, "train.resume=never")
+    fewer = refused(run, "train.max_steps=11")
+    assert f"train.max_steps: must be at least 12, the step of {newest}, but" in fewer and "=12, or" in fewer
+    message = "step_00000012: seed must be 0, but is 1; restore these settings to resume from this checkpoint"
+    assert message in refused(run, "seed=1")
+    facts = json.loads((newest / MARKER).read_text())
+    del facts["head"]["intermediate_size"]  # imitate an older checkpoint, which lacks a setting added since
+    # Imitate a checkpoint from before packing had a version, which is refused.
+    seal_again(newest / MARKER, head=facts["head"], **{name: ... for name in facts if "packing" in name})
+    found = refused(run, "train.lr=1e-6")
+    assert "step_00000012: train.lr must be 0.003, but is 1e-06; the version of the packing of documents must" in found
+    assert "packing of documents must be None, but is 2; restore these settings to resume" in found
+    (newest / STATE).unlink()
+    seal_again(older / MARKER, seed=7)
+    assert "step_00000008: seed must be 7, but is 0; restore these settings to resume from this" in refused(run)
+    assert (older / MARKER).is_file() and (run[0] / "train/config.yaml").read_text() == settings
 
 
-@pytest.mark.parametrize(
-    ("number", "num_ranks"),
-    [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)],
-    ids=["SIGTERM to one rank", "SIGUSR1 to one of two ranks"],
-)
-def test_a_signal_ends_the_step_saves_it_and_the_next_run_goes_on_with_bit_identical_losses(
-    fresh_run: Run, tmp_path: Path, number: signal.Signals, num_ranks: int
+def test_a_run_that_starts_again_because_its_checkpoints_are_gone_says_so(
+    reference: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ("deepspeed=zero1", FP32, "train.max_steps=40", "train.validate_every=10")
-    undisturbed = train(fresh_run, *settings, num_ranks=num_ranks)
-    run_dir, overrides = fresh_run
-    (run_dir / "train").rename(tmp_path / "undisturbed")
-
-    command = program_command("train", *overrides, *settings, num_ranks=num_ranks)
-    with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    while len(records(run_dir)) < 5:
-        assert process.poll() is None, "training ended before the signal"
-        time.sleep(0.01)
-    os.kill(children(process.pid)[-1] if num_ranks > 1 else process.pid, number)
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.terminate()  # end training that hangs; torchrun then kills its ranks
-
-    errors = (tmp_path / "stderr").read_text()
-    assert process.returncode == 75 if num_ranks == 1 else re.search(r"exitcode *: 75 ", errors), errors[-3000:]
-    saved = len(records(run_dir))
-    assert 5 <= saved < 40
-    assert f"step {saved}: {number.name}, checkpoint saved" in output
-    assert (run_dir / f"train/checkpoints/step_{saved:08d}/complete.json").is_file()
-    resumed = train(fresh_run, *settings, num_ranks=num_ranks)
-    assert figures(resumed) == figures(undisturbed)
-    assert (run_dir / "train/last/head.safetensors").read_bytes() == (
-        tmp_path / "undisturbed/last/head.safetensors"
-    ).read_bytes()
-
-
-def children(parent: int) -> list[int]:
-    """Returns the ids of the processes that `parent` has started, the youngest last."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process may have ended meanwhile
-            if path.read_text().rpartition(")")[2].split()[1] == str(parent):
-                found.append(int(path.parent.name))
-    return sorted(found)
-
-
-def test_metrics_that_a_kill_has_torn_do_not_keep_a_run_from_going_on(fresh_run: Run) -> None:
-    train(fresh_run, "train.max_steps=3", "train.validation_prompts=0")
-    with (fresh_run[0] / "train/metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "lo')
-    (fresh_run[0] / "train/checkpoints/step_00000002").mkdir()  # a checkpoint without its marker
-    assert [record["step"] for record in train(fresh_run, "train.max_steps=5", "train.validation_prompts=0")] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
-    assert not (fresh_run[0] / "train/checkpoints/step_00000002").exists()
+    run = copy_of(reference.run, tmp_path)
+    (run[0] / "train/checkpoints").rename(tmp_path / "elsewhere")
+    refused(run, "train.micro_batches_per_step=5000")  # which is found out later
+    assert f"WARNING {run[0]}/train/last: must have a checkpoint beside it" in capsys.readouterr().out
