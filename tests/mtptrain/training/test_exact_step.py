@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.step_packing import Anchors
 from mtptrain.utils.clock import PhaseClock
-from tests.mtptrain.heads.test_contract import CASES, draw_norms, tiny_config
+from tests.mtptrain.heads.test_contract import CASES, CASES_OF_ALL_TIERS, draw_norms, tiny_config
 from tests.mtptrain.training.plain_dflash import plain_block, plain_confidence, plain_logits, plain_selected
 from tests.mtptrain.training.plain_losses import PARTS_OF_LOGITS, Draft, plain_losses
 
@@ -41,25 +43,31 @@ Document = tuple[list[int], list[int]]
 """Token ids and loss mask of a document."""
 
 
-def plain_step(
-    head: Head,
-    depths: int,
-    documents: list[StoredDocument],
-    frozen: FrozenParts,
-    loss: LossSettings,
-    anchors: Anchors | None,
-) -> tuple[torch.Tensor, list[float]]:
+@dataclass(frozen=True)
+class Step:
+    """What a training step reads."""
+
+    head: Head
+    depths: int
+    documents: list[StoredDocument]
+    frozen: FrozenParts
+    loss: LossSettings
+    anchors: Anchors | None
+
+
+def plain_step(step: Step) -> tuple[torch.Tensor, list[float]]:
     """Returns the weighted mean loss, and the sum of losses at each depth."""
+    head, depths, frozen = step.head, step.depths, step.frozen
     sums, counts = [torch.zeros(()) for _ in range(depths)], [0] * depths
-    for document in documents:
+    for document in step.documents:
         ids, mask, n = document.input_ids.tolist(), document.loss_mask.tolist(), len(document.input_ids)
         hidden = read = frozen.final_norm(document.hidden_states)
         if head.read_layers:
             read = document.aux_hidden_states if head.capture_layers else document.hidden_states[:, None]
         teacher = (hidden @ frozen.lm_head.T).softmax(-1)
         drafting = [t for t in range(n - 2) if mask[t + 1] and mask[t + 2]]
-        if anchors is not None and drafting:
-            drafting = [drafting[i] for i in anchors.draw(document.document_id, len(drafting))]
+        if step.anchors is not None and drafting:
+            drafting = [drafting[i] for i in step.anchors.draw(document.document_id, len(drafting))]
         outs = plain_states(head, depths, ids, read, drafting, frozen)
         for t in drafting:
             counted = [depth for depth in range(depths) if t + 2 + depth < n and all(mask[t + 1 : t + 3 + depth])]
@@ -74,12 +82,9 @@ def plain_step(
                 )
                 for depth in counted
             ]
-            features = [
-                F.smooth_l1_loss(outs[t][depth], hidden[t + 1 + depth])
-                for depth in counted
-                if LossPart.features in loss.mix
-            ]
-            for depth, draft in enumerate(plain_losses(drafts, features, loss)):
+            reads_features = LossPart.features in step.loss.mix  # states may have another size than the target's
+            features = [F.smooth_l1_loss(outs[t][d], hidden[t + 1 + d]) for d in counted if reads_features]
+            for depth, draft in enumerate(plain_losses(drafts, features, step.loss)):
                 sums[depth] = sums[depth] + draft
                 counts[depth] += 1
     weights_of = [DECAY**depth for depth in range(depths)]
@@ -160,13 +165,8 @@ def plain_layer_states(
         keys.append(key.repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
         masks = [past] + [torch.eye(n, dtype=torch.bool)] * depth
-        scores = torch.cat(
-            [
-                torch.einsum("qhd,khd->hqk", query, k).masked_fill(~m, -math.inf)
-                for k, m in zip(keys, masks, strict=True)
-            ],
-            -1,
-        )
+        by_depth = [torch.einsum("qhd,khd->hqk", query, k) for k in keys]
+        scores = torch.cat([x.masked_fill(~mask, -math.inf) for x, mask in zip(by_depth, masks, strict=True)], -1)
         weights = (scores * query.shape[-1] ** -0.5).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", weights, torch.cat(values))
         out, recycled = head.finish(residual, attention.o_proj(attended.flatten(-2)))
@@ -207,85 +207,65 @@ def mixes(draw: st.DrawFn) -> dict[LossPart, float]:
     return dict(zip(parts, draw(st.sampled_from([(1.0, 0.5), (0.1, 2.0)])), strict=False))
 
 
-def fast_step(
-    head: Head,
-    depths: int,
-    documents: list[StoredDocument],
-    frozen: FrozenParts,
-    loss: LossSettings,
-    anchors: Anchors | None,
-) -> tuple[torch.Tensor, list[float]]:
+def fast_step(step: Step) -> tuple[torch.Tensor, list[float]]:
     """Computes `plain_step` as the trainer does."""
-    batch, weights = (
-        make_batch(documents, depths, anchors=anchors, window=head.shared_window),
-        DECAY ** torch.arange(depths),
-    )
+    weights = DECAY ** torch.arange(step.depths)
+    batch = make_batch(step.documents, step.depths, anchors=step.anchors, window=step.head.shared_window)
     scale = weights / weights.sum() / batch.num_drafts.clamp(min=1)
-    sums = training_losses(head, frozen, batch, scale, loss, PhaseClock(torch.device("cpu")))
+    sums = training_losses(step.head, step.frozen, batch, scale, step.loss, PhaseClock(torch.device("cpu")))
     return sums.loss, sums.losses.tolist()
 
 
-@pytest.mark.parametrize("case", CASES)
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    documents=texts(),
-    depths=st.integers(1, 5),
-    mix=mixes(),
-    own_weight=st.sampled_from([0.0, 0.7]),
-    chunk_rows=st.sampled_from([1, 5, 1000]),
-    activation_checkpointing=st.booleans(),
-    anchors=st.sampled_from([None, 1, 4, 100]),
-    seed=st.integers(0, 99),
-)
-def test_losses_and_gradients_equal_the_plain_formula(
-    case: str,
-    documents: list[Document],
-    depths: int,
-    mix: dict[LossPart, float],
-    own_weight: float,
-    chunk_rows: int,
-    activation_checkpointing: bool,
-    anchors: int | None,
-    seed: int,
-) -> None:
+def drawn_step(
+    case: str, documents: list[Document], depths: int, mix: dict[LossPart, float], own: float, rows: int, seed: int
+) -> Step:
+    """Returns a step of a random head over random states, with `own` as the weight of the part of its own."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     name, head_settings = CASES[case]
     head = build_head(HEADS[name].Config(ttt_steps=depths, **head_settings), tiny_config())
-    head.activation_checkpointing = activation_checkpointing
     draw_norms(head, generator)
     if head.d2t is not None:
         ids = torch.randperm(V, generator=generator)[: len(head.d2t)].sort().values
         head.d2t.copy_(ids - torch.arange(len(ids)))
-    frozen = FrozenParts(
-        embed_tokens=torch.randn(V, H, generator=generator),
-        norm_weight=torch.ones(H),
-        lm_head=torch.randn(V, H, generator=generator) * 0.2,
-        form=find_form(LlamaConfig(num_hidden_layers=1)),
-    )
-    stored = [
-        StoredDocument(
-            index,
-            torch.tensor(ids),
-            torch.tensor(mask, dtype=torch.uint8),
-            torch.randn(len(ids), H, generator=generator),
-            torch.randn(len(ids), len(head.capture_layers), H, generator=generator) if head.capture_layers else None,
-        )
-        for index, (ids, mask) in enumerate(documents)
-    ]
+    embed_tokens, lm_head = (torch.randn(V, H, generator=generator) for _ in range(2))
+    frozen = FrozenParts(embed_tokens, torch.ones(H), lm_head * 0.2, find_form(LlamaConfig(num_hidden_layers=1)))
+    stored, layers = [], len(head.capture_layers)
+    for index, (tokens, mask) in enumerate(documents):
+        states = torch.randn(len(tokens), 1 + layers, H, generator=generator)
+        captured, loss_mask = states[:, 1:] if layers else None, torch.tensor(mask, dtype=torch.uint8)
+        stored.append(StoredDocument(index, torch.tensor(tokens), loss_mask, states[:, 0], captured))
     if name == "draft_model":  # its states may have another size than the target's
         mix = {LossPart.kl if part is LossPart.features else part: weight for part, weight in mix.items()}
-    if own_weight and head.Config.own_loss_part is not None:
-        mix = mix | {LossPart(head.Config.own_loss_part): own_weight}
-    loss, drawn = LossSettings(mix, 3.0, chunk_rows), None
-    if anchors is not None and isinstance(head, DflashHead):
-        drawn = Anchors(anchors, (seed, 0))
-    (ours, our_sums), (plain, plain_sums) = (
-        step(head, depths, stored, frozen, loss, drawn) for step in (fast_step, plain_step)
-    )
+    if own and head.Config.own_loss_part is not None:
+        mix = mix | {LossPart(head.Config.own_loss_part): own}
+    return Step(head, depths, stored, frozen, LossSettings(mix, 3.0, rows), None)
+
+
+STEPS = {
+    "documents": texts(),
+    "depths": st.integers(1, 5),
+    "mix": mixes(),
+    "own": st.sampled_from([0.0, 0.7]),
+    "rows": st.sampled_from([1, 5, 1000]),
+    "seed": st.integers(0, 99),
+}
+
+
+@pytest.mark.parametrize("case", CASES_OF_ALL_TIERS)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(drawn=st.fixed_dictionaries(STEPS), recomputes=st.booleans(), anchors=st.sampled_from([None, 1, 4, 100]))
+def test_losses_and_gradients_equal_the_plain_formula(
+    case: str, drawn: dict[str, Any], recomputes: bool, anchors: int | None
+) -> None:
+    step = drawn_step(case, **drawn)
+    step.head.activation_checkpointing = recomputes
+    if anchors is not None and isinstance(step.head, DflashHead):
+        step = replace(step, anchors=Anchors(anchors, (drawn["seed"], 0)))
+    (ours, our_sums), (plain, plain_sums) = fast_step(step), plain_step(step)
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
     assert our_sums == pytest.approx(plain_sums, abs=1e-4, rel=1e-5)
-    parameters = list(head.parameters())
+    parameters = list(step.head.parameters())
     our_grads, plain_grads = (torch.autograd.grad(x, parameters, allow_unused=True) for x in (ours, plain))
     for our_grad, plain_grad in zip(our_grads, plain_grads, strict=True):
         if plain_grad is not None:

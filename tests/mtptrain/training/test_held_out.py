@@ -81,15 +81,11 @@ def test_held_out_losses_are_those_of_drafting_token_by_token(target: Target, na
     assert found.loss_at == found.kl_at
 
 
-def test_an_answer_of_one_token_has_no_draft(target: Target) -> None:
-    head = random_head(target, "mtp")
-    generations = [Generation(each.tokens[:1], 0, 0, 0, [0] * DEPTHS) for each in answers(target, head)]
-    assert measured(target, head, generations).num_drafts_at == [0, 0, 0]
-
-
-def test_metrics_name_the_losses_held_out(target: Target) -> None:
+def test_an_answer_of_one_token_has_no_draft_and_metrics_name_the_losses(target: Target) -> None:
     head = random_head(target, "mtp")
     generations = answers(target, head)
+    short = [Generation(each.tokens[:1], 0, 0, 0, [0] * DEPTHS) for each in generations]
+    assert measured(target, head, short).num_drafts_at == [0, 0, 0]
     record = Validated(summarise(generations), measured(target, head, generations)).record()
     assert {"acceptance_length", "acceptance_rate_at", "held_out_kl_at", "held_out_top1_accuracy_at"} <= set(record)
     assert "held_out_kl_at" not in Validated(summarise(generations), None).record()
