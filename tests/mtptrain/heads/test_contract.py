@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from eval.checks.numerics import drafted_states
-from mtptrain.heads import HEADS
+from mtptrain.heads import HEADS, layer_head
+from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
@@ -16,6 +17,7 @@ from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
+from tests.conftest import tiers
 
 DEPTHS = 5
 LENGTHS = [9, 9, 6, 2, 1]
@@ -29,14 +31,9 @@ PARTS = FrozenParts(
 
 
 def tiny_config(**settings: object) -> LlamaConfig:
-    defaults = {
-        "hidden_size": HIDDEN_SIZE,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-    }
-    return LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=64, **{**defaults, **settings})
+    sizes = {"hidden_size": HIDDEN_SIZE, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    context = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 64}
+    return LlamaConfig(**{**sizes, **context, "num_hidden_layers": 2, **settings})
 
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -97,14 +94,20 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-READ_BY_THE_LOSS = ("lm_head.", "markov_head.", "confidence_head.", "candidate_selector.")
-"""Beginnings of the names of weights that only the loss reads, not the forward pass."""
-LAYER_CASES = [case for case, (name, _) in CASES.items() if issubclass(HEADS[name], LayerHead)]
+IN_CORE = (
+    *("mtp", "native_mtp", "eagle", "eagle3, draft vocabulary", "peagle, draft vocabulary", "medusa", "hydra"),
+    *("dflash, all variants", "dspark", "dflash2", "draft_model"),
+)
+"""One case of each head, which `make test` runs."""
+CASES_OF_ALL_TIERS = tiers(CASES, IN_CORE)
+
+
+LAYER_CASES = [case for case in IN_CORE if issubclass(HEADS[CASES[case][0]], LayerHead)]
 """Cases whose head is a `LayerHead`: its attention reads other keys at later depths than at depth 0."""
 
 
 def test_every_head_is_among_the_cases() -> None:
-    assert {name for name, _ in CASES.values()} == set(HEADS)
+    assert {name for name, _ in CASES.values()} == set(HEADS) == {CASES[case][0] for case in IN_CORE}
 
 
 def random_head(case: str) -> Head:
@@ -155,118 +158,54 @@ def largest_difference(head: Head, states: torch.Tensor) -> float:
     return max(differences)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES_OF_ALL_TIERS)
 @torch.no_grad()
 def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name: str) -> None:
     head = random_head(name)
-    tokens = packed_inputs(head)
-    assert largest_difference(head, run(head, tokens)) < 1e-5
+    assert largest_difference(head, run(head, packed_inputs(head))) < 1e-5
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES_OF_ALL_TIERS)
 @torch.no_grad()
 def test_an_alignment_shifted_by_one_token_is_caught(name: str) -> None:
     head = random_head(name)
     tokens = packed_inputs(head)
-    reads_tokens = CASES[name][0] != "medusa"
-    read = "next_ids" if reads_tokens else "target_states"
+    read = "target_states" if CASES[name][0] == "medusa" else "next_ids"
     shifted = replace(tokens, **{read: torch.roll(getattr(tokens, read), -1, 0)})
     assert largest_difference(head, run(head, shifted)) > 1e-2
 
 
 @pytest.mark.parametrize("name", LAYER_CASES)
 @torch.no_grad()
-def test_an_alignment_shifted_by_one_position_is_caught(name: str) -> None:
-    """Shifts only the positions of later depths: RoPE is relative, so shifting all positions would change nothing."""
+def test_wrong_positions_documents_and_keys_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head = random_head(name)
     assert isinstance(head, LayerHead)
     tokens = packed_inputs(head)
-    real_tables = head.self_attn.rope.tables
-    calls = iter(range(100))
-    head.self_attn.rope.tables = lambda positions, dtype: real_tables(positions + min(1, next(calls)), dtype)
-    states = run(head, tokens)
-    head.self_attn.rope.tables = real_tables
+    # 1. Later depths are one position off. RoPE is relative, so shifting all positions would change nothing.
+    with monkeypatch.context() as patch:
+        tables, calls = head.self_attn.rope.tables, iter(range(100))
+        patch.setattr(
+            head.self_attn.rope, "tables", lambda positions, dtype: tables(positions + min(1, next(calls)), dtype)
+        )
+        states = run(head, tokens)
     assert largest_difference(head, states) > 1e-3
-
-
-@pytest.mark.parametrize("name", LAYER_CASES)
-@torch.no_grad()
-def test_a_document_that_sees_the_previous_one_is_caught(name: str) -> None:
-    head = random_head(name)
-    assert isinstance(head, LayerHead)
-    tokens = packed_inputs(head)
+    # 2. A document sees the previous one.
     one_document = replace(tokens.packing, segments=Packing.of_spans([sum(LENGTHS)]).segments)
     assert largest_difference(head, run(head, replace(tokens, packing=one_document))) > 1e-2
+    # 3. Each depth has its own full attention. An engine's cache holds depth-0 keys of earlier tokens.
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            layer_head,
+            "depth_attention",
+            lambda q, k, v, own_k, own_v, packing: depth_attention(
+                q, [k, *own_k][-1], [v, *own_v][-1], [], [], packing
+            ),
+        )
+        states = run(head, tokens)
+    assert largest_difference(head, states) > 1e-2
 
 
-TOKEN_IDS = ("input_ids", "next_ids")
-
-
-@pytest.mark.parametrize("name", CASES)
-@torch.no_grad()
-def test_the_states_of_a_document_do_not_depend_on_other_documents(name: str) -> None:
-    head = random_head(name)
-    tokens = packed_inputs(head)
-    before = run(head, tokens)
-    changed = replace(tokens, **{name: getattr(tokens, name).clone() for name in ("target_states", *TOKEN_IDS)})
-    changed.target_states[:9] = 7.0
-    for name in TOKEN_IDS:
-        getattr(changed, name)[:9] = 7
-    after = run(head, changed)
-    assert not torch.equal(before[:, :9], after[:, :9])
-    assert torch.equal(before[:, 9:], after[:, 9:])
-
-
-SOME_SPANS = ((0, 2, 3), (0, 6, 2), (1, 0, 4), (2, 4, 1))
-"""Spans as (document, first token, length): two of one document, one at a document's start, one of a single token."""
-
-
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_states_and_gradients_do_not_depend_on_which_other_tokens_are_draft_positions(
-    name: str, activation_checkpointing: bool
-) -> None:
-    """Compares all states and gradients. Tokens that are not draft positions must only provide keys and values."""
-    head = random_head(name)
-    head.activation_checkpointing = activation_checkpointing
-    tokens = packed_inputs(head)
-    few = Packing.of_spans(LENGTHS, SOME_SPANS, head.shared_window)
-    counts = torch.tensor(
-        [[left > depth for *_, length in SOME_SPANS for left in range(length, 0, -1)] for depth in range(DEPTHS)]
-    )
-    states = run(head, replace(tokens, packing=few))[counts]
-    head.activation_checkpointing = False
-    among_all = run(head, tokens)[:, few.draft_positions][counts]
-    torch.testing.assert_close(states, among_all, atol=2e-6, rtol=1e-5)
-    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
-    parameters = [weight for name, weight in head.named_parameters() if not name.startswith(READ_BY_THE_LOSS)]
-    for ours, reference in zip(
-        torch.autograd.grad((states * weights).mean(), parameters),
-        torch.autograd.grad((among_all * weights).mean(), parameters),
-        strict=True,
-    ):
-        assert (ours - reference).abs().max() <= 5e-5 * reference.abs().max()
-
-
-@pytest.mark.parametrize("name", LAYER_CASES)
-@torch.no_grad()
-def test_training_with_each_depths_own_full_attention_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine's cache holds depth-0 keys of earlier tokens, not their keys of depth k."""
-    import mtptrain.heads.layer_head as module
-
-    head = random_head(name)
-    assert isinstance(head, LayerHead)
-    tokens = packed_inputs(head)
-    real = module.depth_attention
-    monkeypatch.setattr(
-        module,
-        "depth_attention",
-        lambda q, k, v, own_k, own_v, packing: real(q, [k, *own_k][-1], [v, *own_v][-1], [], [], packing),
-    )
-    assert largest_difference(head, run(head, tokens)) > 1e-2
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", IN_CORE)
 def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str) -> None:
     head, positions = random_head(name), torch.arange(40)
 

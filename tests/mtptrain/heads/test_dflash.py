@@ -1,5 +1,6 @@
 """Tests attention of blocks and single draft positions against plain masks, and what a DFlash head refuses."""
 
+import itertools
 import math
 
 import pytest
@@ -9,10 +10,9 @@ from mtptrain.heads.attention.draft_blocks import block_attention, block_view
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
+from mtptrain.utils.errors import UserError
 from tests.mtptrain.heads.dense import PACKINGS, seen_tokens
-from tests.mtptrain.heads.test_contract import (
-    tiny_config,
-)
+from tests.mtptrain.heads.test_contract import tiny_config
 
 
 def dense_block_attention(
@@ -41,55 +41,40 @@ def dense_block_attention(
     return out + torch.einsum("hrmb,bmhd->rmhd", weights[..., len(key) :], block_value)
 
 
-@pytest.mark.parametrize("case", PACKINGS)
-@pytest.mark.parametrize("unread", [0, 1])
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, 5, 6, 9, 100])
-def test_attention_of_blocks_equals_one_softmax_over_a_mask(
-    case: str, unread: int, is_causal: bool, window: int | None
-) -> None:
-    generator, block_size = torch.Generator().manual_seed(0), 4
-    packing = PACKINGS[case](None if window is None else window - block_size)
-    view = block_view(packing, block_size, is_causal, window)
-    num_tokens, num_drafts = len(packing.positions), len(packing.draft_positions)
-    shapes = [
-        (block_size - unread, num_drafts, 4, 16),
-        *[(num_tokens, 2, 16)] * 2,
-        *[(block_size, num_drafts, 2, 16)] * 2,
-    ]
-    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-    weights = torch.randn(shapes[0], generator=generator)
-    ours = block_attention(*inputs, view)
-    dense = dense_block_attention(*inputs, packing, is_causal, window or math.inf)
-    torch.testing.assert_close(ours, dense, atol=2e-6, rtol=1e-5)
-    grads = [torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, dense)]
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted, atol=5e-6, rtol=1e-5)
+@pytest.mark.parametrize("case", PACKINGS)
+def test_attention_of_blocks_equals_one_softmax_over_a_mask(case: str, window: int | None) -> None:
+    for unread, is_causal in itertools.product((0, 1), (False, True)):
+        generator, block_size = torch.Generator().manual_seed(0), 4
+        packing = PACKINGS[case](None if window is None else window - block_size)
+        view = block_view(packing, block_size, is_causal, window)
+        num_tokens, num_drafts = len(packing.positions), len(packing.draft_positions)
+        query, keys, own_keys = (block_size - unread, num_drafts, 4), (num_tokens, 2), (block_size, num_drafts, 2)
+        shapes = [(*shape, 16) for shape in (query, keys, keys, own_keys, own_keys)]
+        inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+        weights = torch.randn(shapes[0], generator=generator)
+        ours = block_attention(*inputs, view)
+        dense = dense_block_attention(*inputs, packing, is_causal, window or math.inf)
+        torch.testing.assert_close(ours, dense, atol=2e-6, rtol=1e-5)
+        grads = [torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, dense)]
+        torch.testing.assert_close(*grads, atol=5e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"), [(36, (2, 10, 18, 26, 34)), (32, (2, 9, 16, 23, 30)), (80, (2, 21, 40, 59, 78))]
-)
-def test_the_default_layers_are_those_of_published_heads(layers: int, expected: tuple[int, ...]) -> None:
-    found = DflashHead.resolve_capture_layers(DflashHead.Config(), tiny_config(num_hidden_layers=layers))
-    assert found == expected
+def test_the_default_layers_are_those_of_published_heads() -> None:
+    for layers, expected in ((36, (2, 10, 18, 26, 34)), (32, (2, 9, 16, 23, 30)), (80, (2, 21, 40, 59, 78))):
+        config = tiny_config(num_hidden_layers=layers)
+        assert DflashHead.resolve_capture_layers(DflashHead.Config(), config) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {},
-            r"head\.capture_layers: must be different layers .* within 0\.\.2, .* the default; set",
-        ),
-        ({"capture_layers": [1, 3]}, r"head\.capture_layers: must be .* within 0\.\.2, .* but are \[1, 3\]; set them"),
-        ({"capture_layers": []}, r"head\.capture_layers: must be different layers .* but are \[\]; set them"),
-        (
-            {"capture_layers": [1], "mask_token_id": 50},
-            r"head\.mask_token_id: must be within 0\.\.49, the target's vocabulary, but is 50; set the id",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_the_target_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_head(DflashHead.Config(**settings), tiny_config())
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({}, r"capture_layers: must be different layers .* within 0\.\.2, .* the default; set"),
+    ({"capture_layers": [1, 3]}, r"capture_layers: must be .* within 0\.\.2, .* but are \[1, 3\]; set them"),
+    ({"capture_layers": []}, r"capture_layers: must be different layers .* but are \[\]; set them"),
+    ({"capture_layers": [1], "mask_token_id": 50}, r"mask_token_id: must be within 0\.\.49, .* but is 50; set the id"),
+]
+
+
+def test_settings_that_do_not_fit_the_target_are_refused() -> None:
+    for settings, message in REFUSED:
+        with pytest.raises(UserError, match=rf"^head\.{message}"):
+            build_head(DflashHead.Config(**settings), tiny_config())

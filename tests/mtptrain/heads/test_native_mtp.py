@@ -1,6 +1,5 @@
 """Tests that `native_mtp` computes what each family's module does, with its norms, its feedback and its layer."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.causal_attention import FULL, Extras
 from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import load_frozen_parts
+from tests.conftest import tiers
 from tests.families import EXACT, SIZES, AutoConfig
 from tests.native_modules import MODULES, NUM_LAYERS, write_checkpoint
 
@@ -96,14 +96,7 @@ def plain_states(
 ) -> torch.Tensor:
     """Returns the states of all depths [T, H] of one draft position, by running the layer over whole sequences.
 
-    Args:
-        decoder: a decoder whose last layer is the module's.
-        family: the family.
-        config: the target's config.
-        tensors: the checkpoint.
-        states: the target's states [S, H].
-        embeddings: embedding of each token [S, H].
-        position: the draft position.
+    The layer is the decoder's last one. States and embeddings are those of each token [S, H].
     """
     project, embedding_norm, hidden_norm, final_norm, _ = parts_of(family)
     offset = 1.0 if family.startswith("qwen") else 0.0
@@ -126,12 +119,8 @@ def plain_states(
         window = config.sliding_window if family in LAST_LAYER else x.shape[1]
         is_seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().triu(1 - window)
         mask = torch.zeros(is_seen.shape).masked_fill(~is_seen, float("-inf"))[None, None]
-        out = decoder.layers[-1](  # type: ignore[union-attr,operator]
-            x,
-            position_embeddings=rotated(decoder, x, positions, family),
-            attention_mask=mask,
-            position_ids=positions,
-        )
+        given = {"position_embeddings": rotated(decoder, x, positions, family), "attention_mask": mask}
+        out = decoder.layers[-1](x, **given, position_ids=positions)  # type: ignore[union-attr,operator]
         last = (out[0] if isinstance(out, tuple) else out)[0, -1]
         normed = norm(final_norm, last) if final_norm else last
         found.append(normed)
@@ -141,7 +130,12 @@ def plain_states(
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("family", MODULES)
+IN_CORE = ("deepseek_v3", "qwen3_5_text", "mimo_v2_flash")
+# Others with a scale of their own, sinks, a window, a soft cap with a window, and a temperature of each position.
+MORE_LAYERS = ("granite", "gpt_oss", "mistral", "gemma2", "llama4_text")
+
+
+@pytest.mark.parametrize("family", tiers(MODULES, IN_CORE))
 @torch.no_grad()
 def test_every_depth_is_that_of_the_familys_own_layer(tmp_path: Path, family: str) -> None:
     config, state = write_checkpoint(tmp_path, family, **LAST_LAYER.get(family, {}))
@@ -159,8 +153,7 @@ def test_every_depth_is_that_of_the_familys_own_layer(tmp_path: Path, family: st
         torch.testing.assert_close(drafted, plain, atol=2e-5, rtol=1e-4)
 
 
-# Others with a scale of their own, sinks, a window, a soft cap with a window, and a temperature of each position.
-@pytest.mark.parametrize("family", [*MODULES, "granite", "gpt_oss", "mistral", "gemma2", "llama4_text"])
+@pytest.mark.parametrize("family", tiers([*MODULES, *MORE_LAYERS], (*IN_CORE, "gemma2")))
 def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(tmp_path: Path, family: str) -> None:
     settings = {"moe_layers": [], "floor_scale": 2} if family == "llama4_text" else {}
     config, state = write_checkpoint(tmp_path, family, **settings)
@@ -179,15 +172,15 @@ def test_training_computes_what_decoding_does_and_gives_every_weight_a_gradient(
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
-@pytest.mark.parametrize("family", ["lfm2", "llama4_text", "nemotron_h"])
-def test_a_last_layer_that_is_no_module_is_refused(family: str) -> None:
-    model_type, settings = EXACT[family]
-    message = (
-        "^head: for head native_mtp, the target's last decoder layer must have attention, keep no state, and have the "
-        f"tensors that it has in a model of one layer, but that of a {model_type} does not; train head=mtp$"
-    )
-    with pytest.raises(ValueError, match=message):
-        build_head(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
+def test_a_last_layer_that_is_no_module_is_refused() -> None:
+    for family in ("lfm2", "llama4_text", "nemotron_h"):
+        model_type, settings = EXACT[family]
+        message = (
+            "^head: for head native_mtp, the target's last decoder layer must have attention, keep no state, and have "
+            f"the tensors that it has in a model of one layer, but that of a {model_type} does not; train head=mtp$"
+        )
+        with pytest.raises(ValueError, match=message):
+            build_head(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
 
 
 @pytest.mark.parametrize("points", [False, True])
@@ -195,9 +188,8 @@ def test_blocks_of_stored_scores_attend_as_the_kernels_do(points: bool, monkeypa
     monkeypatch.setattr("mtptrain.heads.attention.depths.MOST_SCORES", 64)  # several blocks per document
     lengths, generator = [9, 4, 12], torch.Generator().manual_seed(1)
     drafting = [np.array([1, 2, 6]), np.array([3]), np.array([0, 5, 11])]
-    packing = (
-        Packing.of_points(lengths, drafting) if points else Packing.of_spans(lengths, [(0, 2, 3), (2, 0, 4), (2, 7, 5)])
-    )
+    spans = [(0, 2, 3), (2, 0, 4), (2, 7, 5)]
+    packing = Packing.of_points(lengths, drafting) if points else Packing.of_spans(lengths, spans)
     num_drafts = len(packing.draft_positions)
     query, keys, values = (torch.randn(n, h, 8, generator=generator) for n, h in ((num_drafts, 4), (25, 2), (25, 2)))
     own = [[torch.randn(num_drafts, 2, 8, generator=generator) for _ in range(2)] for _ in range(2)]
@@ -205,17 +197,12 @@ def test_blocks_of_stored_scores_attend_as_the_kernels_do(points: bool, monkeypa
     torch.testing.assert_close(blocks_attention(query, keys, values, *own, packing, FULL, Extras()), plain)
 
 
-def cast(head: NativeMtpHead) -> NativeMtpHead:
-    return head.to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("change", [cast, NativeMtpHead.train], ids=["bf16", "training mode"])
-def test_frequencies_and_routers_stay_exact(change: Callable[[NativeMtpHead], NativeMtpHead]) -> None:
+def test_frequencies_and_routers_stay_exact_in_bf16_and_in_training_mode() -> None:
     model_type, settings = EXACT["glm4_moe"]
     head = NativeMtpHead(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
     head.model.layers[0].mlp.gate.e_score_correction_bias.uniform_()  # type: ignore[union-attr,operator]
     exact = {name: buffer.clone() for name, buffer in head.named_buffers()}
-    changed = change(head)
+    changed = head.to(torch.bfloat16).train()
     assert {"model.rotary_emb.inv_freq", "model.layers.0.mlp.gate.e_score_correction_bias"} <= exact.keys()
     assert all(torch.equal(changed.get_buffer(name), buffer) for name, buffer in exact.items())
     assert not any(module.training for module in changed.model.modules())
