@@ -20,12 +20,9 @@ def test_counts_are_pooled_over_prompts_and_divided_once() -> None:
     assert (found.rounds, found.drafted, found.accepted, found.prompts) == (12, 36, 18, 2)
 
 
-def test_rounds_without_a_draft_lower_the_tokens_per_step_only() -> None:
+def test_rounds_without_a_draft_lower_the_tokens_per_step_only_and_nothing_generated_is_a_length_of_one() -> None:
     found = summarise([generation(10, [5], empty_rounds=10)])
     assert (found.acceptance_length, found.tokens_per_step) == (1.5, 1.25)
-
-
-def test_nothing_generated_is_a_length_of_one() -> None:
     assert summarise([generation(0, [0, 0])]).acceptance_length == 1.0
 
 
@@ -57,16 +54,13 @@ def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
     assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx(
         (1.96 * error, 1.96 * error), rel=0.15
     )
-    assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1)) and found.acceptance_rate_at[1] == (
-        0.0,
-        0.0,
-    )
+    assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1))
+    assert found.acceptance_rate_at[1] == (0.0, 0.0)
     assert found.tokens_per_step == found.acceptance_length
     assert intervals(alone) == found, "the same seed must give the same interval"
     twice = intervals([answers * 2 for answers in alone])
-    assert twice is not None and twice.acceptance_length == pytest.approx((low, high)), (
-        "two equal answers from one source must give the same interval as one answer"
-    )
+    assert twice is not None
+    assert twice.acceptance_length == pytest.approx((low, high)), "two equal answers from one source are as one"
 
 
 def test_one_source_gives_no_interval() -> None:
@@ -91,8 +85,5 @@ def test_batches_respect_the_bounds_on_prompts_and_tokens(
     batch_size: int, batch_tokens: int | None, batches: list[list[int]]
 ) -> None:
     lengths = [10, 5, 50, 8, 20]
+    assert token_batches([], 10, batch_size, batch_tokens) == []
     assert token_batches(lengths, 10, batch_size, batch_tokens) == batches
-
-
-def test_no_prompts_are_no_batches() -> None:
-    assert token_batches([], 10, 8, 100) == []

@@ -1,6 +1,8 @@
-"""Tests that drafts and counts equal those of a loop without caches."""
+"""Tests that drafts and counts equal those of a loop without caches, which drafts with the head's training forward."""
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,35 +16,52 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.packing import PackedTokens, Packing
-from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
-from tests.conftest import make_target
+from tests.conftest import make_target, tiers
 
-Plain = tuple[list[int], int, list[int], list[list[int]]]
+AT_ONCE = ("peagle", "dflash")
+"""Heads that draft all depths in one forward, whose states depend on the number of depths."""
+TargetOf = Callable[[str], Target]
+
+
+def read_states(target: Target, head: Head, tokens: list[int]) -> torch.Tensor:
+    """Returns what the head reads of the target's states after the whole text but its newest token."""
+    output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    if not head.capture_layers:
+        return output.last_hidden_state[0]
+    return torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
+
+
+def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[int], depths: int) -> torch.Tensor:
+    """Returns the logits [D] after a text, from the head's training forward.
+
+    The draft starts from the target's last state, and its depths read the tokens after the newest verified one. The
+    target has no states of those tokens yet, so they are filled with zeros, which the draft does not see.
+    """
+    depth = len(tokens) - 1 - len(states)
+    packed, ids = torch.cat([states, states.new_zeros(depth, *states.shape[1:])]), torch.tensor(tokens)
+    read = PackedTokens(packed, ids[:-1], ids[1:], Packing.of_spans([len(packed)], window=head.shared_window))
+    found = head(read, target.parts, depths if head.Config.name in AT_ONCE else depth + 1)
+    return head.logits(found[depth, len(states) - 1], target.parts)
 
 
 @torch.no_grad()
 def plain_speculation(
     target: Target, head: Head, prompt: list[int], depths: int, max_new_tokens: int, eos: set[int]
-) -> Plain:
+) -> tuple[list[int], int, list[int], list[list[int]]]:
     """Returns the new tokens, the number of rounds, the accepted drafts at each position, and every draft.
 
-    The whole text is read again for every token, and drafts come from the head's *training* forward over the tokens
-    that the target has read.
+    The whole text is read again for every token.
     """
     tokens = [*prompt, int(target.model(torch.tensor([prompt])).logits[0, -1].argmax())]
     rounds, accepted_at, proposals = 0, [0] * depths, []
     while len(tokens) < len(prompt) + max_new_tokens and not eos & set(tokens[len(prompt) :]):
-        count = len(tokens)
-        output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
-        states = output.last_hidden_state[0]
-        if head.capture_layers:
-            states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
-        draft: list[int] = []
+        states, draft = read_states(target, head, tokens), list[int]()
         for _ in range(depths):
-            draft.append(int(head.target_tokens(next_draft(target, head, states, tokens + draft).argmax())))
-        wanted = target.model(torch.tensor([tokens + draft])).logits[0, count - 1 :].argmax(-1).tolist()
+            logits = next_draft(target, head, states, tokens + draft, depths)
+            draft.append(int(head.target_tokens(logits.argmax())))
+        wanted = target.model(torch.tensor([tokens + draft])).logits[0, len(tokens) - 1 :].argmax(-1).tolist()
         accepted = next((i for i, token in enumerate(draft) if token != wanted[i]), depths)
         rounds += 1
         accepted_at = [n + (i < accepted) for i, n in enumerate(accepted_at)]
@@ -51,19 +70,6 @@ def plain_speculation(
     new = tokens[len(prompt) :][:max_new_tokens]
     ends = [i for i, token in enumerate(new) if token in eos]
     return (new[: ends[0] + 1] if ends else new), rounds, accepted_at, proposals
-
-
-def next_draft(target: Target, head: Head, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Returns the logits [D] after a text, from the head's training forward.
-
-    The draft starts from the target's last state, and its depths read the tokens after the newest verified one. The
-    target has no states of those tokens yet, so they are filled with zeros, which the draft does not see.
-    """
-    depth = len(tokens) - 1 - len(states)
-    packed = torch.cat([states, states.new_zeros(depth, *states.shape[1:])])
-    ids = torch.tensor(tokens)
-    found = head(PackedTokens(packed, ids[:-1], ids[1:], Packing.of_spans([len(packed)])), target.parts, depth + 1)
-    return head.logits(found[depth, len(states) - 1], target.parts)
 
 
 HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -78,39 +84,29 @@ HEAD_CASES: dict[str, tuple[str, dict[str, object]]] = {
     "hydra": ("hydra", {"ttt_steps": 5, "num_layers": 2}),
 }
 TREE_CASES = [case for case, (name, _) in HEAD_CASES.items() if HEADS[name].Config.drafts_trees]
-CHAIN_CASES = HEAD_CASES | {"draft_model": ("draft_model", {"num_hidden_layers": 2, "hidden_size": 64})}
+CHAIN_CASES = HEAD_CASES | {
+    "draft_model": ("draft_model", {"num_hidden_layers": 2, "hidden_size": 64}),
+    **{name: (name, {"capture_layers": [1, 2]}) for name in AT_ONCE},
+}
+IN_CORE = ("mtp", "eagle3 draft vocabulary", "medusa", "hydra", "draft_model", *AT_ONCE)
+PROMPT_LENGTHS = (1, 2, 5, 9, 14, 20, 25, 30)
 
 
-class RecordingDrafter(HeadDrafter):
-    """Keeps the tokens and logits of every draft."""
+@pytest.fixture(scope="module")
+def target_of(tmp_path_factory: pytest.TempPathFactory) -> TargetOf:
+    """Returns a function that makes a random target of a family once. With a vocabulary of 5, drafts are accepted."""
 
-    def __init__(self, head: Head, parts: FrozenParts, num_speculative_tokens: int) -> None:
-        super().__init__(head, parts, num_speculative_tokens)
-        self.proposals: list[torch.Tensor] = []
-        self.logits: list[torch.Tensor] = []
+    @cache
+    def make(model_type: str) -> Target:
+        vocabulary = {"vocab_size": 5, "eos_token_id": None, "num_hidden_layers": 4}
+        sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        directory = make_target(tmp_path_factory.mktemp(model_type), model_type, {**vocabulary, **sizes})
+        return load_target(directory, torch.float32, torch.device("cpu"))
 
-    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        draft = super().draft(verified, sampler)
-        self.proposals.append(draft.tokens)
-        assert draft.logits is not None
-        self.logits.append(torch.stack(draft.logits, 1))  # [B, K, D]
-        return draft
+    return make
 
 
-def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target, Head, list[list[int]]]:
-    """Returns a random target and head, and prompts. With a vocabulary of 5, some drafts are accepted."""
-    directory = make_target(
-        tmp_path,
-        model_type,
-        vocab_size=5,
-        eos_token_id=None,
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_hidden_layers=4,
-    )
-    target = load_target(directory, torch.float32, torch.device("cpu"))
+def head_and_prompts(target: Target, case: str) -> tuple[Head, list[list[int]]]:
     torch.manual_seed(1)
     name, settings = CHAIN_CASES[case]
     if name == "eagle3":
@@ -126,27 +122,40 @@ def target_and_head(tmp_path: Path, model_type: str, case: str) -> tuple[Target,
     if head.d2t is not None:
         head.d2t.copy_(torch.tensor([0, 0, 1, 1]))  # drafts tokens 0, 1, 3, 4
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, 5, (length,), generator=generator).tolist() for length in (1, 2, 5, 9, 14, 20, 25, 30)]
-    return target, head, prompts
+    return head, [torch.randint(0, 5, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
 
 
-@pytest.mark.parametrize("depths", [1, 3, 5])
-@pytest.mark.parametrize("case", CHAIN_CASES)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+class RecordingDrafter(HeadDrafter):
+    """Keeps the tokens of every draft."""
+
+    proposals: list[torch.Tensor]
+
+    def draft(self, verified: Verified, sampler: Sampler) -> Draft:
+        draft = super().draft(verified, sampler)
+        self.proposals.append(draft.tokens)
+        return draft
+
+
+SIZES = [(case, *size) for case in CHAIN_CASES for size in (("llama", 1), ("llama", 3), ("llama", 5), ("qwen3", 3))]
+
+
+@pytest.mark.parametrize(("case", "model_type", "depths"), tiers(SIZES, [(case, "llama", 3) for case in IN_CORE]))
 def test_drafts_and_counts_equal_those_of_a_loop_without_caches(
-    tmp_path: Path, model_type: str, case: str, depths: int
+    target_of: TargetOf, case: str, model_type: str, depths: int
 ) -> None:
     """Token 4 ends some sequences within accepted drafts."""
-    target, head, prompts = target_and_head(tmp_path, model_type, case)
+    target = target_of(model_type)
+    head, prompts = head_and_prompts(target, case)
     drafter = RecordingDrafter(head, target.parts, depths)
-    found = speculate(
-        target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=20, sampler=Sampler(), eos_token_ids=[4]
-    )
+    drafter.proposals = []
+    settings = {"num_speculative_tokens": depths, "max_new_tokens": 20, "sampler": Sampler(), "eos_token_ids": [4]}
+    found = speculate(target, drafter, prompts, **settings)  # type: ignore[arg-type]
     assert sum(sum(generation.accepted_at) for generation in found) > 0, "accept some drafts, or the test shows little"
     for row, (prompt, generation) in enumerate(zip(prompts, found, strict=True)):
         tokens, rounds, accepted_at, proposals = plain_speculation(target, head, prompt, depths, 20, {4})
         assert generation.tokens == tokens
         assert (generation.rounds, generation.accepted_at, generation.drafted) == (rounds, accepted_at, depths * rounds)
+        assert [sum(count > i for count in generation.accepted_by_round) for i in range(depths)] == accepted_at
         assert [step[row].tolist() for step in drafter.proposals[:rounds]] == proposals
 
 
@@ -158,20 +167,14 @@ def plain_tree(
     target: Target, head: Head, tokens: list[int], depths: int, num_nodes: int, top_k: int
 ) -> dict[Branch, float]:
     """Returns the branches of the tree with their log-probabilities, each from the head's *training* forward."""
-    output = target.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
-    states = output.last_hidden_state[0]
-    if head.capture_layers:
-        states = torch.stack([output.hidden_states[layer][0] for layer in head.capture_layers], -2)
-    found: dict[Branch, float] = {}
-    frontier: dict[Branch, float] = {(): 0.0}
+    states, found, frontier = read_states(target, head, tokens), dict[Branch, float](), {(): 0.0}
     for _ in range(depths):
         candidates: dict[Branch, float] = {}
         for branch, score in frontier.items():
-            logprobs, ids = next_draft(target, head, states, [*tokens, *branch]).log_softmax(-1).topk(top_k)
-            ids = head.target_tokens(ids)
-            candidates |= {
-                (*branch, token): score + more for token, more in zip(ids.tolist(), logprobs.tolist(), strict=True)
-            }
+            logits = next_draft(target, head, states, [*tokens, *branch], depths)
+            logprobs, ids = logits.log_softmax(-1).topk(top_k)
+            more = zip(head.target_tokens(ids).tolist(), logprobs.tolist(), strict=True)
+            candidates |= {(*branch, token): score + logprob for token, logprob in more}
         found |= candidates
         frontier = dict(sorted(candidates.items(), key=lambda item: -item[1])[:top_k])
     return dict(sorted(found.items(), key=lambda item: -item[1])[:num_nodes])
@@ -184,10 +187,8 @@ class RecordingTrees(TreeDrafter):
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
         draft = super().draft(verified, sampler)
-        self.found += [
-            (tokens[:count].tolist(), draft, row)
-            for row, (tokens, count) in enumerate(zip(verified.tokens, verified.num_tokens, strict=True))
-        ]
+        for row, (tokens, count) in enumerate(zip(verified.tokens, verified.num_tokens, strict=True)):
+            self.found.append((tokens[:count].tolist(), draft, row))
         return draft
 
 
@@ -199,27 +200,41 @@ def branches_of(draft: Draft, row: int) -> list[Branch]:
     return branches
 
 
-@pytest.mark.parametrize("case", TREE_CASES)
-@pytest.mark.parametrize(("depths", "num_nodes", "top_k"), [(1, 2, 3), (3, 9, 3), (4, 40, 2)])
+@pytest.mark.parametrize(("depths", "num_nodes", "top_k"), tiers([(1, 2, 3), (3, 9, 3), (4, 40, 2)], [(3, 9, 3)]))
+@pytest.mark.parametrize("case", tiers(TREE_CASES, IN_CORE))
 def test_trees_equal_those_of_a_loop_without_caches(
-    tmp_path: Path, case: str, depths: int, num_nodes: int, top_k: int
+    target_of: TargetOf, case: str, depths: int, num_nodes: int, top_k: int
 ) -> None:
-    target, head, prompts = target_and_head(tmp_path, "llama", case)
+    target = target_of("llama")
+    head, prompts = head_and_prompts(target, case)
     drafter = RecordingTrees(head, target.parts, depths, num_nodes, top_k)
     drafter.found = []
-    generations = speculate(
-        target, drafter, prompts, num_speculative_tokens=depths, max_new_tokens=12, sampler=Sampler(), eos_token_ids=[4]
-    )
-    assert sum(sum(generation.accepted_at) for generation in generations) > 0, (
-        "accept some drafts, or the test shows little"
-    )
+    settings = {"num_speculative_tokens": depths, "max_new_tokens": 12, "sampler": Sampler(), "eos_token_ids": [4]}
+    generations = speculate(target, drafter, prompts, **settings)  # type: ignore[arg-type]
+    accepted = sum(sum(generation.accepted_at) for generation in generations)
+    assert accepted > 0, "accept some drafts, or the test shows little"
     for index, (tokens, draft, row) in enumerate(drafter.found):
         if index // len(prompts) >= generations[row].rounds:
             continue  # the sequence had ended
         branches, expected = branches_of(draft, row), plain_tree(target, head, tokens, depths, num_nodes, top_k)
         assert len(set(branches)) == len(branches) == len(expected)
-        lowest = min(expected.values())
-        assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(
-            branches
-        )  # leave out ties for the last place
+        lowest = min(expected.values())  # leave out ties for the last place
+        assert {branch for branch, score in expected.items() if score > lowest + 1e-4} <= set(branches)
         assert all(branch[:-1] in {(), *branches} for branch in branches)
+
+
+@pytest.mark.parametrize(
+    ("case", "later_depths"), [(name, 0) for name in ("medusa", *AT_ONCE)] + [("hydra", 2), ("mtp", 2)]
+)
+def test_heads_that_draft_at_once_run_once_in_a_round_and_others_once_for_each_depth(
+    target_of: TargetOf, case: str, later_depths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of("llama")
+    head, prompts = head_and_prompts(target, case)
+    calls = {name: Mock(wraps=getattr(head, name)) for name in ("draft_first", "draft_next")}
+    for name, method in calls.items():
+        monkeypatch.setattr(head, name, method)
+    drafter = HeadDrafter(head, target.parts, 3)
+    (answer,) = speculate(target, drafter, prompts[:1], num_speculative_tokens=3, max_new_tokens=8, sampler=Sampler())
+    counts = {name: method.call_count for name, method in calls.items()}
+    assert counts == {"draft_first": answer.rounds, "draft_next": later_depths * answer.rounds}
