@@ -55,11 +55,11 @@ def read_store(directory: Path) -> dict[str, bytes]:
 
 
 def overrides_of(config: PipelineConfig) -> list[str]:
-    shard_tokens = config.hidden_states.shard_tokens
+    settings = config.hidden_states
     return [
         f"run_dir={config.run_dir}",
         f"target.path={config.target.path}",
-        f"hidden_states.shard_tokens={shard_tokens}",
+        *(f"hidden_states.{name}={getattr(settings, name)}" for name in ("shard_tokens", "store_dtype")),
     ]
 
 

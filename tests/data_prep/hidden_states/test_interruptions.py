@@ -1,23 +1,22 @@
-"""Tests that resumed runs and concurrent parts write the same store as an undisturbed run."""
+"""Tests that resumed runs and concurrent parts write the same store as an undisturbed run, and the check of a store."""
 
-import os
 import shutil
-import subprocess
 import time
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data_prep import hidden_states
 from data_prep.hidden_states import extract_hidden_states
-from eval.checks.processes import kill_tree
 from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
-from mtptrain.utils.distributed import free_port, init_ranks
-from tests.conftest import program_command, run_program
+from mtptrain.utils.errors import UserError
+from tests.conftest import run_program, start_program
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, overrides_of, read_store
-from tests.programs import FORKED, ROOT, ranks_environment
+from tests.programs import StartedProgram
+from tests.sealed import flip_bit
 
 
 def extract(config: PipelineConfig, num_ranks: int) -> str:
@@ -26,117 +25,107 @@ def extract(config: PipelineConfig, num_ranks: int) -> str:
     return result.stdout
 
 
-def kill_program(config: PipelineConfig, num_ranks: int, after_shards: int) -> None:
-    """Starts the program, and kills it and its child processes once `after_shards` shards exist."""
-    command = program_command("hidden-states", *overrides_of(config), num_ranks=num_ranks)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def undisturbed(config: PipelineConfig) -> dict[str, bytes]:
+    """Returns the files of a whole run on one rank, and removes them."""
+    extract_hidden_states(Run(config), ONE_RANK)
     store_dir = config.stage_dir("hidden_states")
-    deadline = time.monotonic() + 300
-    while len(list(store_dir.glob("shard_*.safetensors"))) < after_shards:
-        assert process.poll() is None and time.monotonic() < deadline
+    files = read_store(store_dir)
+    shutil.rmtree(store_dir)
+    return files
+
+
+def shards_of(config: PipelineConfig) -> list[Path]:
+    return list(config.stage_dir("hidden_states").glob("shard_*.safetensors"))
+
+
+def kill_after(config: PipelineConfig, num_ranks: int, num_shards: int, then_s: float = 0.0) -> None:
+    """Starts the program, and kills all ranks once so many shards exist."""
+    program, deadline = (
+        start_program("hidden-states", *overrides_of(config), num_ranks=num_ranks),
+        time.monotonic() + 120,
+    )
+    while len(shards_of(config)) < num_shards:
+        assert program.is_running and time.monotonic() < deadline, program.errors_so_far()
         time.sleep(0.0005)
-    kill_tree(process.pid)
-    process.wait()
-    assert (store_dir / "plan.json").exists() and not (store_dir / "manifest.json").exists()
+    time.sleep(then_s)
+    program.kill()
+    assert not (config.stage_dir("hidden_states") / "manifest.json").exists(), "the run must be killed before its end"
 
 
 def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_run(prepared: ConfigFor) -> None:
     rng = np.random.default_rng(3)
-    config = prepared(lengths=rng.integers(1, 90, 400).tolist())
-    store_dir = config.stage_dir("hidden_states")
-    extract(config, num_ranks=1)
-    undisturbed = read_store(store_dir)
-    assert len(undisturbed) > 200
-    shutil.rmtree(store_dir)
-
-    kill_program(config, num_ranks=1, after_shards=int(rng.integers(1, 60)))
-    kill_program(config, num_ranks=2, after_shards=int(rng.integers(80, 150)))
+    config = prepared(lengths=rng.integers(1, 90, 300).tolist())
+    store_dir, files = config.stage_dir("hidden_states"), undisturbed(config)
+    assert len(files) > 150
+    kill_after(config, num_ranks=1, num_shards=30)
     trusted = {path.stem for path in store_dir.glob("shard_*.json")}
-    kept = {
-        path.stem: path.stat().st_mtime_ns for path in store_dir.glob("shard_*.safetensors") if path.stem in trusted
-    }
-    output = extract(config, num_ranks=2)
-    assert read_store(store_dir) == undisturbed
-    assert len(kept) > 79
-    assert {name: (store_dir / f"{name}.safetensors").stat().st_mtime_ns for name in kept} == kept
-    assert "computed now" in output
-
-    assert "is finished already: 400 documents" in extract(config, num_ranks=2)
-    assert read_store(store_dir) == undisturbed
+    kept = {path.name: path.stat().st_mtime_ns for path in shards_of(config) if path.stem in trusted}
+    assert len(kept) > 20 and "computed now" in extract(config, num_ranks=2)
+    assert read_store(store_dir) == files
+    assert {name: (store_dir / name).stat().st_mtime_ns for name in kept} == kept
 
 
-def work(config: PipelineConfig, rank: int, num_ranks: int, port: int) -> None:
-    """Runs the stage as one rank under torchrun."""
-    os.environ.update(ranks_environment(rank, num_ranks, port))
-    extract_hidden_states(Run(config), init_ranks(timeout_hours=1))
-
-
-def start_ranks(config: PipelineConfig, num_ranks: int) -> list[BaseProcess]:
-    """Starts one process per rank, which the test can kill."""
-    port = free_port()
-    processes = [FORKED.Process(target=work, args=(config, rank, num_ranks, port)) for rank in range(num_ranks)]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def end_ranks(processes: list[BaseProcess]) -> list[int | None]:
-    for process in processes:
-        process.join(timeout=120)
-    return [process.exitcode for process in processes]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("store_dtype", ["bfloat16", "fp8"])
 def test_runs_killed_at_ten_random_moments_with_changing_ranks_leave_an_undisturbed_store(
     prepared: ConfigFor, store_dtype: str
 ) -> None:
     rng = np.random.default_rng(7)
     config = prepared(f"hidden_states.store_dtype={store_dtype}", lengths=rng.integers(1, 200, 300).tolist())
-    store_dir = config.stage_dir("hidden_states")
-    assert end_ranks(start_ranks(config, 1)) == [0]
-    undisturbed = read_store(store_dir)
-    shutil.rmtree(store_dir)
-
-    def count_shards() -> int:
-        return len(list(store_dir.glob("shard_*.safetensors")))
-
-    most_at_once = len(undisturbed) // 15
+    files = undisturbed(config)
     for _ in range(10):
-        wanted = count_shards() + int(rng.integers(0, most_at_once))
-        processes = start_ranks(config, int(rng.integers(1, 4)))
-        deadline = time.monotonic() + 120
-        while count_shards() < wanted and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(float(rng.uniform(0, 0.03)))
-        for process in processes:
-            process.kill()
-        end_ranks(processes)
-        assert not (store_dir / "manifest.json").exists(), "the run finished before it was killed"
-    assert 10 < count_shards() < len(undisturbed) - 1
-    assert end_ranks(start_ranks(config, 2)) == [0, 0]
-    assert read_store(store_dir) == undisturbed
+        num_shards = len(shards_of(config)) + int(rng.integers(0, len(files) // 15))
+        kill_after(config, int(rng.integers(1, 4)), num_shards, float(rng.uniform(0, 0.03)))
+    assert 10 < len(shards_of(config)) < len(files) - 1
+    extract(config, 2)
+    assert read_store(config.stage_dir("hidden_states")) == files
 
 
-def test_parts_run_concurrently_and_the_last_one_finishes_the_store(prepared: ConfigFor) -> None:
-    rng = np.random.default_rng(5)
-    config = prepared(lengths=rng.integers(1, 90, 60).tolist())
-    store_dir = config.stage_dir("hidden_states")
-    extract_hidden_states(Run(config), ONE_RANK)
-    undisturbed = read_store(store_dir)
-    shutil.rmtree(store_dir)
-    parts = []
-    for part in range(3):
-        settings = replace(config.hidden_states, part=part, num_parts=3)
-        parts += start_ranks(replace(config, hidden_states=settings), 1)
-    assert end_ranks(parts) == [0, 0, 0]
-    assert read_store(store_dir) == undisturbed
-
-
-def test_a_part_that_ends_names_the_parts_that_are_unfinished(
+def test_parts_run_concurrently_and_the_last_one_finishes_the_store(
     prepared: ConfigFor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = prepared(lengths=[50] * 60)
-    settings = replace(config.hidden_states, part=0, num_parts=3)
-    extract_hidden_states(Run(replace(config, hidden_states=settings)), ONE_RANK)
+    config = prepared(lengths=np.random.default_rng(5).integers(1, 90, 60).tolist())
+    files = undisturbed(config)
+    extract_hidden_states(Run(replace(config, hidden_states=replace(config.hidden_states, num_parts=3))), ONE_RANK)
+    unfinished = "unfinished parts   1, 2; to rerun a failed one, set hidden_states.part=N and the same num_parts"
+    assert unfinished in capsys.readouterr().out
+    shutil.rmtree(config.stage_dir("hidden_states"))
+    parts: list[StartedProgram] = []
+    for part in range(3):
+        settings = (f"hidden_states.part={part}", "hidden_states.num_parts=3")
+        parts.append(start_program("hidden-states", *overrides_of(config), *settings))
+    assert [part.result().returncode for part in parts] == [0, 0, 0]
+    assert read_store(config.stage_dir("hidden_states")) == files
+
+
+def test_a_finished_store_is_not_computed_again(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepared()
+    extract_hidden_states(Run(config), ONE_RANK)
+    assert "supervised tokens" in capsys.readouterr().out
+    monkeypatch.delattr(hidden_states, "load_target")
+    extract_hidden_states(Run(config), ONE_RANK)
+    assert "is finished already: 10 documents, 267 tokens" in capsys.readouterr().out
+
+
+def test_the_full_check_names_every_damaged_shard_and_computes_nothing(
+    prepared: ConfigFor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepared("verify=true")
+
+    with pytest.raises(UserError, match="must exist, but it does not"):
+        hidden_states.main(config)
+    extract_hidden_states(Run(config), ONE_RANK)
+    hidden_states.main(config)
     printed = capsys.readouterr().out
-    assert "unfinished parts   1, 2; to rerun a failed one, set hidden_states.part=N and the same num_parts" in printed
+    assert "damaged" in printed and "documents" in printed
+    for index in (0, 3):
+        path = config.stage_dir("hidden_states") / f"shard_0000{index}.safetensors"
+        flip_bit(path, path.stat().st_size // 2)
+    before = read_store(config.stage_dir("hidden_states"))
+    damaged = run_program("hidden-states", *overrides_of(config), "verify=true", num_ranks=2)
+    assert damaged.returncode != 0 and read_store(config.stage_dir("hidden_states")) == before
+    for index, count in ((0, 1), (1, 0), (3, 1)):
+        message = f"shard_0000{index}.safetensors: the sha256 of shard {index} must be"
+        assert damaged.stderr.count(message) == count, "the first rank alone must report"

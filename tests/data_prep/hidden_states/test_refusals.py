@@ -6,11 +6,13 @@ import pytest
 
 from data_prep import hidden_states
 from data_prep.hidden_states import extract_hidden_states
+from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
-from tests.conftest import GENERATION_TEMPLATE, make_target
+from mtptrain.utils.errors import UserError
+from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import (
     LENGTHS,
     ONE_RANK,
@@ -22,11 +24,8 @@ from tests.data_prep.hidden_states.stage import (
 )
 
 
-def test_eight_bits_for_captured_layers_alone_need_captured_layers(prepared: ConfigFor) -> None:
-    config = prepared("hidden_states.store_dtype=fp8_aux")
-    with pytest.raises(
-        ValueError, match="store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"
-    ):
+def refused(config: PipelineConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         extract_hidden_states(Run(config), ONE_RANK)
 
 
@@ -36,58 +35,43 @@ def test_states_of_another_target_other_prompts_layers_or_dtype_are_refused_and_
     config = prepared()
     extract_hidden_states(Run(config), ONE_RANK)
     before = read_store(config.stage_dir("hidden_states"))
-    with pytest.raises(
-        ValueError, match=r"the hash of the target's weights must be .*, but is .*delete .*hidden_states"
-    ):
-        extract_hidden_states(Run(prepared(f"target.path={make_target(tmp_path / 'tuned', seed=1)}")), ONE_RANK)
-    with pytest.raises(ValueError, match=r"the compute dtype \(hidden_states.dtype\) must be float32, but is bfloat16"):
-        extract_hidden_states(Run(prepared("hidden_states.dtype=float32")), ONE_RANK)
+    tuned = prepared(f"target.path={make_target(tmp_path / 'tuned', seed=1)}")
+    refused(tuned, r"the hash of the target's weights must be .*, but is .*delete .*hidden_states")
+    in_fp32 = prepared("hidden_states.dtype=float32")
+    refused(in_fp32, r"the compute dtype \(hidden_states.dtype\) must be float32, but is bfloat16")
     for shard_tokens in (61, 20):  # as many shards, and more
-        with pytest.raises(ValueError, match=rf"hidden_states.shard_tokens must be {shard_tokens}, but is 60"):
-            extract_hidden_states(Run(prepared(f"hidden_states.shard_tokens={shard_tokens}")), ONE_RANK)
+        of_other_size = prepared(f"hidden_states.shard_tokens={shard_tokens}")
+        refused(of_other_size, rf"hidden_states.shard_tokens must be {shard_tokens}, but is 60")
     with monkeypatch.context() as patch:
         patch.setattr(HEADS["mtp"], "resolve_capture_layers", lambda *_: (1,))
-        with pytest.raises(ValueError, match=r"the list of captured layers must be \(1,\), but is \(\)"):
-            extract_hidden_states(Run(config), ONE_RANK)
+        refused(config, r"the list of captured layers must be \(1,\), but is \(\)")
     write_prompts(Path(config.run_dir), tiny_target, make_documents(LENGTHS, seed=1))
-    with pytest.raises(ValueError, match=r"the hash of the prompts \(train.safetensors\) must be"):
-        extract_hidden_states(Run(config), ONE_RANK)
+    refused(config, r"the hash of the prompts \(train.safetensors\) must be")
     assert read_store(config.stage_dir("hidden_states")) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "chat_template"), [("chat_template_sha256", "{{ messages }}"), ("tokenizer_sha256", GENERATION_TEMPLATE)]
-)
-def test_prompts_of_another_tokenizer_or_template_are_refused(
-    prepared: ConfigFor, tmp_path: Path, name: str, chat_template: str
-) -> None:
+def test_prompts_of_another_tokenizer_or_template_are_refused(prepared: ConfigFor, tmp_path: Path) -> None:
     config = prepared()
-    other = make_target(tmp_path / "other", chat_template=chat_template)
-    if name == "tokenizer_sha256":
-        tokenizer = load_tokenizer(other)
-        tokenizer.add_tokens(["<new>"])
-        tokenizer.save_pretrained(other)
-    config.target.path = str(other)
-    with pytest.raises(
-        ValueError,
-        match=rf"prompts/manifest.json: {name} must be \w+, but is \w+; run mtptrain prompts again with target {other}",
-    ):
-        extract_hidden_states(Run(config), ONE_RANK)
+    message = r"prompts/manifest.json: {} must be \w+, but is \w+; run mtptrain prompts again with target {}"
+    config.target.path = str(make_target(tmp_path / "template", chat_template="{{ messages }}"))
+    refused(config, message.format("chat_template_sha256", config.target.path))
+    config.target.path = str(make_target(tmp_path / "tokenizer"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    refused(config, message.format("tokenizer_sha256", config.target.path))
 
 
-def test_documents_beyond_the_context_of_the_target_are_refused(prepared: ConfigFor) -> None:
+def test_documents_tokens_and_dtypes_that_do_not_fit_the_target_and_the_head_are_refused(
+    prepared: ConfigFor, tiny_target: Path
+) -> None:
     message = r"at most 512 tokens, .* but the longest has 513; set prompts.max_document_tokens=512 or less"
-    with pytest.raises(ValueError, match=message):
-        extract_hidden_states(Run(prepared(lengths=[5, 513])), ONE_RANK)
-
-
-def test_tokens_outside_the_vocabulary_are_refused(prepared: ConfigFor, tiny_target: Path) -> None:
+    refused(prepared(lengths=[5, 513]), message)
+    message = "store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"
+    refused(prepared("hidden_states.store_dtype=fp8_aux"), message)
     config = prepared()
     write_prompts(Path(config.run_dir), tiny_target, Documents.from_list([(0, [1, 260], [1, 1])]))
-    with pytest.raises(
-        ValueError, match=r"token ids must be below 260, the target's vocab_size, but the largest is 260; .*mtptrain"
-    ):
-        extract_hidden_states(Run(config), ONE_RANK)
+    refused(config, r"token ids must be below 260, the target's vocab_size, but the largest is 260; .*mtptrain")
 
 
 def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(

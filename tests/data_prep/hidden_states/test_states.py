@@ -24,12 +24,9 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
     monkeypatch.setattr(HEADS["mtp"], "resolve_capture_layers", lambda *_: capture_layers)
     config = prepared(f"hidden_states.dtype={dtype}")
     extract_hidden_states(Run(config), ONE_RANK)
-
-    store = HiddenStore.open(config.stage_dir("hidden_states"))
-    assert not find_damage(store)
-    documents = make_documents(LENGTHS)
+    store, documents = HiddenStore.open(config.stage_dir("hidden_states")), make_documents(LENGTHS)
+    assert not find_damage(store) and len(store.manifest.shards) > 2
     assert store.document_lengths.tolist() == LENGTHS
-    assert len(store.manifest.shards) > 2
     target = TransformersStreams(load_target(tiny_target, getattr(torch, dtype), CPU), (), 1).target
     for index in range(len(documents)):
         stored = store.document(index)
@@ -46,10 +43,8 @@ def test_stored_states_of_each_document_are_those_of_its_own_forward(
 
 def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepared: ConfigFor, tmp_path: Path) -> None:
     # At these sizes, bf16 matrix products with one thread differ from those with four.
-    target_dir = make_target(
-        tmp_path / "wide", hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4
-    )
-    found = []
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
+    target_dir, found = make_target(tmp_path / "wide", family_settings=sizes), []
     for threads in (1, 4):
         config = prepared(f"target.path={target_dir}", lengths=[64, 100, 100, 200, 333])
         torch.set_num_threads(threads)

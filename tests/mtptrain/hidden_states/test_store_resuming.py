@@ -62,12 +62,11 @@ def test_what_somebody_else_has_put_into_a_store_stays(tmp_path: Path, is_finish
 def test_resuming_reads_no_byte_of_a_finished_shard(tmp_path: Path) -> None:
     """Resuming trusts the record, written after the shard is on disk, because hashing terabytes is slow."""
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
-        write_shard(tmp_path, index, make_shard(index, documents))
-        path = tmp_path / f"shard_{index:05d}.safetensors"
-        path.write_bytes(bytes(path.stat().st_size))
+    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
+    path = tmp_path / "shard_00000.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    assert finished_shards(tmp_path, range(4)) == {0, 1, 2}
+    assert finished_shards(tmp_path, range(4)) == {0}
 
 
 def test_a_kill_before_the_rename_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,18 +87,6 @@ def test_a_kill_right_after_the_manifest_leaves_a_finished_store(tmp_path: Path)
     (tmp_path / "plan.json").write_text("{}")
     (tmp_path / "shard_00000.json").write_text("{}")
     assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD) == HiddenStore.open(tmp_path).manifest
-    assert read_all(tmp_path) == expected
-
-
-def test_a_finished_store_that_lost_a_shard_is_completed_to_the_same_bytes(tmp_path: Path) -> None:
-    shards = make_store(tmp_path)
-    expected = read_all(tmp_path)
-    (tmp_path / "shard_00001.safetensors").unlink()
-    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD) is None
-    assert not (tmp_path / "manifest.json").exists()
-    assert finished_shards(tmp_path, range(4)) == {0, 2, 3}
-    write_shard(tmp_path, 1, shards[1])
-    finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
     assert read_all(tmp_path) == expected
 
 
@@ -136,10 +123,8 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
     assert finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
     assert finished_shards(directory, range(4)) == {0, 1, 2}
     write_shard(directory, 3, shards[3])
-    manifest = finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
-    assert manifest == finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4), (
-        "a second part that ends at the same time must return the same manifest"
-    )
+    manifests = [finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) for _ in range(2)]
+    assert manifests[0] == manifests[1], "a second part that ends at the same time must return the same manifest"
     assert read_all(directory) == read_all(tmp_path / "whole")
 
 
@@ -172,25 +157,16 @@ def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: P
     assert not find_damage(HiddenStore(tmp_path, manifest), show_progress=False)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", ["hidden_states", "aux_hidden_states"])
-def test_states_that_are_not_finite_stop_the_run_with_their_document(
-    tmp_path: Path, name: str, dtype: str, value: float
-) -> None:
-    tensors = make_shard(0, range(0, 3), num_captured=2)
-    tensors[name][LENGTHS[0] + 1, ..., 3] = value
+def test_states_that_are_not_finite_stop_the_run_with_their_document(tmp_path: Path, name: str, dtype: str) -> None:
     begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    with pytest.raises(
-        ValueError, match=r"shard_00000.safetensors: hidden states must be finite, but those of document 101 of"
-    ):
-        write_shard(tmp_path, 0, tensors, dtype)
-
-
-def test_states_of_another_width_are_not_written(tmp_path: Path) -> None:
-    tensors = make_shard(0, range(0, 3))
-    with pytest.raises(AssertionError, match="streams of another document or target"):
-        write_shard(tmp_path, 0, {**tensors, "hidden_states": tensors["hidden_states"][:, : HIDDEN_SIZE // 2]})
+    for value in (float("nan"), float("inf"), float("-inf")):
+        tensors = make_shard(0, range(0, 3), num_captured=2)
+        tensors[name][LENGTHS[0] + 1, ..., 3] = value
+        message = r"shard_00000.safetensors: hidden states must be finite, but those of document 101 of"
+        with pytest.raises(UserError, match=message):
+            write_shard(tmp_path, 0, tensors, dtype)
 
 
 def test_a_shard_without_room_is_discarded_before_it_is_computed(

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +27,11 @@ from mtptrain.hidden_states.stream import (
 )
 from mtptrain.train import count_steps
 from mtptrain.utils.distributed import EXIT_STOPPED, STOP_SIGNALS, Ranks, StopSignal
-from tests.conftest import Run, program_command
-from tests.data_prep.hidden_states.stage import ONE_RANK
-from tests.programs import TIMEOUT_S
+from mtptrain.utils.errors import UserError
+from tests.conftest import Run, start_program
+from tests.mtptrain.train.runs import copy_of, head_bytes, records
+from tests.programs import StartedProgram
 
-ROOT = Path(__file__).parents[3]
 STREAMED = (
     "train.stream=true",
     "train.stream_shards=2",
@@ -78,20 +77,14 @@ class Observer:
 
 
 @contextmanager
-def running(overrides: tuple[str, ...], log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def running(run: Run, *settings: str) -> Iterator[list[StartedProgram]]:
     """Starts extraction and training, and kills both at the end of the block."""
-    with log.open("ab") as file:
-        modules = ("hidden-states", "train")
-        processes = [
-            subprocess.Popen(program_command(module, *overrides), cwd=ROOT, stdout=file, stderr=file)
-            for module in modules
-        ]
+    programs = [start_program(name, *run[1], *settings) for name in ("hidden-states", "train")]
     try:
-        yield processes
+        yield programs
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for program in programs:
+            program.kill()
 
 
 @pytest.fixture
@@ -102,57 +95,57 @@ def stream_run(tiny_run: Run, tmp_path: Path) -> Run:
     return tmp_path / "run", (f"run_dir={tmp_path}/run", *overrides, *STREAMED)
 
 
-def stream(run: Run, log: Path) -> None:
-    """Runs extraction and training until both end."""
-    with running(run[1], log) as processes:
-        for process in processes:
-            assert process.wait(timeout=TIMEOUT_S) == 0, log.read_text()[-3000:]
+def stream(run: Run) -> list[float]:
+    """Runs extraction and training until both end, and checks that they leave no shard. Returns the losses."""
+    with running(run) as programs:
+        for program in programs:
+            result = program.result()
+            assert result.returncode == 0, result.stderr[-3000:]
+    assert not list((run[0] / "hidden_states").glob("shard_*")), "every shard must be deleted after training"
+    return losses(run[0])
 
 
 def losses(run_dir: Path) -> list[float]:
-    lines = (run_dir / "train/metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    return [record["loss"] for record in records(run_dir)]
 
 
-def test_a_streamed_run_that_is_killed_goes_on_with_the_same_losses_and_a_bounded_store(
-    stream_run: Run, tmp_path: Path
-) -> None:
-    run_dir, overrides = stream_run
-    store_dir, log = run_dir / "hidden_states", tmp_path / "log"
+def wait_until(is_reached: Callable[[], bool], *programs: StartedProgram) -> None:
+    while not is_reached():
+        for program in programs:
+            assert program.is_running, program.result().stderr[-3000:]
+        time.sleep(0.01)
+
+
+def test_a_streamed_run_trains_on_every_document_with_a_bounded_store(stream_run: Run) -> None:
+    store_dir = stream_run[0] / "hidden_states"
     with Observer(store_dir) as observer:
-        stream(stream_run, log)
-    undisturbed, head = losses(run_dir), (run_dir / "train/last/head.safetensors").read_bytes()
+        found = stream(stream_run)
     num_windows = json.loads((store_dir / STREAM).read_text())["released_windows"]
     assert num_windows > OPEN_WINDOWS, "the open windows must not hold the whole store"
     assert 0 < observer.most <= OPEN_WINDOWS * 2
-    assert not list(store_dir.glob("shard_*")), "every shard must be deleted after training"
-
-    shutil.rmtree(run_dir / "train")
-    shutil.rmtree(store_dir)
-    with running(overrides, log) as processes:
-        while not (store_dir / STREAM).exists() or not json.loads((store_dir / STREAM).read_text())["released_windows"]:
-            assert all(process.poll() is None for process in processes), log.read_text()[-3000:]
-            time.sleep(0.01)
-    assert len(losses(run_dir)) < len(undisturbed)
-    stream(stream_run, log)
-    assert losses(run_dir) == undisturbed
-    assert (run_dir / "train/last/head.safetensors").read_bytes() == head
+    assert len(found) > num_windows and found[-1] < 0.9 * found[0]
 
 
-def test_a_signal_while_training_waits_for_extraction_saves_a_checkpoint(stream_run: Run, tmp_path: Path) -> None:
-    run_dir, overrides = stream_run
-    log = tmp_path / "log"
-    with running((*overrides, "train.save_every=0"), log) as (extraction, training):
-        while not (run_dir / "train/metrics.jsonl").exists() or not losses(run_dir):
-            assert training.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.01)
+@pytest.mark.slow
+def test_a_stopped_and_killed_streamed_run_goes_on_with_the_same_losses(stream_run: Run, tmp_path: Path) -> None:
+    """Training gets a signal while it waits for an extraction that was killed. Later, both are killed."""
+    undisturbed_run = copy_of(stream_run, tmp_path / "undisturbed")
+    undisturbed = stream(undisturbed_run)
+    run_dir, stream_file = stream_run[0], stream_run[0] / "hidden_states" / STREAM
+    with running(stream_run, "train.save_every=0") as (extraction, training):
+        wait_until(lambda: bool(losses(run_dir)), training)
         extraction.kill()
-        while b"waiting for the shards of step" not in log.read_bytes():
-            assert training.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.1)
-        training.send_signal(signal.SIGTERM)
-        assert training.wait(timeout=20) == 75, log.read_text()[-3000:]
-    assert (run_dir / f"train/checkpoints/step_{len(losses(run_dir)):08d}/complete.json").is_file()
+        wait_until(lambda: "waiting for the shards of step" in training.errors_so_far(), training)
+        training.signal(signal.SIGTERM)
+        result, num_steps = training.result(), len(losses(run_dir))
+        assert result.returncode == EXIT_STOPPED, result.stderr[-3000:]
+    assert (run_dir / f"train/checkpoints/step_{num_steps:08d}/complete.json").is_file()
+    released = json.loads(stream_file.read_text())["released_windows"]
+    with running(stream_run) as programs:
+        wait_until(lambda: json.loads(stream_file.read_text())["released_windows"] > released, *programs)
+    assert len(losses(run_dir)) < len(undisturbed)
+    assert stream(stream_run) == undisturbed
+    assert head_bytes(stream_run) == head_bytes(undisturbed_run)
 
 
 def documents_of(lengths: list[int]) -> Documents:
@@ -189,47 +182,51 @@ def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path
 
 def test_steps_that_need_more_windows_than_the_disk_holds_are_refused(tmp_path: Path) -> None:
     store = streamed_store(tmp_path, num_documents=20, window_shards=1)
-    with pytest.raises(
-        ValueError, match=r"train\.stream_shards: 3 windows must hold all documents of a step, but windows of 1 s"
-    ):
+    message = r"train\.stream_shards: 3 windows must hold all documents of a step, but windows of 1 s"
+    with pytest.raises(UserError, match=message):
         store.set_steps([[store.order.tolist()]])
 
 
-def test_a_finished_store_is_not_streamed(tmp_path: Path) -> None:
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Restores the handlers that a `StopSignal` replaces."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def open_stream(directory: Path, rank: int = 0) -> StreamedStates:
+    identity, ranks = (
+        StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e"),
+        Ranks(rank, 1, 0),
+    )
+    return StreamedStates.open(directory, identity, documents_of([10]), 20, 1, 0, ranks, StopSignal(ranks))
+
+
+def test_a_finished_store_is_not_streamed(tmp_path: Path, own_signals: None) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
-    with pytest.raises(ValueError, match=r"train\.stream: must be false if the hidden states are finished"):
-        StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, ONE_RANK, StopSignal(ONE_RANK))
+    with pytest.raises(UserError, match=r"train\.stream: must be false if the hidden states are finished"):
+        open_stream(tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_training_that_waits_for_a_store_that_never_comes_ends_at_a_stop_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, own_signals: None
 ) -> None:
     monkeypatch.setattr("mtptrain.hidden_states.stream.REPORT_AFTER_S", 0.0)
-    identity = StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e")
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        stop = StopSignal(ONE_RANK)
-        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGUSR1]).start()
-        with pytest.raises(SystemExit) as ended:
-            StreamedStates.open(tmp_path, identity, documents_of([10]), 20, 1, 0, Ranks(rank, 1, 0), stop)
-        assert ended.value.code == EXIT_STOPPED
-        message = f"waiting for {tmp_path}/plan.json from mtptrain hidden-states, which must run with the same settings"
-        assert (message in capsys.readouterr().err) == (rank == 0), "one rank must speak for all"
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+    with pytest.raises(SystemExit) as ended:
+        open_stream(tmp_path, rank)
+    assert ended.value.code == EXIT_STOPPED
+    message = f"waiting for {tmp_path}/plan.json from mtptrain hidden-states, which must run with the same settings"
+    assert (message in capsys.readouterr().err) == (rank == 0), "one rank must speak for all"
 
 
-@pytest.mark.parametrize("setting", ["train.epochs=2", "hidden_states.num_parts=2"])
-def test_streaming_takes_one_epoch_and_one_part(config_for: Callable[..., PipelineConfig], setting: str) -> None:
-    name = setting.partition("=")[0]
-    with pytest.raises(ValueError, match=rf"{name}: must be 1 with train\.stream=true"):
-        config_for("train.stream=true", "train.epochs=1", setting)
-
-
-def test_steps_beyond_the_epoch_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"train\.max_steps: must be at most 7, the steps of one epoch"):
+def test_streaming_takes_one_epoch_and_one_part(config_for: Callable[..., PipelineConfig]) -> None:
+    for setting in ("train.epochs=2", "hidden_states.num_parts=2"):
+        with pytest.raises(UserError, match=rf"{setting[:-2]}: must be 1 with train\.stream=true"):
+            config_for("train.stream=true", "train.epochs=1", setting)
+    with pytest.raises(UserError, match=r"train\.max_steps: must be at most 7, the steps of one epoch"):
         count_steps(TrainConfig(stream=True, max_steps=8), 7)
     assert count_steps(TrainConfig(stream=True, max_steps=5), 7) == 5

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from mtptrain.hidden_states.extraction.transformers_streams import (
@@ -17,6 +18,7 @@ LENGTHS = [50, 50, 33, 33, 33, 7, 1]
 DOCUMENTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(LENGTHS)]
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_streams(tmp_path: Path) -> None:
     directory = make_target(tmp_path)
     found = []
