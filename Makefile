@@ -13,10 +13,11 @@
 #   make .venv-openvino/.installed   OpenVINO GenAI and its converter, for this machine's CPU
 #   make served-table   write the table of docs/serving.md, what is served, from the same tests
 #   make recipe-plans   write docs/plans.md, the plans of the recipes at the published sizes of their targets
-#   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table
+#   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table; ARGS="serving.python=/python" adds
+#                 overrides to every program
 #   make docs     build the pages of docs/ into build/docs; a dead link fails
 #   make check    lint, format, types, every recipe composes, imports point one way; installs the tools of developers
-#   make .venv-peer/.installed   vLLM Speculators, with which eval.bench.train compares our step
+#   make .venv-peer/.installed   vLLM Speculators, with which benchmarks.training_step compares our step
 #   make clean    remove what was built; keeps the environments, .engines and runs/
 
 PYTHON ?= python3
@@ -107,7 +108,7 @@ $(OPENVINO_VENV)/.installed:
 		&& touch $@ \
 		|| echo "*** OpenVINO COULD NOT BE INSTALLED into $(OPENVINO_VENV): THE TESTS OF IT ARE SKIPPED ***"
 
-# Another trainer, with which eval.bench.train compares ours; in an environment of its own, because it needs another torch.
+# Another trainer, with which benchmarks.training_step compares ours; in an environment of its own, because it needs another torch.
 $(PEER_VENV)/.installed:
 	test -x $(PEER_VENV)/bin/pip || $(PYTHON) -m venv --clear $(PEER_VENV)
 	$(PEER_VENV)/bin/python -m pip install torch==2.13.0
@@ -118,7 +119,7 @@ demo: setup
 	$(RUN) -m mtptrain run recipe=$(RECIPE) $(ARGS)
 
 gpu-check: $(VENV)/.dev-installed
-	$(RUN) -m mtptrain gpu-check recipe=quickstart run_dir=runs/gpu_check $(ARGS)
+	MTPTRAIN_GPU_CHECK="$(ARGS)" $(RUN) -m pytest -q -m gpu tests/gpu
 
 docs: $(VENV)/.dev-installed
 	$(RUN) -m mkdocs build --quiet --strict
@@ -129,9 +130,9 @@ check: $(VENV)/.dev-installed
 	$(RUN) -m mypy
 	$(PYTEST) -q $(CHECKED)
 
-# What must hold to merge, with `make test-engines`. Tests marked `slow` are left to `make test-slow`.
+# What must hold to merge, with `make test-engines`. Tests marked `slow` are left to `make test-slow`, `gpu` to `make gpu-check`.
 test: check
-	$(PYTEST) -m "not slow" --dist worksteal $(addprefix --ignore ,tests/serving tests/slurm $(CHECKED))
+	$(PYTEST) -m "not slow and not gpu" --dist worksteal $(addprefix --ignore ,tests/serving tests/slurm $(CHECKED))
 
 test-engines: $(VENV)/.dev-installed $(ENGINES)
 	$(PYTEST) -m "not slow" --dist loadfile tests/serving
@@ -152,4 +153,4 @@ recipe-plans: $(VENV)/.dev-installed
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find data_prep eval mtptrain tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks data_prep eval mtptrain tests -name __pycache__ -type d -prune -exec rm -rf {} +

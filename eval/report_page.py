@@ -80,7 +80,6 @@ class Section:
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     legend: str = ""
-    svg: str = ""
     summary: str = ""
     """A sentence for the top of the page."""
     error: str = ""
@@ -166,20 +165,13 @@ def served_section(path: Path, report: ReportFigures) -> Section | None:
 
 
 def decoding_section(path: Path, report: ReportFigures) -> Section | None:
-    """Returns a section with the results of `eval.bench.decode`; None if head or settings differ from the report's."""
+    """Returns a section with the results of `benchmarks.decoding`; None if head or settings differ."""
     decoding = read_sealed(path, REPEAT)
     if any(decoding.get(name, "") != report.get(name) for name in SAME_DECODING):
         return None
     rows = [[format(row[key], form) for key, form in DECODING_COLUMNS.values()] for row in decoding["rows"]]
-    command, svg = decoding.get("command", ""), read_svg(path.with_suffix(".svg"))
-    best = fastest_choices(decoding["rows"])
-    return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, svg, best)
-
-
-def read_svg(path: Path) -> str:
-    """Returns the `<svg>` element of a file, or an empty string if the file does not exist."""
-    svg = path.read_text() if path.exists() else ""
-    return svg[svg.find("<svg") :] if svg else ""
+    command, best = decoding.get("command", ""), fastest_choices(decoding["rows"])
+    return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, best)
 
 
 def write_page(path: Path, reports: Mapping[str, ReportFigures], sections: Sequence[Section] = ()) -> None:
@@ -256,7 +248,7 @@ def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]
 
 
 def fastest_choices(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the sentence that names the fastest K at each batch size of `eval.bench.decode`."""
+    """Returns the sentence that names the fastest K at each batch size of `benchmarks.decoding`."""
     best: dict[int, Mapping[str, Any]] = {}
     for row in rows:
         if row["batch_size"] not in best or row["speed_up"] > best[row["batch_size"]]["speed_up"]:

@@ -26,9 +26,6 @@ from mtptrain.settings.data import (
 from mtptrain.settings.evaluation import (
     AcceptanceConfig,
     Baseline,
-    BenchConfig,
-    CheckConfig,
-    CheckSize,
     ExportConfig,
     ExportEngine,
     ServingBenchConfig,
@@ -45,18 +42,13 @@ from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
 from mtptrain.settings.training import Resume, Tracker, TrainConfig
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import refuse_overwriting
 from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path, random_seed
 
 __all__ = [
-    "BENCH",
     "RECIPES",
     "AcceptanceConfig",
     "Backend",
     "Baseline",
-    "BenchConfig",
-    "CheckConfig",
-    "CheckSize",
     "ConversationSchema",
     "Dtype",
     "ExportConfig",
@@ -123,8 +115,6 @@ class PipelineConfig:
     serving: ServingConfig = field(default_factory=ServingConfig)
     serving_bench: ServingBenchConfig = field(default_factory=ServingBenchConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
-    check: CheckConfig = field(default_factory=CheckConfig)
 
     def stage_dir(self, stage: str) -> Path:
         return Path(self.run_dir) / stage
@@ -171,7 +161,6 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     _check_loss(config)
     _check_confidence(config)
     _check_tree(config)
-    _check_bench_out(config.bench.out)
     _resolve_precision(config)
     return config
 
@@ -208,18 +197,6 @@ def _check_stream(config: PipelineConfig) -> None:
                 f"{name}: must be 1 with train.stream=true, which reads every shard once and deletes it, but is "
                 f"{value}; set {name}=1, or train.stream=false"
             )
-
-
-BENCH = "bench"
-"""Entry of the file of `bench.out` with the name of the program that wrote it; other reports have no such entry."""
-
-
-def _check_bench_out(out: str | None) -> None:
-    if out is None:
-        return
-    refuse_overwriting(Path(out), "bench.out", (f'"{BENCH}": "',))
-    if not Path(out).parent.is_dir():
-        raise UserError(f"bench.out: must be a JSON file in a folder that exists, but is {out}; correct it")
 
 
 def _check_depths(config: PipelineConfig) -> None:

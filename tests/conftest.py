@@ -15,8 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# Tests run on the CPU even if there are GPUs. DeepSpeed reads DS_ACCELERATOR, and torch reads CUDA_VISIBLE_DEVICES.
-os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+if "MTPTRAIN_GPU_CHECK" not in os.environ:
+    # Tests run on the CPU even if there are GPUs. DeepSpeed reads DS_ACCELERATOR, and torch reads CUDA_VISIBLE_DEVICES.
+    os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 import tests.cuda.guard  # noqa: F401 - must come before torch
 
 os.environ.setdefault("WANDB_MODE", "offline")

@@ -173,6 +173,18 @@ def is_running(pid: int) -> bool:
     return False
 
 
+def kill_tree(pid: int) -> None:
+    """Send SIGKILL to a process and all its descendants, as if the node were lost.
+
+    Killing the process group is not enough: torchrun's ranks are in POSIX sessions of their own.
+    """
+    with suppress(psutil.NoSuchProcess):  # it may have ended
+        program = psutil.Process(pid)
+        for each in [program, *program.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
 def wait_until_ended(pid: int, timeout_s: float = 30) -> None:
     """Wait until a process has ended, because a killed process may take a while to end."""
     deadline = time.monotonic() + timeout_s

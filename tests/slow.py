@@ -30,11 +30,7 @@ SLOW = {
     r"tests/serving/test_native_mtp\.py",
     # Slurm jobs on a cluster of daemons, which takes minutes. Kept: the scripts, and addresses and disks of nodes.
     r"tests/slurm/test_(pipeline|lost_nodes)\.py",
-    # Steps compiled for a GPU. Kept: mtp and eagle3.
-    r"tests/cuda/test_compiled_for_h100\.py::test_the_other_heads",
     # Whole programs. Kept: the pipeline on the tiny target, tests of their parts, and the wheel's list of files.
-    r"tests/eval/test_gpu_check\.py::test_every_check_runs",
-    r"tests/eval/bench/test_train\.py::test_(every_candidate|what_runs)",
     r"tests/test_packaging\.py::test_(a_bare_checkout|an_installed_)",
     # Plans. Kept: Llama 3.1 8B with both heads.
     r"tests/test_recipe_plans\.py::test_every_plan\w*\[(?!llama3_1_8b_)",

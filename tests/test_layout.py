@@ -1,6 +1,7 @@
 """Tests the layout of the packages: the direction of imports, and dependencies.
 
-Imports point one way, data_prep -> mtptrain <- eval. Programs are started, never imported.
+Imports point one way, data_prep -> mtptrain <- eval. Programs are started, never imported. No package imports
+`benchmarks`, which is not installed.
 """
 
 import ast
@@ -42,15 +43,16 @@ PARTS = [
 ]
 """The parts of `mtptrain/`. Each may import only from those before it."""
 FORBIDDEN = {
-    "mtptrain": {"data_prep", "eval", "tests"},
-    "data_prep": {"eval", "tests"},
-    "eval": {"data_prep", "tests"},
+    "mtptrain": {"data_prep", "eval", "benchmarks", "tests"},
+    "data_prep": {"eval", "benchmarks", "tests"},
+    "eval": {"data_prep", "benchmarks", "tests"},
+    "benchmarks": {"tests"},
 }
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Returns the path of every module of the three packages, by dotted name."""
+    """Returns the path of every module of the packages, by dotted name."""
     found: dict[str, Path] = {}
     for package in FORBIDDEN:
         for path in sorted((root / package).rglob("*.py")):
@@ -162,6 +164,7 @@ def test_no_docstring_begins_with_a_word_that_makes_it_a_fragment() -> None:
     [
         ("mtptrain/bad.py", "import data_prep.text_files", "1: mtptrain must not import data_prep"),
         ("mtptrain/bad.py", "from eval import acceptance", "1: mtptrain must not import eval"),
+        ("eval/bad.py", "from benchmarks import command", "1: eval must not import benchmarks"),
         ("mtptrain/heads/bad.py", "from tests.conftest import x", "1: mtptrain must not import tests"),
         ("data_prep/bad.py", "from eval.acceptance import x", "1: data_prep must not import eval"),
         ("eval/bad.py", "def f():\n    import data_prep", "2: eval must not import data_prep"),
@@ -201,7 +204,7 @@ IN_AN_ENVIRONMENT_OF_ITS_OWN = {
     "mtptrain.serving.bench_worker": {"vllm"},
     "mtptrain.serving.vllm_worker": {"vllm"},
     "mtptrain.serving.openvino_worker": {"openvino", "openvino_genai"},
-    "eval.bench.speculators_worker": {"speculators", "step_memory"},
+    "benchmarks.speculators_worker": {"speculators"},
 }
 """Modules that run in the Python environment of an engine or another trainer, and what else they can import there."""
 

@@ -119,7 +119,6 @@ STAGES = {
     ),
     "serving-check": Stage("eval.serving_check", "serve the exported head and compare the engine's counters with ours"),
     "serving-bench": Stage("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
-    "gpu-check": Stage("eval.gpu_check", "run the checks that need a machine with GPUs"),
 }
 """All stages by the name that users type. Those of a whole run are in the order in which it runs them."""
 

@@ -1,4 +1,4 @@
-"""Settings of acceptance, export, serving and benchmarks."""
+"""Settings of acceptance, export and serving."""
 
 import math
 from dataclasses import dataclass, field
@@ -289,59 +289,3 @@ def check_serving(settings: ServingBenchConfig, serving: ServingConfig) -> None:
             f"serving_bench.{name}: must be left out with serving.url, because a running server keeps its own "
             f"settings, but is {depths or settings.server_args}; leave one of them out"
         )
-
-
-@dataclass
-class BenchConfig:
-    """Settings of the eval.bench programs, which alternate between the candidates within one run."""
-
-    target: str | None = None
-    """In eval.bench.extraction and eval.bench.train: `8b` measures random weights with the dimensions of an 8B Llama;
-    eval.bench.train also knows `70b`. null measures the recipe's target, or in eval.bench.train the targets of
-    `hidden_sizes`."""
-    documents: int = at_least(1, default=64)
-    """Number of documents of random tokens in eval.bench.extraction. Their lengths are log-normal."""
-    median_tokens: int = at_least(1, default=250)
-    """Median length of these documents."""
-    max_tokens: int = at_least(1, default=2000)
-    """Maximum length of these documents."""
-    repeats: int = at_least(1, default=3)
-    """Runs of each candidate; the fastest counts."""
-    read_tokens: int = at_least(8192, default=32_768)
-    """Size in tokens of the store for the read benchmark."""
-    hidden_sizes: list[int] = field(default_factory=lambda: [256, 512, 1024], metadata=each_at_least(1))
-    """Hidden sizes of the targets in eval.bench.train. Their MLPs are 2.75 times as wide, their attention heads have 64
-    dimensions, and four query heads share a key head."""
-    train_tokens: list[int] = field(default_factory=lambda: [1024, 4096], metadata=each_at_least(1))
-    """Tokens per fully supervised step in eval.bench.train, packed from documents of 512 tokens."""
-    vocab_size: int = at_least(2, default=4096)
-    """Vocabulary size of the targets in eval.bench.train."""
-    depths: int = at_least(1, default=3)
-    """Number of trained depths T in eval.bench.train."""
-    peer_python: str = ".venv-peer/bin/python"
-    """Python interpreter with the package speculators; if it does not exist, the comparison is skipped."""
-    prompt_sizes: list[int] = field(default_factory=lambda: [1024, 32_000], metadata=each_at_least(1))
-    """Hidden size and vocabulary size at which eval.bench.train measures the cost of a prompt token."""
-    longest_tokens: int = at_least(1024, default=32_768)
-    """Length in tokens of the longest document for which eval.bench.train measures time and memory."""
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32], metadata=each_at_least(1))
-    """Numbers of prompts that eval.bench.decode decodes together."""
-    draft_depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=each_at_least(1))
-    """Values of K in eval.bench.decode."""
-    decode_prompts: int = at_least(1, default=32)
-    """Number of prompts that eval.bench.decode measures."""
-    out: str | None = None
-    """JSON file for the figures."""
-
-
-class CheckSize(StrEnum):
-    full = "full"
-    tiny = "tiny"
-    """float32 and sizes small enough for a CPU, to test the checks themselves."""
-
-
-@dataclass
-class CheckConfig:
-    """Settings of mtptrain gpu-check, which checks the project on one machine with GPUs in a few minutes."""
-
-    size: CheckSize = CheckSize.full

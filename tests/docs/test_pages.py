@@ -27,7 +27,7 @@ MOST_LINES, MOST_COLUMNS = 110, 100
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)")
-REPOSITORY_PATH = re.compile(r"(mtptrain|data_prep|eval|recipes|slurm|tests|docs|tools)/[\w./]*")
+REPOSITORY_PATH = re.compile(r"(mtptrain|data_prep|eval|benchmarks|recipes|slurm|tests|docs)/[\w./]*")
 SETTING = re.compile(r"(\w+)\.(\w+)(=.*)?")
 
 COMMANDS = ("mtptrain", "torchrun", "python", "make", "sbatch")
@@ -102,6 +102,9 @@ def check_module(module: str, arguments: list[str]) -> None:
         run_dirs = [check_overrides(variant) for variant in variants_of(arguments)]
         assert len(set(run_dirs)) == len(run_dirs)
     elif (ROOT / module.replace(".", "/")).with_suffix(".py").is_file():
+        if "run_benchmark(main" in source:
+            source += (ROOT / "benchmarks/command.py").read_text()
+            check_overrides([argument for argument in arguments if "=" in argument])
         for argument in arguments:
             assert not argument.startswith("--") or f'"{argument}"' in source, f"{module} has no {argument}"
 

@@ -31,7 +31,6 @@ SOMEBODYS = {
     "export": ["export/vllm/serving.json", "export/vllm/.git/config", "export/vllm.mtptrain_new/a.txt"],
     "serving-check": ["serving_check/report.json"],
     "serving-bench": ["serving_bench/README.md"],
-    "eval.bench.decode": ["bench_decode/report.svg"],
 }
 """Files of somebody else that each program finds where it would write."""
 
@@ -98,30 +97,6 @@ def test_the_revision_is_not_that_of_a_checkout_in_which_mtptrain_is_installed(
     monkeypatch.setattr(run_dir, "__file__", str(tmp_path / package / "run_dir.py"))
     write_provenance(tmp_path / "stage", make_config())
     assert (json.loads((tmp_path / "stage" / PROVENANCE).read_text())["git_revision"] is not None) == is_ours
-
-
-@pytest.mark.parametrize(
-    ("content", "is_taken"),
-    [
-        ('{"thesis": 1}', False),
-        ("text", False),
-        ('{"command": "mtptrain acceptance", "acceptance_length": 2.5, "device": "CPU"}', False),
-        ('{"bench": "train", "device": "CPU"}', True),
-    ],
-)
-def test_a_benchmark_replaces_only_its_own_figures(tmp_path: Path, content: str, is_taken: bool) -> None:
-    path = tmp_path / "figures.json"
-    path.write_text(content)
-    if is_taken:
-        assert make_config(f"bench.out={path}").bench.out == str(path)
-        return
-    with pytest.raises(ValueError, match=r"^bench\.out: must be a new file or an earlier output of .*; choose another"):
-        make_config(f"bench.out={path}")
-
-
-def test_figures_are_refused_before_any_work_if_their_folder_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^bench\.out: must be a JSON file in a folder that exists, but is .*/none/a"):
-        make_config(f"bench.out={tmp_path}/none/a.json")
 
 
 def test_a_path_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -> None:

@@ -188,11 +188,11 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 STARTED_BY_PROGRAMS = {
+    "benchmarks/speculators_worker.py",
     "mtptrain/__main__.py",
     "mtptrain/serving/bench_worker.py",
     "mtptrain/serving/openvino_worker.py",
     "mtptrain/serving/vllm_worker.py",
-    "eval/bench/speculators_worker.py",
     "slurm/on_node.py",
 }
 """Modules that users do not start, or that only start another program."""
@@ -201,10 +201,10 @@ STARTED_BY_PROGRAMS = {
 def test_every_program_ends_with_one_line() -> None:
     sources = {
         path.relative_to(ROOT).as_posix(): path.read_text()
-        for folder in ("mtptrain", "data_prep", "eval", "slurm", "tools")
+        for folder in ("mtptrain", "data_prep", "eval", "slurm", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     }
-    caught = re.compile(r"^@errors_as_lines\(\)\ndef main\(|^    run_program\(main\)", re.MULTILINE)
+    caught = re.compile(r"^@errors_as_lines\(\)\ndef main\(|^    run_(?:program|benchmark)\(main", re.MULTILINE)
     scripts = {name for name, text in sources.items() if '__name__ == "__main__":' in text}
     assert {name for name in scripts if not caught.search(sources[name])} == STARTED_BY_PROGRAMS
     for stage in STAGES.values():
@@ -222,7 +222,7 @@ def texts() -> dict[str, str]:
         for folder, suffix in (("recipes", "yaml"), ("docs", "md"), ("slurm", "sh"), ("slurm", "sbatch"), (".", "md"))
         for path in (ROOT / folder).glob(f"*.{suffix}" if folder == "." else f"**/*.{suffix}")
     }
-    for folder in ("mtptrain", "data_prep", "eval", "slurm", "tools"):
+    for folder in ("mtptrain", "data_prep", "eval", "slurm", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
             found[path.relative_to(ROOT).as_posix()] = "\n".join(text for text in strings if isinstance(text, str))

@@ -1,6 +1,7 @@
 """Tests that a model that cannot draft for the target, or cannot be trained, is refused with the reason."""
 
 import json
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from benchmarks import decoding
 from eval import serving_bench
-from eval.bench.decode import measure_decoding
 from mtptrain.convert.draft_model import copy_first_layers
 from mtptrain.convert.warm_start import load_init
 from mtptrain.decoding.prompts import check_head_context
@@ -216,10 +217,10 @@ def test_benchmarks_refuse_prompts_that_the_model_cannot_read_with_answer_and_dr
     run_dir, overrides = tiny_run  # prompts of 32 tokens and answers of 16
     short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=50)
     draft = (*DRAFT[:2], f"head.init_from={short}", "head.start_from_target=false", "acceptance.dtype=float32")
-    config = make_config(*overrides, f"run_dir={run_dir}", *draft, "bench.batch_sizes=[1]", "bench.draft_depths=[1,3]")
+    config = make_config(*overrides, f"run_dir={run_dir}", *draft)
     message = r"^head: must read the longest prompt with its response and drafts, 51 tokens, but has a context .* of 50"
     with pytest.raises(UserError, match=message):
-        measure_decoding(config, tmp_path)
+        decoding.measure(config, Namespace(batch_sizes=[1], drafts=[1, 3], prompts=32))
     monkeypatch.setattr(serving_bench, "find_program", lambda _: Path("python"))
     config.serving_bench.num_speculative_tokens = [1, 3]
     with pytest.raises(UserError, match=message):

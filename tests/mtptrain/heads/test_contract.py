@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-from eval.checks.numerics import drafted_states
 from mtptrain.heads import HEADS, layer_head
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.base import Head
@@ -18,6 +17,7 @@ from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from tests.conftest import tiers
+from tests.mtptrain.heads.drafted import drafted_states
 
 DEPTHS = 5
 LENGTHS = [9, 9, 6, 2, 1]

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
-from eval.checks.numerics import drafted_states
 from mtptrain.convert.base import Tensors
 from mtptrain.heads.attention.depths import blocks_attention
 from mtptrain.heads.attention.training import depth_attention
@@ -22,6 +21,7 @@ from mtptrain.target.families import norm_eps
 from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.conftest import tiers
 from tests.families import EXACT, SIZES, AutoConfig
+from tests.mtptrain.heads.drafted import drafted_states
 from tests.native_modules import MODULES, NUM_LAYERS, write_checkpoint
 
 DEPTHS, TOKENS = 4, 22

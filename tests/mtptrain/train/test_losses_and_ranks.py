@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.checks.numerics import drafted_states
 from mtptrain.heads.files import best_or_last, build_head
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.target.loading import load_target
 from mtptrain.training.batches import BatchSchedule
 from tests.conftest import Run, make_config, run_program, tiers
+from tests.mtptrain.heads.drafted import drafted_states
 from tests.mtptrain.train.conftest import Reference
 from tests.mtptrain.train.runs import FP32, PLAIN_STEPS, assert_close, records, train
 

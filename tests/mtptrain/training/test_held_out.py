@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.checks.numerics import drafted_states
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
@@ -20,6 +19,7 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.training.validation import Validated
 from mtptrain.utils.distributed import Ranks
 from tests.mimo import MIMO_HEAD
+from tests.mtptrain.heads.drafted import drafted_states
 from tests.mtptrain.heads.test_contract import draw_norms
 
 DEPTHS = 3

@@ -2,59 +2,29 @@
 long texts, and translations of single German paragraphs.
 
 Reads HTML pages (.html, .htm) and plain text (.txt, or no suffix), and no other files; writes one conversation with a
-single user turn per line, for `prompts.paths` of `mtptrain responses`. The same files, --num-each and --seed give the
-same questions. docs/results/smollm2.md says which texts were used there.
+single user turn per line, for `prompts.paths` of `mtptrain responses`. The same files give the same questions.
+docs/results/smollm2.md says which texts were used there.
 
-    python -m tools.text_questions --english DIR --german DIR --output questions.jsonl
+    python -m benchmarks.text_questions --english DIR --german DIR --output questions.jsonl
 """
 
 import argparse
+import html
 import json
 import random
+import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 
 from mtptrain.utils.errors import UserError, errors_as_lines
 
 HTML = (".html", ".htm")
-HEADINGS = ("h1", "h2", "h3", "h4")
-SKIPPED = ("script", "style", "pre", "table", "title", "nav")
 SUMMARY = ("Summarize: {text}", "Summarize the following text:\n\n{text}", "{text}\n\nSummarize the text above.")
 ANSWER = ("{text}\nWhat does the text say about {topic}?", "{text}\nExplain {topic} in your own words.")
 TRANSLATION = ("Translate German to English: {text}", "Translate from German to English:\n{text}")
-
-
-class Sections(HTMLParser):
-    """Collects the headings of a page, each with the paragraphs below it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, list[str]]] = []
-        self._tags: list[str] = []
-        self._text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in (*HEADINGS, "p"):
-            self.handle_endtag("p")  # HTML may leave out </p>
-            self._text = ""
-        if tag in (*HEADINGS, *SKIPPED, "p"):
-            self._tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self._tags:
-            return
-        while self._tags.pop() != tag:
-            pass
-        text = " ".join(self._text.split())
-        if tag in HEADINGS:
-            self.found.append((text.lstrip("0123456789. "), []))
-        elif tag == "p" and self.found and text:
-            self.found[-1][1].append(text)
-
-    def handle_data(self, data: str) -> None:
-        if not set(self._tags) & set(SKIPPED):
-            self._text += data
+WITHOUT_PROSE = re.compile(r"<(script|style|pre|table|title|nav)\b.*?</\1\s*>", re.DOTALL | re.IGNORECASE)
+BLOCK = re.compile(r"<(h[1-4]|p)\b[^>]*>(.*?)(?=</?(?:h[1-4]|p)\b|\Z)", re.DOTALL | re.IGNORECASE)
+"""A heading or a paragraph, whose end tag may be missing."""
 
 
 def sections(path: Path) -> list[tuple[str, list[str]]]:
@@ -62,10 +32,14 @@ def sections(path: Path) -> list[tuple[str, list[str]]]:
     content = path.read_text(encoding="utf-8", errors="ignore")
     if path.suffix not in HTML:  # paragraphs end with an empty line, or with a % in a collection of quotations
         return [("", [" ".join(each.split()) for each in content.replace("\n%\n", "\n\n").split("\n\n")])]
-    parser = Sections()
-    parser.feed(content)
-    parser.handle_endtag("p")
-    return parser.found
+    found: list[tuple[str, list[str]]] = []
+    for tag, marked in BLOCK.findall(WITHOUT_PROSE.sub("", content)):
+        text = " ".join(html.unescape(re.sub(r"<[^>]*>", "", marked)).split())
+        if tag.lower() != "p":
+            found.append((text.lstrip("0123456789. "), []))
+        elif found and text:
+            found[-1][1].append(text)
+    return found
 
 
 def passages(paragraphs: list[str], min_characters: int, max_characters: int) -> Iterator[str]:
@@ -78,9 +52,9 @@ def passages(paragraphs: list[str], min_characters: int, max_characters: int) ->
     yield from (text for text in texts if min_characters <= len(text) <= max_characters)
 
 
-def questions(english: list[Path], german: list[Path], num_each: int, seed: int) -> list[str]:
+def questions(english: list[Path], german: list[Path], num_each: int = 400) -> list[str]:
     """Returns at most `num_each` summaries and as many answers from texts and translations, in random order."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     parts = [part for path in english for part in sections(path)]
     texts = [text for _, below in parts for text in passages(below, 900, chance.randint(1500, 6000))]
     topics = [
@@ -121,10 +95,8 @@ def main() -> None:
     parser.add_argument("--english", type=Path, nargs="+", required=True, help="directories of English texts")
     parser.add_argument("--german", type=Path, nargs="+", required=True, help="directories of German texts")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--num-each", type=int, default=400, help="maximum number of questions of each kind")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    made = questions(files(args.english), files(args.german), args.num_each, args.seed)
+    made = questions(files(args.english), files(args.german))
     with args.output.open("w", encoding="utf-8") as output:
         for question in made:
             output.write(json.dumps({"messages": [{"role": "user", "content": question}]}, ensure_ascii=False) + "\n")

@@ -1,0 +1,59 @@
+"""What the benchmarks share: their command lines, taking turns, and tables."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from mtptrain.command_line.program import command, run_program
+from mtptrain.command_line.tables import wide_console
+from mtptrain.config import PipelineConfig
+
+Row = dict[str, Any]
+"""Measurements by name; the unit is part of the name."""
+
+
+def run_benchmark(main: Callable[[PipelineConfig, argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+    """Call `main` with the settings that the overrides on the command line compose, and the benchmark's own options.
+
+    Everything that begins with dashes is an option. `options.command` is the whole command.
+    """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--repeats", type=positive, default=3, help="runs of each candidate; the fastest counts")
+    typed = command()
+    options, sys.argv[1:] = parser.parse_known_args()
+    options.command = typed
+    run_program(lambda config: main(config, options))
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def fastest(candidates: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Returns the seconds of each candidate's fastest run. A candidate runs once and returns its seconds.
+
+    Candidates take turns, so that other load on the machine affects all of them. The first turn warms up.
+    """
+    best = dict.fromkeys(candidates, math.inf)
+    for turn in range(repeats + 1):
+        for name, run in candidates.items():
+            seconds = run()
+            if turn:
+                best[name] = min(best[name], seconds)
+    return best
+
+
+def print_table(title: str, columns: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> None:
+    """Print a line for each row. A column is a heading with the key and the format of its cells."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*("" if row.get(key) is None else format(row[key], form) for key, form in columns.values()))
+    wide_console(130).print(table)

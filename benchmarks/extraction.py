@@ -1,0 +1,235 @@
+"""Compares the speed of extraction with that of a bare forward pass, and measures how fast hidden states are read.
+
+    python -m benchmarks.extraction recipe=quickstart
+    python -m benchmarks.extraction recipe=quickstart --8b --documents 256     # on a GPU, random weights
+
+- *bare forward*: the target over packed documents, without keeping states;
+- *ours*: the transformers backend writing a store to disk, in bf16 and fp8;
+- *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
+  scripts do;
+- *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
+- *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
+
+The candidates of each table take turns, except vLLM, which needs its own process and the GPU's memory. Torch uses one
+thread, torchrun's default for each rank. The writer adds `hidden_states.writer_threads` threads and one that hashes
+shards, and reading fp8 without decoding adds one that reads ahead. Extraction runs over documents of random tokens with
+log-normal lengths; the stores of *reading* have documents of 2,048 tokens.
+"""
+
+import argparse
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from mtptrain.config import PipelineConfig, StoreDtype
+from mtptrain.data.identity import StoreIdentity, TargetIdentity
+from mtptrain.data.prompt_files import Documents
+from mtptrain.heads import HEADS
+from mtptrain.hidden_states.extraction.fill import Streams, fill_shards
+from mtptrain.hidden_states.extraction.transformers_streams import (
+    TransformersStreams,
+    forward_documents,
+    token_budget_batches,
+)
+from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
+from mtptrain.hidden_states.store import HiddenStore
+from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
+from mtptrain.planning.costs import target_costs
+from mtptrain.run import Run
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
+from mtptrain.training.batches import BatchSchedule
+from mtptrain.training.flops import matmul_peak
+from mtptrain.utils.distributed import device_name, init_ranks
+from mtptrain.utils.errors import UserError
+
+from .command import fastest, positive, print_table, run_benchmark
+from .training_step import LLAMA_8B, VOCAB_8B, target_of
+
+MEDIAN_TOKENS, MAX_TOKENS = 250, 2000
+"""Median and maximum length of the documents that are extracted."""
+PLAIN_BATCH = 8
+READ_TOKENS, READ_HIDDEN_SIZE = 32_768, 4096
+"""Tokens and hidden size of the stores that are read."""
+
+
+def main(config: PipelineConfig, options: argparse.Namespace) -> None:
+    device, settings = init_ranks(config.distributed_timeout_hours).device, config.hidden_states
+    torch.set_num_threads(1)
+    dtype = getattr(torch, settings.dtype.value)
+    target = random_8b(device, dtype) if options.is_8b else load_target(Run(config).target.directory, dtype, device)
+    documents = random_documents(options.documents, target.config.vocab_size)
+    num_tokens, batch_tokens = len(documents.input_ids), settings.batch_tokens
+    layers = HEADS[config.head.name].resolve_capture_layers(config.head, target.config)
+    captured = (*layers, int(target.config.num_hidden_layers))
+    sizes = int(target.config.hidden_size), len(layers)
+    with tempfile.TemporaryDirectory(prefix="mtptrain-bench-") as name:
+        folder = Path(name)
+        fill = partial(fill_and_remove, folder, documents, settings.writer_threads)
+        ours = TransformersStreams(target, captured, batch_tokens, settings.compile)
+        candidates: dict[str, Callable[[], object]] = {
+            "bare forward": partial(bare_forward, target, documents, batch_tokens),
+            "ours": partial(fill, ours, (*sizes, StoreDtype.bfloat16)),
+            "ours, fp8": partial(fill, ours, (*sizes, StoreDtype.fp8)),
+            "plain loop": partial(plain_loop, target, documents, layers, folder),
+        }
+        seconds = fastest_of(candidates, options.repeats)
+        costs = target_costs(target.config)
+        flops = sum(length * costs.flops_per_token(length) for length in documents.lengths.tolist())
+        mfu = flops / seconds["bare forward"] / matmul_peak(device, dtype)
+        del ours, candidates, target
+        gc.collect()  # vLLM needs the memory of the target
+        torch.cuda.empty_cache()
+        if not options.is_8b:
+            try:
+                with vllm_streams(config, captured, int(documents.lengths.max()), folder / "scratch") as vllm:
+                    run = partial(fill, vllm, (*sizes, StoreDtype.bfloat16))
+                    seconds |= fastest_of({"vLLM": run}, options.repeats)
+            except UserError as refused:
+                print(f"vLLM is left out: {refused}")
+        read = seconds_of_reading(folder, options.repeats)
+    title = f"Extraction, {'8b' if options.is_8b else config.target.path}, head {config.head.name}, {dtype}"
+    print_speeds(f"{title}, {device_name(device)}", "tokens/s", num_tokens, seconds)
+    print(f"MFU of the bare forward: {mfu:.1%} of the measured matmul peak")
+    gigabytes = READ_TOKENS * READ_HIDDEN_SIZE * 2 / 1e9
+    print_speeds(f"Reading, {READ_HIDDEN_SIZE} dimensions", "GB/s of bf16", gigabytes, read)
+
+
+def print_speeds(title: str, unit: str, amount: float, seconds: dict[str, float]) -> None:
+    """Prints how fast each candidate handled an amount, and its ratio to the first one."""
+    reference = next(iter(seconds))
+    columns = {"": ("name", ""), unit: ("speed", ",.2f"), f"vs. {reference}": ("ratio", ".3f")}
+    rows = [{"name": name, "speed": amount / x, "ratio": seconds[reference] / x} for name, x in seconds.items()]
+    print_table(title, columns, rows)
+
+
+def random_8b(device: torch.device, dtype: torch.dtype) -> Target:
+    """Returns a target with the dimensions of an 8B Llama and random weights."""
+    with torch.device(device):
+        return Target(AutoModelForCausalLM.from_config(target_of(LLAMA_8B, VOCAB_8B, 32), dtype=dtype))
+
+
+def random_documents(count: int, vocab_size: int) -> Documents:
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal(math.log(MEDIAN_TOKENS), 0.8, count)).clip(8, MAX_TOKENS).astype(int).tolist()
+    return Documents.from_list([(i, rng.integers(0, vocab_size, n), np.ones(n)) for i, n in enumerate(lengths)])
+
+
+def vllm_streams(config: PipelineConfig, captured: tuple[int, ...], longest: int, scratch_dir: Path) -> VllmStreams:
+    target_dir, device_type = Run(config).target.directory, "cuda" if torch.cuda.is_available() else "cpu"
+    settings, python = config.hidden_states, config.serving.python
+    return VllmStreams(target_dir, captured, settings, longest, scratch_dir, 0, device_type, python)
+
+
+def fastest_of(candidates: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Returns the seconds of each candidate's fastest run."""
+
+    def seconds(run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    return fastest({name: partial(seconds, run) for name, run in candidates.items()}, repeats)
+
+
+def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:
+    for batch in token_budget_batches(documents.lengths.tolist(), batch_tokens, target.form.keeps_states):
+        forward_documents(target, [torch.from_numpy(documents.token_ids(i)) for i in batch])
+
+
+@torch.inference_mode()
+def plain_loop(target: Target, documents: Documents, layers: tuple[int, ...], directory: Path) -> None:
+    """Extracts states in padded batches of eight, in the order of the documents, and saves a file per document."""
+    ids = [torch.from_numpy(documents.token_ids(i)).long() for i in range(len(documents))]
+    with target.attention("sdpa"), tempfile.TemporaryDirectory(dir=directory) as folder:
+        for start in range(0, len(ids), PLAIN_BATCH):
+            prompts = ids[start : start + PLAIN_BATCH]
+            input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(target.device)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
+            output = target.model(input_ids=input_ids, attention_mask=mask.to(target.device), output_hidden_states=True)
+            for row, prompt in enumerate(prompts):
+                # A copy also on a CPU, because torch.save writes the whole storage of a view: here, the padded batch.
+                states = [output.hidden_states[k][row, : len(prompt)].to("cpu", copy=True) for k in (*layers, -1)]
+                torch.save({"input_ids": prompt, "hidden_states": states}, Path(folder) / f"{start + row}.pt")
+
+
+Layout = tuple[int, int, StoreDtype]
+"""The hidden size, the number of captured layers and the dtype of a store."""
+
+
+def fill_and_remove(folder: Path, documents: Documents, threads: int, streams: Streams, layout: Layout) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as store:
+        write_store(Path(store), documents, threads, 4, streams, layout)
+
+
+def write_store(
+    directory: Path, documents: Documents, threads: int, num_shards: int, streams: Streams, layout: Layout
+) -> HiddenStore:
+    """Writes a complete store of about `num_shards` shards, as stage 2 does."""
+    hidden_size, num_captured, dtype = layout
+    shard_tokens = max(1, len(documents.input_ids) // num_shards)
+    shards = dict(enumerate(shard_ranges(documents.lengths, shard_tokens)))
+    target = TargetIdentity("bench", None, "", "", "", "")
+    identity = StoreIdentity(target, tuple(range(num_captured)), "", "", dtype=dtype.value)
+    begin_store(directory, identity, shard_tokens, list(shards))
+    fill_shards(streams, documents, shards, directory, *layout, "", show=False, writer_threads=threads)
+    assert finish_store(directory, identity, shard_tokens, hidden_size, len(shards))
+    return HiddenStore.open(directory)
+
+
+class RandomStreams:
+    """A backend that returns random states."""
+
+    def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
+        for prompts in shards:
+            yield ((i, torch.randn(len(prompt), 1, READ_HIDDEN_SIZE)) for i, prompt in enumerate(prompts))
+
+
+def seconds_of_reading(folder: Path, repeats: int) -> dict[str, float]:
+    """Returns the seconds of copying mapped shards, and of reading an epoch of batches as training does."""
+    rng = np.random.default_rng(0)
+    documents = Documents.from_list(
+        [(i, rng.integers(0, 1000, 2048), np.ones(2048)) for i in range(READ_TOKENS // 2048)]
+    )
+    bf16, fp8 = (
+        write_store(folder / dtype.value, documents, 1, 2, RandomStreams(), (READ_HIDDEN_SIZE, 0, dtype))
+        for dtype in (StoreDtype.bfloat16, StoreDtype.fp8)
+    )
+    schedules = {
+        "batches, bf16": BatchSchedule(bf16, 3, 8192, 1, seed=0, for_gpu=False),
+        "batches, fp8 decoded": BatchSchedule(fp8, 3, 8192, 1, seed=0, for_gpu=False),
+        "batches, fp8 left to a GPU": BatchSchedule(fp8, 3, 8192, 1, seed=0),
+    }
+    candidates: dict[str, Callable[[], object]] = {"mapped copy": partial(copy_mapped, bf16)}
+    candidates |= {name: partial(read_batches, schedule) for name, schedule in schedules.items()}
+    return fastest_of(candidates, repeats)
+
+
+def copy_mapped(store: HiddenStore) -> None:
+    for first in range(0, store.num_documents, 4):
+        documents = range(first, min(first + 4, store.num_documents))
+        torch.cat([store.mapped_document(i).hidden_states for i in documents])
+
+
+def read_batches(schedule: BatchSchedule) -> None:
+    """Reads an epoch as training does, in batches of four documents, packed for three depths."""
+    num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
+    assert num_tokens == schedule.store.document_lengths.sum(), "an epoch must read the whole store"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--8b", dest="is_8b", action="store_true", help="random weights with the sizes of an 8B Llama")
+    parser.add_argument("--documents", type=positive, default=64, help="documents that are extracted")
+    run_benchmark(main, parser)

@@ -1,0 +1,109 @@
+"""Runs EAGLE-3 training steps of vLLM Speculators. Requests on stdin and answers on stdout are lines of JSON.
+
+`benchmarks.training_step` starts this worker with a Python without mtptrain. The first request has the model and the
+batch: `documents` are pairs of the number of tokens in a document and in its prompt, `depths` is T, and `autocasts`
+chooses bf16. Its answer is the memory of a step. Each empty request makes a step; its answer is the step's seconds.
+The benchmark measures the memory of our step with `tensor_bytes` too.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
+
+
+def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Returns the peak size in bytes of tensors during a step, excluding those that exist before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    changes = sorted(
+        (event["ts"], index, event["args"]["Bytes"])
+        for index, event in enumerate(events)
+        if event["name"] == "[memory]"
+    )
+    return max(accumulate(num_bytes for *_, num_bytes in changes), default=0)
+
+
+class Peer:
+    """Trains one model on one batch with fp32 weights.
+
+    With `autocasts`, it computes in bf16, as Speculators' trainer does on a GPU.
+    """
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from speculators.losses import resolve_loss_config
+        from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+        self.device, self.autocasts = torch.device(request["device"]), request["autocasts"]
+        layer = LlamaConfig(**request["target"], num_hidden_layers=1, max_position_embeddings=131_072)
+        hidden_size, vocab_size = layer.hidden_size, layer.vocab_size
+        torch.manual_seed(0)
+        config = Eagle3SpeculatorConfig(
+            transformer_layer_config=layer, draft_vocab_size=vocab_size, eagle_aux_hidden_state_layer_ids=[1, 2, 3]
+        )
+        self.model = Eagle3DraftModel(config).to(self.device)
+        for frozen in (self.model.embed_tokens, self.model.lm_head, self.model.verifier_lm_head):
+            torch.nn.init.normal_(frozen.weight, std=hidden_size**-0.5)
+        self.model.lm_head.weight.requires_grad_(False)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        dtype = torch.bfloat16 if self.autocasts else torch.float32
+        lengths, prompts = torch.tensor(request["documents"]).T
+        num_tokens = int(lengths.sum())
+        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        batch = {
+            "hidden_states": torch.randn(1, num_tokens, 3 * hidden_size, dtype=dtype),
+            "verifier_last_hidden_states": torch.randn(1, num_tokens, hidden_size, dtype=dtype),
+            "input_ids": torch.randint(0, vocab_size, (1, num_tokens)),
+            "document_ids": torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None],
+            "position_ids": positions[None] + 1,
+            "loss_mask": (positions >= torch.repeat_interleave(prompts, lengths))[None],
+            "ttt_steps": request["depths"],
+            "ttt_step_loss_decay": 0.8,
+            "loss_config": resolve_loss_config("kl_div", "eager"),
+        }
+        self.batch = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+    def step(self) -> None:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocasts):
+            _, loss, _ = self.model(**self.batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        assert torch.isfinite(loss), "the peer's loss is not finite"
+
+
+def main() -> None:
+    peer = Peer(json.loads(sys.stdin.readline()))
+    for _ in range(3):
+        peer.step()  # allocate optimizer states and warm up
+    answer = {"peak_bytes": tensor_bytes(peer.step, peer.device)}
+    print(json.dumps(answer), flush=True)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        peer.step()
+        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Measures the training step, and compares it with the EAGLE-3 step of vLLM Speculators.
+
+    python -m benchmarks.training_step recipe=quickstart
+    python -m benchmarks.training_step recipe=quickstart --8b     # on a GPU: only our step, for an 8B Llama
+    make .venv-peer/.installed                                    # Speculators, once
+
+A step is forward, loss, backward, clipping and AdamW on random tokens and states, in the precision of `deepspeed` (with
+bf16, fp32 master weights). Ours is the trainer's own step, with `train.compile`; the peer's is eager on a CPU. In each
+group of rows, the candidates take turns:
+
+- documents of 512 tokens, all supervised, and two documents whose prompts are nine times as long as the answers, by
+  both trainers;
+- two answers without and with prompts, from which the cost of a prompt token follows;
+- one document of increasing length, of which the last 1,024 or all tokens are supervised.
+
+Memory is the peak size of the tensors that a step creates: activations, gradients and the optimizer's temporaries.
+Every row is also printed as a line of JSON.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from mtptrain.config import PipelineConfig
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.hidden_states.store import StoredDocument
+from mtptrain.planning.costs import step_flops
+from mtptrain.settings.heads import DflashConfig, Eagle3Config, HeadConfig, MtpConfig
+from mtptrain.settings.precision import train_dtype
+from mtptrain.target.form import find_form
+from mtptrain.target.frozen_parts import FrozenParts
+from mtptrain.training.batches import Batch, make_batch
+from mtptrain.training.flops import matmul_peak
+from mtptrain.training.step_packing import Anchors
+from mtptrain.training.trainer import Trainer
+from mtptrain.utils.distributed import Ranks, device_name, init_ranks
+from mtptrain.utils.errors import UserError
+
+from .command import Row, fastest, positive, print_table, run_benchmark
+from .speculators_worker import tensor_bytes
+
+WORKER = Path(__file__).with_name("speculators_worker.py")
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+VOCAB_8B = 128_256
+HEADS_8B = (
+    MtpConfig(ttt_steps=3),
+    Eagle3Config(ttt_steps=7),
+    Eagle3Config(ttt_steps=7, draft_vocab_size=32_000),
+    DflashConfig(ttt_steps=15, num_layers=5, sliding_window=2048, anchors_per_document=512),  # as published
+)
+COLUMNS = {
+    "": ("case", ""),
+    "tokens": ("tokens", ",d"),
+    "supervised": ("supervised", ",d"),
+    "s": ("seconds", ".3f"),
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "MFU": ("mfu", ".3f"),
+    "optimizer": ("optimizer_share", ".3f"),
+    "MB": ("megabytes", ",.0f"),
+    "x peer": ("speed_of_peer", ".2f"),
+    "memory, x peer": ("memory_of_peer", ".2f"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head for a target with random weights, and the documents of a step."""
+
+    head: HeadConfig
+    target: LlamaConfig
+    documents: Sequence[tuple[int, int]]
+    """Number of tokens in each document, and in its prompt."""
+
+    def row(self, seconds: float, megabytes: float, trainer: str = "") -> Row:
+        tokens = sum(length for length, _ in self.documents)
+        own = getattr(self.head, "draft_vocab_size", None) or self.target.vocab_size
+        case = f"{self.head.name}, T {self.head.ttt_steps}, H {self.target.hidden_size:,}, V {own:,}"
+        return {
+            "case": trainer or case,
+            "documents": len(self.documents),
+            "tokens": tokens,
+            "supervised": tokens - sum(prompt for _, prompt in self.documents),
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "megabytes": megabytes,
+        }
+
+
+def main(config: PipelineConfig, options: argparse.Namespace) -> None:
+    if options.is_8b and not torch.cuda.is_available():
+        raise UserError("--8b: must be left out without a GPU, because its steps take hours on a CPU; leave it out")
+    if not (options.is_8b or options.peer_python.exists()):
+        print(
+            f"*** THE PEER IS LEFT OUT: --peer-python must be a Python with speculators, but {options.peer_python} "
+            "does not exist; run `make .venv-peer/.installed` ***"
+        )
+    ranks, dtype = init_ranks(config.distributed_timeout_hours), getattr(torch, train_dtype(config.deepspeed))
+    config = replace(config, train=replace(config.train, micro_batches_per_step=1))
+    measure = partial(measure_cases, config, ranks, options)
+    if options.is_8b:
+        target = target_of(LLAMA_8B, VOCAB_8B)
+        rows = [row for head in HEADS_8B for row in measure(Case(head, target, [(8192, 0)] * 2))]
+    else:
+        rows = rows_of_eagle3(measure, options)
+    peak = matmul_peak(ranks.device, dtype) / 1e12
+    print_table(f"Training step, {device_name(ranks.device)}, matmul peak {peak:.3g} TFLOP/s in {dtype}", COLUMNS, rows)
+
+
+def rows_of_eagle3(measure: Callable[..., list[Row]], options: argparse.Namespace) -> list[Row]:
+    """Measures the steps that the docstring of this module lists."""
+    head, smallest, rows = Eagle3Config(ttt_steps=3), options.hidden_sizes[0], list[Row]()
+    compared = [(size, documents_of(tokens)) for size in options.hidden_sizes for tokens in options.tokens]
+    for hidden_size, documents in (*compared, (smallest, [(1000, 900)] * 2)):
+        rows += measure(Case(head, narrow_target(hidden_size), documents), with_peer=True)
+    target = narrow_target(options.hidden_sizes[-1], 32_000)
+    answers, prompts = measure(*(Case(head, target, [document] * 2) for document in ((256, 0), (2560, 2304))))
+    cost = (prompts["seconds"] / answers["seconds"] - 1) / 9
+    print(f"A prompt token takes {cost:.1%} of the time of a supervised one.")
+    rows += [answers, prompts]
+    for length in (1024 << i for i in range(10) if 1024 << i <= options.longest_tokens):
+        rows += measure(Case(head, narrow_target(smallest), [(length, length - 1024)]))
+        if 1024 < length <= options.longest_tokens // 4:
+            rows += measure(Case(head, narrow_target(smallest), [(length, 0)]))
+    return rows
+
+
+def documents_of(num_tokens: int) -> list[tuple[int, int]]:
+    """Returns documents of 512 tokens and a shorter last one, all supervised."""
+    lengths = [512] * (num_tokens // 512) + [num_tokens % 512] * (num_tokens % 512 > 0)
+    return [(length, 0) for length in lengths]
+
+
+def narrow_target(hidden_size: int, vocab_size: int = 4096) -> LlamaConfig:
+    """Returns a target with attention heads of 64, of which four share a key head, and MLPs 2.75 times as wide."""
+    heads = hidden_size // 64
+    sizes = {"hidden_size": hidden_size, "intermediate_size": hidden_size * 11 // 4, "num_attention_heads": heads}
+    return target_of(sizes | {"num_key_value_heads": math.gcd(heads, max(1, heads // 4))}, vocab_size)
+
+
+def target_of(sizes: dict[str, Any], vocab_size: int, num_layers: int = 8) -> LlamaConfig:
+    config = LlamaConfig(**sizes, num_hidden_layers=num_layers, vocab_size=vocab_size, tie_word_embeddings=False)
+    config.max_position_embeddings = 131_072
+    return config
+
+
+def measure_cases(
+    config: PipelineConfig, ranks: Ranks, options: argparse.Namespace, *cases: Case, with_peer: bool = False
+) -> list[Row]:
+    """Measures the step of each case in turns, with the peer's step of the first case, and prints their JSON."""
+    ours = [OurStep(config, ranks, case) for case in cases]
+    with ExitStack() as stack:
+        steps: list[OurStep | PeerStep] = [*ours]
+        if with_peer and options.peer_python.exists():
+            steps.append(stack.enter_context(closing(PeerStep(options.peer_python, ours[0]))))
+        best = fastest({str(i): step.seconds for i, step in enumerate(steps)}, options.repeats)
+    rows = [step.row(seconds) for step, seconds in zip(steps, best.values(), strict=True)]
+    if len(steps) > len(ours):
+        rows[0]["speed_of_peer"] = rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"]
+        rows[0]["memory_of_peer"] = rows[0]["megabytes"] / rows[-1]["megabytes"]
+    print(*map(json.dumps, rows), sep="\n", flush=True)
+    return rows
+
+
+class OurStep:
+    """The trainer's own step on a batch of random documents."""
+
+    def __init__(self, config: PipelineConfig, ranks: Ranks, case: Case) -> None:
+        torch.manual_seed(0)
+        self.case, self.device, head = case, ranks.device, build_head(case.head, case.target)
+        if head.d2t is not None:
+            head.d2t.zero_()
+        self.dtype = getattr(torch, train_dtype(config.deepspeed))
+        parts = random_parts(case.target, self.device, self.dtype)
+        self.trainer = Trainer(head, parts, config.train, config.deepspeed, 10_000, ranks)
+        self.batch = random_batch(case, head)
+        for _ in range(3):  # torch.compile may compile twice: for fixed shapes, then for dynamic ones
+            self.seconds()
+        self.megabytes = tensor_bytes(self.seconds, self.device) / 1e6
+        self.trainer.clock.read()  # forgets these steps
+
+    def seconds(self) -> float:
+        """Runs a step and returns its duration."""
+        started = time.perf_counter()
+        self.trainer.step([self.batch])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
+
+    def row(self, seconds: float) -> Row:
+        flops = step_flops(self.case.head, self.case.target, self.trainer.loss_settings).of(self.batch.packing)
+        phases = self.trainer.clock.read()
+        more = {"mfu": flops / seconds / matmul_peak(self.device, self.dtype)}
+        more["optimizer_share"] = phases["optimizer"] / sum(phases.values())
+        return self.case.row(seconds, self.megabytes) | more
+
+
+def random_parts(target: LlamaConfig, device: torch.device, dtype: torch.dtype) -> FrozenParts:
+    table, scale = (target.vocab_size, target.hidden_size), target.hidden_size**-0.5
+    embed_tokens, lm_head = (torch.randn(table, device=device, dtype=dtype) * scale for _ in range(2))
+    norm_weight = torch.ones(target.hidden_size, device=device, dtype=dtype)
+    return FrozenParts(embed_tokens, norm_weight, lm_head, find_form(target))
+
+
+def random_batch(case: Case, head: Head) -> Batch:
+    stored, num_captured = [], len(head.capture_layers)
+    for index, (length, prompt) in enumerate(case.documents):
+        states = torch.randn(length, 1 + num_captured, case.target.hidden_size, dtype=torch.bfloat16)
+        ids = torch.randint(0, case.target.vocab_size, (length,), dtype=torch.int32)
+        mask = (torch.arange(length) >= prompt).to(torch.uint8)
+        captured = states[:, :-1].contiguous() if num_captured else None
+        stored.append(StoredDocument(index, ids, mask, states[:, -1].contiguous(), captured))
+    anchors = Anchors(head.drafts_per_document, (0,)) if head.drafts_per_document else None
+    return make_batch(stored, head.ttt_steps, anchors=anchors, window=head.shared_window)
+
+
+class PeerStep:
+    """The step of vLLM Speculators, in a process with packages of its own that is idle between steps."""
+
+    def __init__(self, python: Path, ours: OurStep) -> None:
+        self.case = case = ours.case
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen([python, WORKER], text=True, **pipes)
+        names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        sizes = {name: getattr(case.target, name) for name in names} | {"attn_implementation": "sdpa"}
+        request = {"target": sizes, "documents": case.documents, "depths": case.head.ttt_steps}
+        answer = self._ask(request | {"device": str(ours.device), "autocasts": ours.dtype is torch.bfloat16})
+        self.megabytes = answer["peak_bytes"] / 1e6
+
+    def seconds(self) -> float:
+        """Runs a step and returns its duration by the peer's clock."""
+        return float(self._ask({})["seconds"])
+
+    def row(self, seconds: float) -> Row:
+        return self.case.row(seconds, self.megabytes, "vLLM Speculators")
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # the peer has ended, and the missing answer is reported below
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise UserError(
+                f"--peer-python: the peer must answer, but exited with {self._process.wait()}; run {WORKER} with that "
+                "Python; if it starts and waits for input, lower --hidden-sizes or --tokens"
+            )
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--8b", dest="is_8b", action="store_true", help="measure heads for an 8B Llama, on a GPU")
+    parser.add_argument("--hidden-sizes", type=positive, nargs="+", default=[256, 512, 1024], help="multiples of 64")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1024, 4096], help="tokens of a supervised step")
+    parser.add_argument("--longest-tokens", type=positive, default=32_768, help="tokens of the longest document")
+    parser.add_argument("--peer-python", type=Path, default=Path(".venv-peer/bin/python"))
+    run_benchmark(main, parser)

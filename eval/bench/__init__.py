@@ -1,1 +1,0 @@
-"""Benchmarks. In each one, all candidates take turns within one run, except vLLM in the extraction benchmark."""

@@ -1,1 +1,0 @@
-"""The checks that `mtptrain gpu-check` runs on a machine."""
