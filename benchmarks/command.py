@@ -1,12 +1,12 @@
-"""What the benchmarks share: their command lines, taking turns, and tables."""
+"""Command lines, tables and a large target, which the benchmarks share."""
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from transformers import LlamaConfig
 
 from mtptrain.command_line.program import command, run_program
 from mtptrain.command_line.tables import wide_console
@@ -35,20 +35,6 @@ def positive(text: str) -> int:
     return number
 
 
-def fastest(candidates: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Returns the seconds of each candidate's fastest run. A candidate runs once and returns its seconds.
-
-    Candidates take turns, so that other load on the machine affects all of them. The first turn warms up.
-    """
-    best = dict.fromkeys(candidates, math.inf)
-    for turn in range(repeats + 1):
-        for name, run in candidates.items():
-            seconds = run()
-            if turn:
-                best[name] = min(best[name], seconds)
-    return best
-
-
 def print_table(title: str, columns: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> None:
     """Print a line for each row. A column is a heading with the key and the format of its cells."""
     table = Table(title=title)
@@ -57,3 +43,16 @@ def print_table(title: str, columns: Mapping[str, tuple[str, str]], rows: Sequen
     for row in rows:
         table.add_row(*("" if row.get(key) is None else format(row[key], form) for key, form in columns.values()))
     wide_console(130).print(table)
+
+
+def llama_8b(num_layers: int) -> LlamaConfig:
+    """Returns the config of a target with the dimensions of an 8B Llama."""
+    return LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+    )

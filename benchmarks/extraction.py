@@ -52,8 +52,8 @@ from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 
-from .command import fastest, positive, print_table, run_benchmark
-from .training_step import LLAMA_8B, VOCAB_8B, target_of
+from .command import llama_8b, positive, print_table, run_benchmark
+from .measuring import fastest
 
 MEDIAN_TOKENS, MAX_TOKENS = 250, 2000
 """Median and maximum length of the documents that are extracted."""
@@ -115,7 +115,7 @@ def print_speeds(title: str, unit: str, amount: float, seconds: dict[str, float]
 def random_8b(device: torch.device, dtype: torch.dtype) -> Target:
     """Returns a target with the dimensions of an 8B Llama and random weights."""
     with torch.device(device):
-        return Target(AutoModelForCausalLM.from_config(target_of(LLAMA_8B, VOCAB_8B, 32), dtype=dtype))
+        return Target(AutoModelForCausalLM.from_config(llama_8b(32), dtype=dtype))
 
 
 def random_documents(count: int, vocab_size: int) -> Documents:

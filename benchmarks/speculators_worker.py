@@ -3,42 +3,18 @@
 `benchmarks.training_step` starts this worker with a Python without mtptrain. The first request has the model and the
 batch: `documents` are pairs of the number of tokens in a document and in its prompt, `depths` is T, and `autocasts`
 chooses bf16. Its answer is the memory of a step. Each empty request makes a step; its answer is the step's seconds.
-The benchmark measures the memory of our step with `tensor_bytes` too.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable
-from itertools import accumulate
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from measuring import tensor_bytes  # beside this script, in the first directory of sys.path
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import LlamaConfig
-
-
-def tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak size in bytes of tensors during a step, excluding those that exist before it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    with TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    changes = sorted(
-        (event["ts"], index, event["args"]["Bytes"])
-        for index, event in enumerate(events)
-        if event["name"] == "[memory]"
-    )
-    return max(accumulate(num_bytes for *_, num_bytes in changes), default=0)
 
 
 class Peer:
@@ -48,9 +24,6 @@ class Peer:
     """
 
     def __init__(self, request: dict[str, Any]) -> None:
-        from speculators.losses import resolve_loss_config
-        from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-
         self.device, self.autocasts = torch.device(request["device"]), request["autocasts"]
         layer = LlamaConfig(**request["target"], num_hidden_layers=1, max_position_embeddings=131_072)
         hidden_size, vocab_size = layer.hidden_size, layer.vocab_size

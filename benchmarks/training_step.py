@@ -48,12 +48,10 @@ from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
 
-from .command import Row, fastest, positive, print_table, run_benchmark
-from .speculators_worker import tensor_bytes
+from .command import Row, llama_8b, positive, print_table, run_benchmark
+from .measuring import fastest, tensor_bytes
 
 WORKER = Path(__file__).with_name("speculators_worker.py")
-LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-VOCAB_8B = 128_256
 HEADS_8B = (
     MtpConfig(ttt_steps=3),
     Eagle3Config(ttt_steps=7),
@@ -110,8 +108,7 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
     config = replace(config, train=replace(config.train, micro_batches_per_step=1))
     measure = partial(measure_cases, config, ranks, options)
     if options.is_8b:
-        target = target_of(LLAMA_8B, VOCAB_8B)
-        rows = [row for head in HEADS_8B for row in measure(Case(head, target, [(8192, 0)] * 2))]
+        rows = [row for head in HEADS_8B for row in measure(Case(head, llama_8b(8), [(8192, 0)] * 2))]
     else:
         rows = rows_of_eagle3(measure, options)
     peak = matmul_peak(ranks.device, dtype) / 1e12
@@ -145,14 +142,15 @@ def documents_of(num_tokens: int) -> list[tuple[int, int]]:
 def narrow_target(hidden_size: int, vocab_size: int = 4096) -> LlamaConfig:
     """Returns a target with attention heads of 64, of which four share a key head, and MLPs 2.75 times as wide."""
     heads = hidden_size // 64
-    sizes = {"hidden_size": hidden_size, "intermediate_size": hidden_size * 11 // 4, "num_attention_heads": heads}
-    return target_of(sizes | {"num_key_value_heads": math.gcd(heads, max(1, heads // 4))}, vocab_size)
-
-
-def target_of(sizes: dict[str, Any], vocab_size: int, num_layers: int = 8) -> LlamaConfig:
-    config = LlamaConfig(**sizes, num_hidden_layers=num_layers, vocab_size=vocab_size, tie_word_embeddings=False)
-    config.max_position_embeddings = 131_072
-    return config
+    return LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 4,
+        num_hidden_layers=8,
+        num_attention_heads=heads,
+        num_key_value_heads=math.gcd(heads, max(1, heads // 4)),
+        vocab_size=vocab_size,
+        max_position_embeddings=131_072,
+    )
 
 
 def measure_cases(

@@ -204,7 +204,7 @@ IN_AN_ENVIRONMENT_OF_ITS_OWN = {
     "mtptrain.serving.bench_worker": {"vllm"},
     "mtptrain.serving.vllm_worker": {"vllm"},
     "mtptrain.serving.openvino_worker": {"openvino", "openvino_genai"},
-    "benchmarks.speculators_worker": {"speculators"},
+    "benchmarks.speculators_worker": {"speculators", "measuring"},
 }
 """Modules that run in the Python environment of an engine or another trainer, and what else they can import there."""
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks.speculators_worker import tensor_bytes
+from benchmarks.measuring import tensor_bytes
 from benchmarks.training_step import Case, OurStep, PeerStep, main, narrow_target
 from mtptrain.settings.heads import Eagle3Config
 from mtptrain.utils.errors import UserError
