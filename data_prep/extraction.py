@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
-from mtptrain.convert.draft_model import check_start
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.decoding.prompts import check_document_lengths
@@ -17,6 +16,7 @@ from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.shard_format import check_store_dtype
 from mtptrain.hidden_states.stream import shard_windows
 from mtptrain.hidden_states.writer import shard_ranges
+from mtptrain.init_from.draft_model import check_start
 from mtptrain.run import Run
 from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.checkpoint_check import check_weights

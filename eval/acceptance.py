@@ -26,8 +26,6 @@ from rich.table import Table
 from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker
-from mtptrain.convert.draft_model import load_draft_model
-from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import (
@@ -42,6 +40,7 @@ from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
+from mtptrain.init_from.start import RunHead, load_draft_model
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.target.loading import load_target

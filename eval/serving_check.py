@@ -26,12 +26,12 @@ from rich.table import Table
 from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import Dtype, PipelineConfig
-from mtptrain.convert.warm_start import RunHead
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
+from mtptrain.init_from.start import RunHead
 from mtptrain.run import Run
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing_output
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence

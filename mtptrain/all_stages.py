@@ -38,9 +38,9 @@ from mtptrain.command_line.program import stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.convert.formats import has_format
-from mtptrain.convert.published.heads import resolve_init
-from mtptrain.convert.warm_start import check_one_start
 from mtptrain.decoding.prompts_file import check_is_file
+from mtptrain.init_from.published import resolve_init
+from mtptrain.init_from.start import check_one_start
 from mtptrain.planning.planner import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with

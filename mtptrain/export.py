@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.config import ExportEngine, PipelineConfig
-from mtptrain.convert.base import Format, Tensors
+from mtptrain.convert.base import Format
 from mtptrain.convert.export_proof import prove_equal_proposals
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.llama_cpp import GgufFormat
-from mtptrain.heads.base import Head
+from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.run import Run
 from mtptrain.run_dir import CONFIG, PROVENANCE, replaced

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from mtptrain.config import Backend, PipelineConfig
-from mtptrain.convert.warm_start import RunHead, trained_or_initial_head
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
 from mtptrain.data.rows import RowFormat
@@ -16,6 +15,7 @@ from mtptrain.heads.files import RESTORE
 from mtptrain.hidden_states.extraction.vllm_streams import choose_backend
 from mtptrain.hidden_states.store import HiddenStates, HiddenStore
 from mtptrain.hidden_states.stream import StreamedStates
+from mtptrain.init_from.start import RunHead, trained_or_initial_head
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.template_kwargs import override_of

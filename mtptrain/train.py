@@ -26,7 +26,6 @@ import torch
 
 from mtptrain.config import PipelineConfig, Resume, TrainConfig
 from mtptrain.convert.formats import warn_of_limits
-from mtptrain.convert.warm_start import check_one_start, load_init, start_from_target
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.prompt_files import Split
 from mtptrain.decoding.prompts import check_document_lengths
@@ -42,6 +41,8 @@ from mtptrain.heads.files import (
     save_head,
 )
 from mtptrain.hidden_states.store import HiddenStates
+from mtptrain.init_from.from_target import start_from_target
+from mtptrain.init_from.start import check_one_start, load_init
 from mtptrain.planning.costs import step_flops
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
@@ -202,7 +203,7 @@ def initialise(run: Run, head: Head, parts: FrozenParts, prompts_sha256: str) ->
     if settings.start_from_target:
         start_from_target(head, run.target)
     if settings.init_from is not None:
-        head.load_state_dict(load_init(settings.init_from, settings, run.target))
+        head.load_state_dict(load_init(settings.init_from, settings, run.target)[1])
     elif not isinstance(head, DraftModelHead):
         initialise_own_vocabulary(head, parts, run.stage_dir("draft_vocab"), prompts_sha256)
 

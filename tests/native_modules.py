@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
-from mtptrain.convert.base import Tensors
 from mtptrain.convert.native_mtp import VllmNativeMtp
+from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import build_head
 from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.target.families import read_target_config

@@ -4,6 +4,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import PreTrainedConfig
@@ -12,15 +14,14 @@ from data_prep.responses.dialogue import RegeneratedConversation
 from data_prep.responses.manifest import ResponsesIdentity
 from data_prep.responses.store import ResponsesStore, line_of
 from eval.choose_head import heads_to_measure
-from mtptrain.convert.published.heads import read_published
-from mtptrain.convert.published.native_mtp import read_native_mtp
-from mtptrain.convert.warm_start import load_init
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.hidden_states.stream import STREAM, released_windows
 from mtptrain.hidden_states.writer import begin_store
+from mtptrain.init_from.native_mtp import read_native_mtp
+from mtptrain.init_from.published import read_published
+from mtptrain.init_from.start import load_init
 from mtptrain.serving.exports import SERVING, read_serving_facts
-from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError
@@ -123,12 +124,12 @@ def test_a_changed_head_is_named_before_another_training_starts_from_it(
     finished: Run, tiny_target: Path, tmp_path: Path, place: str
 ) -> None:
     shutil.copytree(finished[0] / place, tmp_path / "head")
-    target_config = read_target_config(tiny_target)
-    assert read_published(str(tmp_path / "head"), target_config).tensors
+    target = TargetFiles(tiny_target)
+    assert read_published(str(tmp_path / "head"), target).tensors
     weights = next((tmp_path / "head").glob("*.safetensors"))
     flip_bit(weights)
     with pytest.raises(UserError, match=rf"{weights.name}: must be as mtptrain wrote it, but was changed or damaged"):
-        read_published(str(tmp_path / "head"), target_config)
+        read_published(str(tmp_path / "head"), target)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_an_export_without_its_seal_is_named_before_training_starts_from_it(
     shutil.copytree(finished[0] / "export/vllm", tmp_path / "head")
     change(tmp_path / "head" / SERVING)
     with pytest.raises(UserError, match=rf"head/{SERVING}: must {reason}"):
-        read_published(str(tmp_path / "head"), read_target_config(tiny_target))
+        read_published(str(tmp_path / "head"), TargetFiles(tiny_target))
 
 
 @pytest.mark.parametrize("head", ["draft_model", "native_mtp"])
@@ -161,7 +162,8 @@ def test_a_changed_export_with_a_model_is_named_before_training_starts_from_it(
         if head == "draft_model":
             load_init(str(exported), DraftModelHead.Config(), TargetFiles(tiny_target))
         else:
-            read_native_mtp(str(exported), PreTrainedConfig(model_type=next(iter(NATIVE_MTP))))
+            family: Any = SimpleNamespace(config=PreTrainedConfig(model_type=next(iter(NATIVE_MTP))))
+            read_native_mtp(str(exported), family)
 
 
 LINE, OTHER_LINE = line_of(RegeneratedConversation(1, "chat1")), json.dumps(sealed({"step": 1})) + "\n"

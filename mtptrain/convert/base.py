@@ -1,22 +1,19 @@
 """The base class of export formats: names and layout of tensors, `config.json`, and the launch command."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
+from mtptrain.heads.base import Tensors
+from mtptrain.heads.files import rename
 from mtptrain.heads.layers import HeadDims, head_dims
 from mtptrain.settings.heads import HeadConfig, LayerConfig
 from mtptrain.target.families import head_rope_parameters, norm_eps
-from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import save_tensors, write_json
-
-Tensors = dict[str, torch.Tensor]
 
 LAYER_PARTS = (
     "input_layernorm.weight",
@@ -125,29 +122,3 @@ class Format(ABC):
             "tie_word_embeddings": False,
             "dtype": dtype,
         }
-
-
-def rename(tensors: Tensors, names: dict[str, str]) -> Tensors:
-    """Returns the tensors under their new names. Tensors that `names` does not list keep their names.
-
-    Raises:
-        UserError: two tensors get one name.
-    """
-    return renamed(tensors, lambda name: names.get(name, name))
-
-
-def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
-    """Returns the tensors under the names that a function gives them.
-
-    Raises:
-        UserError: two tensors get one name.
-    """
-    old_names: dict[str, str] = {}
-    for name in tensors:
-        other = old_names.setdefault(new_name(name), name)
-        if other != name:
-            raise UserError(
-                f"head.init_from: a tensor must have one name, but {other} and {name} are both {new_name(name)}; "
-                "remove the one that the engine does not read"
-            )
-    return {new: tensors[old] for new, old in old_names.items()}

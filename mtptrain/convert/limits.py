@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from mtptrain.convert.llama_cpp import ARCHITECTURE_OF
-from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG
 from mtptrain.convert.transformers import MODEL_CLASSES
 from mtptrain.heads import HEADS
 from mtptrain.heads.dflash import layer_kinds
 from mtptrain.heads.draft_model import model_config
+from mtptrain.heads.eagle3 import FROM_1_IN_SGLANG
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.serving.exports import (

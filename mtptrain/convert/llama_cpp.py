@@ -14,8 +14,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize, quantize
 from transformers import PreTrainedConfig
 
-from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.convert.base import LAYER_PARTS, Format
 from mtptrain.data.draft_vocab import offsets
+from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import DflashHead, block_size, layer_kinds
 from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.draft_model import model_config

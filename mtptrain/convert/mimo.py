@@ -8,10 +8,10 @@ Sources: sglang/srt/models/mimo_mtp.py; vllm/model_executor/models/mimo.py and m
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
+from mtptrain.convert.base import LAYER_PARTS, Format
 from mtptrain.convert.target_files import WholeCheckpoint, add_target_files
+from mtptrain.heads.base import Tensors
+from mtptrain.heads.mtp import swap_halves
 from mtptrain.settings.heads import MtpConfig
 from mtptrain.target.mimo import ARCHITECTURE, MTP_LAYERS
 
@@ -75,21 +75,3 @@ class VllmMimo(WholeCheckpoint, MimoLayer):
             "Serve this with vLLM. Its MiMo class passes the states before the target's final norm to the MTP layer, "
             "and the head was trained and measured with these. SGLang's class passes the states after the norm.",
         ]
-
-
-def swap_halves(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a projection [H, 2H] with its first H and last H columns (embedding and hidden state) swapped."""
-    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
-
-
-def mimo_settings(is_checkpoint: bool, tensors: Tensors) -> dict[str, list[object]]:
-    """Returns the possible settings of a head in MiMo's layout, in the form of `PublishedHead.settings`.
-
-    For a MiMo checkpoint, they are the settings of vLLM's MTP layer. An export for SGLang does not store all of them.
-    """
-    has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if name.endswith(".bias"))
-    return {
-        "attention_bias": [True] if has_biases else [False, True],
-        "zero_first_embedding": [True] if is_checkpoint else [False, True],
-        "prenorm_states": [is_checkpoint],
-    }

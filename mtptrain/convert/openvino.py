@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.convert.base import Format, Tensors
+from mtptrain.convert.base import Format
 from mtptrain.convert.vllm import VllmDflash, VllmDraftModel, VllmEagle3
+from mtptrain.heads.base import Tensors
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.frozen_parts import load_frozen_parts

@@ -4,10 +4,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mtptrain.convert.base import Format, Tensors
+from mtptrain.convert.base import Format
 from mtptrain.convert.mimo import MimoLayer
-from mtptrain.convert.published.config_json import FROM_1_IN_SGLANG, LAYER_IDS
 from mtptrain.convert.vllm import EAGLE_NAMES, VllmDflash, VllmDflash2, VllmDspark, VllmEagle3
+from mtptrain.heads.base import Tensors
+from mtptrain.heads.eagle3 import FROM_1_IN_SGLANG, LAYER_IDS
 
 BLOCK_METHODS = ("DFLASH", "DSPARK")
 """Methods that draft a whole block in one step. SGLang warns of any other number of steps, and sets it to 1."""

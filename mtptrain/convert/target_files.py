@@ -9,7 +9,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from mtptrain.convert.base import Format, Tensors
+from mtptrain.convert.base import Format
+from mtptrain.heads.base import Tensors
 from mtptrain.target.hub import weight_files
 from mtptrain.utils.files import save_tensors, tensor_shapes, write_json
 

@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mtptrain.convert.base import LAYER_PARTS, Format, Tensors
-from mtptrain.convert.published.config_json import LAYER_IDS
+from mtptrain.convert.base import LAYER_PARTS, Format
 from mtptrain.data.draft_vocab import membership
+from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import FULL, DflashHead, layer_types
 from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.draft_model import model_config
-from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.heads.eagle3 import LAYER_IDS, Eagle3Head
 from mtptrain.heads.peagle import mask_token_id
 from mtptrain.settings.heads import (
     CausalLayers,

@@ -23,6 +23,8 @@ from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
 
 Result = TypeVar("Result")
+Tensors = dict[str, torch.Tensor]
+"""Tensors by name."""
 
 
 @dataclass(frozen=True)

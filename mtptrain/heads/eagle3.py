@@ -18,6 +18,15 @@ from mtptrain.settings.heads import Eagle3Config
 from mtptrain.target.families import norm_eps
 from mtptrain.utils.errors import UserError
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""The key of engines for the captured layers."""
+FROM_1_IN_SGLANG = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+"""Families in which SGLang reads id k as the stream after k layers, as vLLM does.
+
+If the first id is 1, it reads them as in other families: id k is then the stream after k + 1 layers. Source:
+`set_eagle3_layers_to_capture` of their classes.
+"""
+
 
 class Eagle3Head(LayerHead):
     """EAGLE-3 head."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import Head
+from mtptrain.heads.base import Head, Tensors
 from mtptrain.settings.heads import HeadConfig, config_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import StageMissing, UserError
@@ -228,6 +229,32 @@ def first_misfit(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
         if shapes[0] != shapes[1]:
             return name, shapes[0], shapes[1]
     return None
+
+
+def rename(tensors: Tensors, names: dict[str, str]) -> Tensors:
+    """Returns the tensors under their new names. Tensors that `names` does not list keep their names.
+
+    Raises:
+        UserError: two tensors get one name.
+    """
+    return renamed(tensors, lambda name: names.get(name, name))
+
+
+def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
+    """Returns the tensors under the names that a function gives them.
+
+    Raises:
+        UserError: two tensors get one name.
+    """
+    old_names: dict[str, str] = {}
+    for name in tensors:
+        other = old_names.setdefault(new_name(name), name)
+        if other != name:
+            raise UserError(
+                f"head.init_from: a tensor must have one name, but {other} and {name} are both {new_name(name)}; "
+                "remove the one that the engine does not read"
+            )
+    return {new: tensors[old] for new, old in old_names.items()}
 
 
 def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device) -> Head:

@@ -48,3 +48,11 @@ class MtpHead(LayerHead):
         x = x + self.mlp(self.post_attention_layernorm(x))
         normed = self.norm(x)
         return normed, normed
+
+
+def swap_halves(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a projection [H, 2H] with its first H and last H columns (embedding and hidden state) swapped.
+
+    MiMo's MTP layer has those of the hidden state first.
+    """
+    return torch.cat(weight.chunk(2, dim=-1)[::-1], dim=-1)

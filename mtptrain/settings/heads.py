@@ -47,7 +47,7 @@ class HeadConfig:
     and `dflash2` draft exactly T tokens in serving too; `peagle`, `medusa` and `hydra` draft at most T."""
     init_from: str | None = None
     """The head to start from, as a directory or a hub name: a published head, a head of another run
-    (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.convert.warm_start`. null starts from random
+    (`run_dir/train/best`) or a checkpoint's MTP layer; see `mtptrain.init_from.start`. null starts from random
     weights, or as `start_from_target` says."""
     start_from_target: bool = False
     """Start from a copy of the target's last layer, with an input projection that passes the target's states on to it.

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_documents
 from mtptrain.convert.formats import format_for
-from mtptrain.convert.warm_start import load_init
 from mtptrain.export import check_directory_name, check_tensors, reload_head, write_head
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
@@ -21,6 +20,7 @@ from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, 
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.init_from.start import load_init
 from mtptrain.settings.heads import LayerConfig
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mtptrain.convert.draft_model import load_draft_model
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.init_from.start import load_draft_model
 from mtptrain.serving import vllm_client as vllm
 from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.target.files import TargetFiles

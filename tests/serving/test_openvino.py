@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.convert.published.config_json import LAYER_IDS
+from mtptrain.heads.eagle3 import LAYER_IDS
 from tests.conftest import Run, run_program
 from tests.sealed import describe_again
 from tests.serving.cases import OPENVINO_CASES, Case, one_of_each_family

@@ -20,7 +20,7 @@ EAGLE3_VARIANTS: list[dict[str, object]] = [
     {"fc_norm": True, "head_dim": 128, "capture_layers": [1, 3]},
 ]
 OF_ONE_FAMILY = "native_mtp"
-"""The head whose format depends on the target's family; see warm_start/test_native_modules.py."""
+"""The head whose format depends on the target's family; see tests/mtptrain/init_from/test_native_mtp.py."""
 WITH_CONFIG = [(engine, name) for engine, name in FORMATS if engine != "llama_cpp" and name != OF_ONE_FAMILY]
 """Formats with a `config.json`. See test_llama_cpp.py for the others."""
 CASES = [(engine, name, {}) for engine, name in WITH_CONFIG] + [

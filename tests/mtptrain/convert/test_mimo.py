@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
-from mtptrain.convert.base import Tensors
 from mtptrain.convert.formats import format_for
 from mtptrain.convert.mimo import MIMO_LAYER, VllmMimo
-from mtptrain.convert.warm_start import load_init
 from mtptrain.export import check_tensors, write_head
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.base import Tensors
+from mtptrain.init_from.start import load_init
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import load_tokenizer
@@ -23,8 +22,6 @@ from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
 from tests.mtptrain.convert.conftest import random_head
-
-OVERRIDES = "head.attention_bias=true head.zero_first_embedding=true head.prenorm_states=true"
 
 
 def checkpoint(directory: Path) -> tuple[Path, Tensors]:
@@ -65,47 +62,6 @@ def test_a_mimo_target_is_qwen2_without_the_mtp_layer(target: tuple[Path, Tensor
     assert answers[0] == answers[1] and len(set(answers[0][12:])) > 5
 
 
-def test_the_layer_of_the_targets_own_checkpoint_is_read_with_its_biases_and_column_order(
-    target: tuple[Path, Tensors],
-) -> None:
-    directory, layer = target
-    state = load_init(str(directory), MIMO_HEAD, TargetFiles(directory))
-    assert state.keys() == layer.keys() and all(torch.equal(state[name], layer[name]) for name in layer)
-    assert state["self_attn.q_proj.bias"].any()
-    stored = load_file(directory / "model.safetensors")[f"{MIMO_LAYER}input_proj.weight"]
-    assert torch.equal(state["eh_proj.weight"], torch.cat([stored[:, 64:], stored[:, :64]], 1))
-
-
-def test_settings_that_are_not_those_of_the_layer_are_named_with_the_arguments_that_fit(
-    target: tuple[Path, Tensors],
-) -> None:
-    directory, _ = target
-    with pytest.raises(ValueError, match=rf"the head's settings must be those of .*; set {OVERRIDES}, or choose"):
-        load_init(str(directory), MtpHead.Config(), TargetFiles(directory))
-    with pytest.raises(ValueError, match=r"; set head\.prenorm_states=true, or choose another head"):
-        load_init(str(directory), replace(MIMO_HEAD, prenorm_states=False), TargetFiles(directory))
-
-
-def test_several_mtp_layers_are_refused(target: tuple[Path, Tensors]) -> None:
-    directory, _ = target
-    tensors = load_file(directory / "model.safetensors")
-    second = "model.mtp_layers.1.input_proj.weight"
-    save_file(tensors | {second: torch.ones(64, 128)}, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"must hold one MTP layer, .* has 2 \(model\.mtp_layers\.0\., model\.mtp_layers\.1\.\)"
-    ):
-        load_init(str(directory), MIMO_HEAD, TargetFiles(directory))
-
-
-def test_a_checkpoint_without_its_mtp_layer_is_refused(target: tuple[Path, Tensors]) -> None:
-    directory, _ = target
-    tensors = load_file(directory / "model.safetensors")
-    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(MIMO_LAYER)}
-    save_file(rest, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"must hold every tensor of its format, but does not \(.*input_proj\.weight"):
-        load_init(str(directory), MIMO_HEAD, TargetFiles(directory))
-
-
 def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path, Tensors], tmp_path: Path) -> None:
     directory, layer = target
     form, state = export(tmp_path / "export", directory)
@@ -120,7 +76,7 @@ def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path,
     assert after.keys() == before.keys() and sum(map(len, files.values())) == len(before)
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor) != name.startswith(MIMO_LAYER), name
-    again = load_init(str(tmp_path / "export"), MIMO_HEAD, TargetFiles(directory))
+    again = load_init(str(tmp_path / "export"), MIMO_HEAD, TargetFiles(directory))[1]
     assert all(torch.equal(again[name], state[name]) for name in state)
     assert {path.name for path in directory.glob("*token*")} <= {path.name for path in (tmp_path / "export").iterdir()}
     config = json.loads((tmp_path / "export/config.json").read_text())

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from mtptrain.config import TrainConfig
-from mtptrain.convert.warm_start import trained_or_initial_head
 from mtptrain.decoding.confidence import Confidences, calibration_error, fit
 from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.speculate import Accepted, Round
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.files import SCALE, SHIFT, TARGET_WEIGHTS, build_head, save_head
+from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.target.files import TargetFiles, weights_fingerprint
 from mtptrain.training.validation import Validation
 from mtptrain.utils.distributed import Ranks

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
-from mtptrain.convert.base import Tensors
 from mtptrain.heads.attention.depths import blocks_attention
 from mtptrain.heads.attention.training import depth_attention
+from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.heads.native_mtp import NativeMtpHead
 from mtptrain.heads.packing import PackedTokens, Packing

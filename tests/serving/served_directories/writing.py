@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from mtptrain.convert.draft_model import copy_first_layers
 from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
@@ -18,6 +17,7 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.init_from.from_target import copy_first_layers
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import Target
 from tests.conftest import make_target

@@ -7,33 +7,35 @@ from typing import Any
 import pytest
 import torch
 
-from mtptrain.convert.warm_start import start_from_target
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.heads.layer_head import LayerHead
+from mtptrain.init_from.from_target import start_from_target
+from mtptrain.init_from.start import check_one_start
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
-from mtptrain.train import check_one_start
 from tests.conftest import FAMILIES, make_target
 
-ATTENTION = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj"
+CPU = torch.device("cpu")
+LAYER_HEADS = [name for name, head in HEADS.items() if issubclass(head, LayerHead)]
+STREAMS = {"capture_layers": [0, 1, 2]}
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "hydra", "medusa", "native_mtp"])
-def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"head\.start_from_target: must be false with head {name}, .* is true; set"):
-        check_one_start(HEADS[name].Config(start_from_target=True))
-    check_one_start(HEADS[name].Config())
+def test_a_head_that_cannot_start_as_the_targets_last_layer_is_refused() -> None:
+    for name in ("dflash", "dspark", "dflash2", "hydra", "medusa", "native_mtp"):
+        with pytest.raises(ValueError, match=rf"start_from_target: must be false with head {name}, .* is true; set"):
+            check_one_start(HEADS[name].Config(start_from_target=True))
+        check_one_start(HEADS[name].Config())
 
 
-@pytest.mark.parametrize("name", [name for name, head in HEADS.items() if issubclass(head, LayerHead)])
+@pytest.mark.parametrize("name", LAYER_HEADS)
 def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: str, tiny_target: Path) -> None:
-    target = load_target(tiny_target, torch.float32, torch.device("cpu"))
+    target = load_target(tiny_target, torch.float32, CPU)
     layer = dict(target.model.model.layers[-1].named_parameters())
-    settings = {"capture_layers": [0, 1, 2]} if name in ("eagle3", "peagle") else {}
     torch.manual_seed(3)
-    head, before = (build_head(HEADS[name].Config(**settings), target.config) for _ in range(2))
+    config = HEADS[name].Config(**(STREAMS if name in ("eagle3", "peagle") else {}))
+    head, before = (build_head(config, target.config) for _ in range(2))
     before.load_state_dict(head.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing stays random
@@ -53,9 +55,12 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
     assert not passed[:, :-64].any()
 
 
+QWEN3, *NORMED = [FAMILIES["qwen3"], FAMILIES["gemma3_text"], ("olmo2", {}), ("cohere", {"use_qk_norm": True})]
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings"),
-    [FAMILIES["qwen3"], FAMILIES["gemma3_text"], ("olmo2", {}), ("cohere", {"use_qk_norm": True})],
+    [QWEN3, *(pytest.param(*each, marks=pytest.mark.slow) for each in NORMED)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(
@@ -68,7 +73,7 @@ def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(
     """
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     target_dir = make_target(tmp_path / "target", model_type, {**settings, **sizes})
-    target = load_target(target_dir, torch.float32, torch.device("cpu"))
+    target = load_target(target_dir, torch.float32, CPU)
     layer = target.model.model.layers[-1]
     head = build_head(HEADS["mtp"].Config(), target.config)
     start_from_target(head, TargetFiles(target_dir))
@@ -89,60 +94,45 @@ def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(
         assert (scores(head.self_attn) - expected).norm() < 0.2 * expected.norm()
 
 
+ATTENTION = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj"
+HEADS_OF_96 = {"hidden_size": 384, "num_attention_heads": 4, "head_dim": 96}
+"""All shapes are those of the head, which has 3 heads of 128."""
+FUSED = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, mlp.gate_proj, mlp.up_proj"
+
+
 @pytest.mark.parametrize(
     ("name", "model_type", "settings", "left_random"),
     [
         ("mtp", "qwen3", {"num_attention_heads": 2, "head_dim": 128}, ATTENTION),
-        ("mtp", "llama", {"hidden_size": 384, "num_attention_heads": 4, "head_dim": 96}, ATTENTION),
-        ("eagle3", "llama", {"hidden_size": 384, "num_attention_heads": 4, "head_dim": 96}, ATTENTION),
-        (
-            "mtp",
-            "phi3",
-            {"head_dim": 128, "pad_token_id": 0},
-            "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, mlp.gate_proj, mlp.up_proj",
-        ),
+        ("eagle3", "llama", HEADS_OF_96, ATTENTION),
+        ("mtp", "phi3", {"head_dim": 128, "pad_token_id": 0}, FUSED),
     ],
-    ids=["wider attention", "heads of 96", "heads of 96 with eagle3", "fused projections"],
+    ids=["wider attention", "heads of 96", "fused projections"],
 )
 def test_projections_with_other_heads_or_names_stay_random_and_a_warning_names_them(
     name: str, model_type: str, settings: dict[str, Any], left_random: str, tmp_path: Path
 ) -> None:
-    """In the second and third case, all shapes are those of the head: 4 heads of 96 instead of 3 of 128."""
-    sizes = {"hidden_size": 128} | settings
-    target_dir = make_target(
-        tmp_path / "target", model_type, sizes | {"num_key_value_heads": sizes.get("num_attention_heads", 1)}
-    )
-    layer = load_target(target_dir, torch.float32, torch.device("cpu")).model.model.layers[-1]
-    captured = {"capture_layers": [0, 1, 2]} if name == "eagle3" else {}
-    head = build_head(HEADS[name].Config(**captured), read_target_config(target_dir))
+    sizes = {"hidden_size": 128, "num_key_value_heads": settings.get("num_attention_heads", 1)} | settings
+    target_dir = make_target(tmp_path / "target", model_type, sizes)
+    layer = load_target(target_dir, torch.float32, CPU).model.model.layers[-1]
+    config = HEADS[name].Config(**(STREAMS if name == "eagle3" else {}))
+    head = build_head(config, read_target_config(target_dir))
     random = {name: weight.clone() for name, weight in head.named_parameters()}
     with pytest.warns(UserWarning, match=rf"but lacks {left_random}, which stay random; compare with") as caught:
         start_from_target(head, TargetFiles(target_dir))
     assert len(caught) == 1
     weights = dict(head.named_parameters())
     assert torch.equal(weights["mlp.down_proj.weight"], layer.mlp.down_proj.weight)
-    for part in left_random.split(", "):
-        assert torch.equal(weights[f"{part}.weight"], random[f"{part}.weight"])
+    assert all(torch.equal(weights[f"{part}.weight"], random[f"{part}.weight"]) for part in left_random.split(", "))
 
 
 def test_a_target_whose_last_layer_looks_otherwise_is_refused(tmp_path: Path) -> None:
-    target_dir = make_target(
-        tmp_path / "target", num_attention_heads=2, num_key_value_heads=2, head_dim=20, intermediate_size=90
-    )
-    head = build_head(
-        HEADS["mtp"].Config(intermediate_size=96, num_attention_heads=1, num_key_value_heads=1),
-        read_target_config(target_dir),
-    )
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    target_dir = make_target(tmp_path, head_dim=20, intermediate_size=90, **sizes)
+    config = HEADS["mtp"].Config(intermediate_size=96, num_attention_heads=1, num_key_value_heads=1)
+    head = build_head(config, read_target_config(target_dir))
     message = (
-        r"head\.start_from_target: the target's last layer must have projections of the head's shapes and head dim, but"
-        r".* and head dim 20; set"
+        r"the target's last layer must have projections of the head's shapes and head dim, but .* head dim 20; set"
     )
     with pytest.raises(ValueError, match=message):
         start_from_target(head, TargetFiles(target_dir))
-
-
-def test_a_head_without_a_projection_of_the_targets_states_is_refused(tiny_target: Path) -> None:
-    head = build_head(HEADS["mtp"].Config(), read_target_config(tiny_target))
-    del head.eh_proj
-    with pytest.raises(ValueError, match=r"head\.start_from_target: .* eh_proj or fc, but MtpHead has none; set"):
-        start_from_target(head, TargetFiles(tiny_target))

@@ -1,1 +1,0 @@
-"""Reads heads that others published, and our own exports."""

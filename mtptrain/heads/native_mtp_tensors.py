@@ -1,0 +1,102 @@
+"""The tensors of head `native_mtp` as a checkpoint of the target's family stores its MTP module, and back.
+
+transformers' own tables say how the tensors of a layer, such as those of its experts, are renamed and joined.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
+
+from mtptrain.heads.base import Tensors
+from mtptrain.heads.files import renamed
+from mtptrain.heads.native_mtp import LAYER, NATIVE_MTP, module_config
+from mtptrain.target.form import build_on_meta
+from mtptrain.target.loading import without_transformers_bar
+
+REPEATED = ("embed_tokens.", "shared_head.head.")
+"""Prefixes of what some modules repeat from the target, after that of the layer."""
+
+
+class ModuleTensors:
+    """The names and layout of the MTP module in the checkpoints of one target."""
+
+    def __init__(self, target: PreTrainedConfig) -> None:
+        self.target = target
+        layers = str(target.num_hidden_layers)
+        names = NATIVE_MTP[target.model_type].names
+        self.prefixes = {ours: theirs.replace("{N}", layers) for ours, theirs in names.items()}
+        """The checkpoint's prefix for each prefix of the head's tensors."""
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """A model of one layer, without weights: transformers knows how a checkpoint of its class is stored."""
+        return build_on_meta(module_config(self.target))
+
+    def stored(self, state: Tensors) -> Tensors:
+        """Returns the checkpoint's tensors for a head's `state_dict`, with one for each weight of an expert."""
+        layer = {name: tensor for name, tensor in state.items() if name.startswith(LAYER)}
+        rest = {name: tensor for name, tensor in state.items() if name not in layer}
+        return self.with_prefixes(rest | revert_weight_conversion(self.model, layer))
+
+    def with_prefixes(self, state: Tensors) -> Tensors:
+        """Returns tensors with the checkpoint's prefixes in place of the head's."""
+        return renamed(state, lambda name: _replaced_prefix(name, self.prefixes))
+
+    def state(self, stored: Tensors) -> Tensors:
+        """Returns a head's `state_dict` for the checkpoint's tensors, and what these repeat from the target.
+
+        Raises:
+            KeyError: a tensor of the layer is missing.
+        """
+        ours = renamed(stored, self.head_name)
+        layer = {name: tensor for name, tensor in ours.items() if name.startswith(LAYER)}
+        rest = {name: tensor for name, tensor in ours.items() if name not in layer}
+        return rest | joined(self.model, layer)
+
+    def head_name(self, name: str) -> str:
+        """Returns the head's name for a tensor of the checkpoint."""
+        ours = {theirs: ours for ours, theirs in self.prefixes.items()}
+        return _replaced_prefix(name, ours | {self.prefixes[LAYER] + part: part for part in REPEATED})
+
+    def is_of_module(self, name: str) -> bool:
+        """Returns whether a tensor of the checkpoint is one of its module, and none that repeats the target's."""
+        return name.startswith(tuple(self.prefixes.values())) and not self.head_name(name).startswith(REPEATED)
+
+
+def _replaced_prefix(name: str, prefixes: dict[str, str]) -> str:
+    """Returns a name with the longest of these prefixes replaced, if it has one."""
+    old = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
+    return name if old is None else prefixes[old] + name.removeprefix(old)
+
+
+def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
+    """Returns the tensors of a layer under the names of transformers' model, which joins those of single experts.
+
+    Raises:
+        KeyError: a tensor of the model is missing.
+    """
+    expected = {name for name in model.state_dict() if name.startswith(LAYER)}
+    if layer.keys() == expected:
+        return layer
+    # What is joined or renamed has the dtype of the experts, not that of a router's bias.
+    dtype = next(tensor.dtype for name, tensor in layer.items() if not name.endswith("bias"))
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the embeddings and lm_head are not there
+    try:
+        with without_transformers_bar():
+            loading: Any = type(model).from_pretrained(
+                None, config=model.config, state_dict=layer, dtype=torch.float32, output_loading_info=True
+            )
+    finally:
+        logging.set_verbosity(verbosity)
+    loaded, found = loading
+    if missing := sorted(found["missing_keys"] & expected):
+        raise KeyError(missing[0])
+    state = loaded.state_dict()
+    return {name: state[name].to(layer[name].dtype if name in layer else dtype) for name in expected} | {
+        name: layer[name] for name in found["unexpected_keys"]
+    }

@@ -1,0 +1,246 @@
+"""Reads the config.json of a published head by a whitelist.
+
+A key is known if a reader asks for it, or if it is in `DESCRIPTIONS`. All others are refused in one message, because
+they may change how the head drafts. Keys of `SECTIONS` are written with a dot. A key whose value is null counts as
+absent.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from huggingface_hub.errors import StrictDataclassError
+from transformers import LlamaConfig, PreTrainedConfig
+
+from mtptrain.heads.dflash import SLIDING
+from mtptrain.target.checkpoint_check import MODEL_OPT_QUANTISATION
+from mtptrain.target.families import ROPE_OF_THE_TARGET, head_rope_parameters, norm_eps
+from mtptrain.utils.errors import UserError, error_summary
+from mtptrain.utils.files import read_json
+
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
+SECTIONS = ("dflash_config", "eagle_config", *ROPE_SECTIONS)
+"""Keys that hold further keys."""
+SPECULATORS = "speculators_model_type"
+"""The key that marks the layout of vLLM Speculators."""
+SPECULATORS_CLASSES = {
+    "eagle3": "LlamaForCausalLMEagle3",
+    "peagle": "LlamaForCausalLMEagle3",
+    "dflash": "DFlashDraftModel",
+    "dspark": "Qwen3DSparkModel",
+    "dflash2": "DFlash2DraftModel",
+}
+"""The class in engines of each kind of head in that layout."""
+LAYERS, CAPTURED, NON_CAUSAL = "transformer_layer_config", "aux_hidden_state_layer_ids", "sliding_window_non_causal"
+IN_SECTION = ("mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys that Speculators has at the top level, and engines in `dflash_config`."""
+DESCRIPTIONS = (
+    *("architectures", "model_type", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tie_word_embeddings", "use_cache"),
+    *("initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp", "return_dict", "problem_type"),
+    *("is_encoder_decoder", "is_decoder", "output_attentions", "output_hidden_states", "id2label", "label2id"),
+    *("chunk_size_feed_forward", "_attn_implementation", "attn_implementation", "base_model_name_or_path"),
+    *("gradient_checkpointing", "_attn_implementation_autoset", "unsloth_version", "_torchspec_version"),
+    "max_position_embeddings",  # the head uses the target's positions
+    "max_window_layers",  # counts only for windows without layer_types, which are refused
+    *("has_no_defaults_at_init", SPECULATORS, "speculators_version", "speculators_config"),
+)
+"""Keys that do not change how a head drafts, or that the class or the tensors of the head make redundant."""
+PLAIN_ARITHMETIC = {
+    "hidden_act": "silu",
+    "logit_scale": 1.0,
+    "use_mrope": False,
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), True),  # RoPE rotates halves, not interleaved pairs
+    **dict.fromkeys(("rope_interleave", "rope_interleaved", *(f"{x}.interleaved" for x in ROPE_SECTIONS)), False),
+    **dict.fromkeys(("partial_rotary_factor", *(f"{x}.partial_rotary_factor" for x in ROPE_SECTIONS)), 1.0),
+}
+"""The arithmetic of our heads, by the keys with which others may have another one."""
+SHOWN_CHARACTERS = 80
+"""Maximum number of characters that an error quotes from a value."""
+
+
+def shown(value: object) -> str:
+    """Returns a value of config.json as it is written there, but not more than its beginning."""
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def is_same(value: object, other: object) -> bool:
+    """Returns whether two values of a JSON file are equal. In Python, true is also 1."""
+    return isinstance(value, bool) is isinstance(other, bool) and value == other
+
+
+class ConfigJson:
+    """The settings in the config.json of a published head."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Take the content of the file `path`, in which keys may have been renamed."""
+        self.path = path
+        self.values = {key: value for key, value in content.items() if value is not None}
+        for section in [key for key in SECTIONS if key in self.values]:
+            parts = self.values[section]
+            if not isinstance(parts, dict):
+                self.refuse(section, "a section of settings")
+            self.values |= {f"{section}.{key}": value for key, value in parts.items() if value is not None}
+        self.known = {*DESCRIPTIONS, *SECTIONS}
+        named = self.values.get("architectures") or "LlamaForCausalLM"  # heads of EAGLE's authors have a Llama's class
+        self.architecture = str(named[0] if isinstance(named, list) else named)
+
+    def take(self, *keys: str) -> Any:
+        """Returns the value of keys that mean the same and must agree, or None if the file has none of them."""
+        self.known.update(keys)
+        present = [key for key in keys if key in self.values]
+        for key in present[1:]:
+            if not is_same(self.values[key], self.values[present[0]]):
+                self.refuse(key, f"the same as {present[0]}, {shown(self.values[present[0]])}")
+        return self.values[present[0]] if present else None
+
+    def flag(self, *keys: str) -> bool | None:
+        value = self.take(*keys)
+        return value if isinstance(value, bool | None) else self.refuse(keys, "true or false")
+
+    def whole(self, *keys: str, least: int = 1, default: int | None = None) -> int:
+        """Returns a whole number, which the file must have unless there is a default."""
+        value = default if (found := self.take(*keys)) is None else found
+        return value if type(value) is int and value >= least else self.refuse(keys, f"a whole number from {least} on")
+
+    def layer_ids(self, *keys: str, default: list[int] | None = None) -> list[int]:
+        """Returns a list of layers, which the file must have unless there is a default. SGLang's -1: the embeddings."""
+        value = default if (found := self.take(*keys)) is None else found
+        if isinstance(value, list) and all(type(layer) is int and layer >= -1 for layer in value):
+            return value
+        self.refuse(keys, "a list of layer ids")
+
+    def must_be(
+        self, wanted: Mapping[str, object], why: str = "as in our heads", places: Sequence[str] = ("",)
+    ) -> None:
+        """Refuse keys that are there with another value than the wanted one, at the top level or in other places."""
+        for key, value in ((f"{place}{key}", value) for place in places for key, value in wanted.items()):
+            if (found := self.take(key)) is not None and not is_same(found, value):
+                self.refuse(key, f"{shown(value)} {why}")
+
+    def describes(self, *keys: str) -> None:
+        """Pass over keys that do not change how the head drafts."""
+        self.known.update(keys)
+
+    def has_rope(self) -> None:
+        """Pass over the keys of RoPE and of the norms' eps, which `warn_of_other_rope_or_eps` compares as a whole."""
+        self.describes("rope_theta", "original_max_position_embeddings", "rms_norm_eps")
+        parts = {f"{section}.{key}" for section in ROPE_SECTIONS for key in self.values.get(section, ())}
+        self.describes(*(part for part in parts if part.partition(".")[2] not in ROPE_OF_THE_TARGET))
+
+    def refuse(self, keys: str | Sequence[str], wanted: str) -> NoReturn:
+        """Refuse the value of a key, or of the first that is there of several that mean the same."""
+        keys = [keys] if isinstance(keys, str) else keys
+        key = next((key for key in keys if key in self.values), None)
+        if key is None:
+            raise UserError(f"{self.path}: must have {keys[-1]}, but does not; download the head again")
+        raise UserError(f"{self.path}: {key} must be {wanted}, but is {shown(self.values[key])}; choose another head")
+
+    def refuse_unknown(self) -> None:
+        """Refuse all keys that nobody has asked for, and quantised weights according to ModelOpt's file beside this."""
+        if unknown := [key for key in self.values if key not in self.known]:
+            found = ", ".join(f"{key}={shown(self.values[key])}" for key in unknown)
+            raise UserError(
+                f"{self.path}: must hold only settings that mtptrain understands, because others may change what the "
+                f"head drafts, but has {found}; find out what they do: if nothing that is drafted depends on them, "
+                f"remove {', '.join(unknown)} from a copy of the file, otherwise choose another head"
+            )
+        path = self.path.with_name(MODEL_OPT_QUANTISATION)
+        algorithms = read_json(path, "copy or download it again").get("quantization") if path.is_file() else None
+        if algorithms is not None and not (isinstance(algorithms, dict) and not any(algorithms.values())):
+            raise UserError(
+                f"{path}: must name no quantisation, because our heads are not quantised, but has {shown(algorithms)}; "
+                "choose another head"
+            )
+
+
+def read_config(path: Path) -> ConfigJson:
+    """Returns the settings of a head, with the keys of engines' classes also for the layout of vLLM Speculators.
+
+    Speculators counts captured layers as we do, and says with a key of its own whether layers that slide are causal;
+    full layers never are. vLLM 0.32 takes that key for all layers of `dflash`; here it means what it meant in training.
+    Windows are those of engines, which move on with each token of a block, while Speculators trains all tokens of a
+    block with the window of the first. Sources: Speculators 0.9, and vLLM's `configs/speculators/algos.py`.
+    """
+    stored = read_json(path, "copy or download it again")
+    kind, layers = stored.get(SPECULATORS), stored.pop(LAYERS, None)
+    if kind is None:
+        return ConfigJson(path, stored if layers is None else stored | {LAYERS: layers})
+    if not isinstance(kind, str) or kind not in SPECULATORS_CLASSES or not isinstance(layers, dict):
+        wanted = f"{SPECULATORS} must be one of {', '.join(SPECULATORS_CLASSES)}, and {LAYERS} must hold settings"
+        raise UserError(f"{path}: {wanted}, but they are {shown(kind)} and {shown(layers)}; choose another head")
+    config = ConfigJson(path, layers | stored | {"architectures": [SPECULATORS_CLASSES[kind]]})
+    values, types, is_block = config.values, config.take("layer_types"), kind not in ("eagle3", "peagle")
+    slides = is_block and isinstance(types, list) and SLIDING in types
+    ambiguous = {"eagle3": ["norm_before_residual"], "dspark": ["sample_from_anchor"]}.get(kind, [])
+    if slides and kind != "dflash2":
+        ambiguous.append(NON_CAUSAL)
+    for key in ambiguous:
+        if config.flag(key) is None:
+            raise UserError(
+                f"{path}: must have {key}, because Speculators and vLLM have other defaults, but does not; add it to a "
+                "copy of the file as the head was trained"
+            )
+    if is_block:
+        values["dflash_config.target_layer_ids"] = [layer - 1 for layer in config.layer_ids(CAPTURED)]
+        values |= {f"dflash_config.{key}": values.pop(key) for key in IN_SECTION if key in values}
+        if config.flag(NON_CAUSAL) or (kind == "dflash2" and NON_CAUSAL not in values):
+            values["is_causal"] = False  # without this key, layers that slide are causal and full ones are not
+        if slides:
+            values.setdefault("use_sliding_window", True)
+        if kind == "dspark" and not values["sample_from_anchor"]:
+            values["block_size"] = config.whole("block_size", least=2) - 1  # Speculators counts the newest token then
+    return config
+
+
+def warn_of_other_rope_or_eps(config: ConfigJson, target: PreTrainedConfig, theta: float) -> None:
+    """Warn if the RoPE or norm eps of a head differ from the target's, which our heads use.
+
+    Args:
+        config: the head's config.json.
+        target: the target's config.
+        theta: the engines' rope_theta for a head without one.
+
+    Raises:
+        UserError: the RoPE parameters contradict each other, or are not complete.
+    """
+    names = (
+        *ROPE_SECTIONS,
+        "rope_theta",
+        "original_max_position_embeddings",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    )
+    given = {name: deepcopy(config.values[name]) for name in names if name in config.values}  # transformers adds to it
+    if given.keys() >= {*ROPE_SECTIONS}:
+        parameters, scaling = (
+            {name.replace("rope_type", "type"): x for name, x in given[section].items() if name != "rope_theta"}
+            for section in ROPE_SECTIONS
+        )
+        if scaling != parameters:
+            config.refuse("rope_scaling", "the same as rope_parameters, but for rope_theta")
+        del given["rope_scaling"]  # which may lack the theta
+    try:
+        own = LlamaConfig.from_dict({"rope_theta": theta} | given)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{config.path}: RoPE and rms_norm_eps must be readable by transformers, which reports "
+            f"{error_summary(error)}; download the head again"
+        ) from error
+    own_rope, rope = (
+        {name: value for name, value in head_rope_parameters(each).items() if name != "type"} for each in (own, target)
+    )
+    # A target's GGUF file holds its eps in fp32, so compare both in fp32; str gives 1e-06 instead of 9.99999997e-07.
+    own_eps, eps = (float(str(np.float32(each))) for each in (own.rms_norm_eps, norm_eps(target)))
+    for name, theirs, ours in (("rope_parameters", own_rope, rope), ("rms_norm_eps", own_eps, eps)):
+        if theirs != ours:
+            warnings.warn(
+                f"{config.path}: {name} should be {ours}, the target's value, which is used, but is {theirs}; the head "
+                "may draft worse than published until it is trained",
+                stacklevel=2,
+            )

@@ -1,0 +1,125 @@
+"""Reads a published language model as a draft model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from mtptrain.heads.base import Tensors
+from mtptrain.heads.files import build_head, checked_weights
+from mtptrain.init_from.published import Published, read_tensors
+from mtptrain.serving.exports import refuse_changed_export
+from mtptrain.settings.heads import DraftModelConfig, HeadConfig
+from mtptrain.target.checkpoint_check import check_weights
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import resolve_target
+from mtptrain.target.model import Target
+from mtptrain.target.self_check import check_target
+from mtptrain.utils.errors import UserError
+
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+"""Tensors with one row for each token of the vocabulary."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def read_draft_model(path: str, config: DraftModelConfig, target: TargetFiles, setting: str) -> Published:
+    """Returns the language model at `path`, or a draft model of another run, padded to the target's vocabulary.
+
+    Raises:
+        UserError: `path` is neither a model directory nor a hub name, or the model has no weights, or its tokenizer is
+            not the target's, or mtptrain does not compute what the model's own forward does.
+    """
+    with torch.device("meta"):
+        expected = build_head(config, target.config).state_dict()
+    if (Path(path) / "head.json").is_file():
+        directory = Path(path)
+        tensors = read_tensors([checked_weights(directory)])
+    else:
+        directory = _checked_directory(path, target, setting)
+        tensors = _load(directory, setting)
+    tensors = {name: tensor for name, tensor in tensors.items() if name in expected}
+    tensors |= {name: _padded(tensors[name], len(expected[name])) for name in VOCABULARY if name in tensors}
+    return Published(directory, config.name, {}, tensors)
+
+
+def check_start(config: HeadConfig, target: TargetFiles) -> None:
+    """Check the tokenizer and weights of the language model in `head.init_from` before any long work.
+
+    Other heads, and draft models of other runs, are not checked here.
+    """
+    path = config.init_from if isinstance(config, DraftModelConfig) else None
+    if path is not None and not (Path(path) / "head.json").is_file():
+        _checked_directory(path, target, "head.init_from")
+
+
+def _checked_directory(path: str, target: TargetFiles, setting: str) -> Path:
+    """Returns the directory of a published model, which has the target's tokenizer and all its files of weights."""
+    directory = resolve_target(path, setting=setting)
+    refuse_changed_export(directory)
+    _check_tokenizer(directory, target, setting)
+    check_weights(directory)
+    return directory
+
+
+def _load(directory: Path, setting: str) -> Tensors:
+    """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families.
+
+    Raises:
+        UserError: mtptrain does not compute what the model's own forward does.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", trust_remote_code=False, output_loading_info=True
+    )
+    model, loading = loaded
+    try:
+        check_target(Target(model))
+    except UserError as error:
+        reason = str(error).removeprefix("target.path: ").removesuffix("; choose another target")
+        raise UserError(
+            f"{setting}: must be a language model that mtptrain can run, but {directory} is not: {reason}; choose "
+            "another draft model"
+        ) from error
+    missing = loading["missing_keys"]  # which transformers initialises at random
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in missing}
+
+
+def _padded(table: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Returns a table with a row for each token of the target. Tokens that the model lacks get the mean row.
+
+    The logit of the mean row is the mean of the model's logits, so such a token is never more likely than all others.
+    """
+    missing = max(0, vocab_size - len(table))
+    mean = table.float().mean(0, keepdim=True).to(table.dtype)
+    return torch.cat([table, mean.expand(missing, -1)])
+
+
+def _check_tokenizer(directory: Path, target: TargetFiles, setting: str) -> None:
+    """Check that a language model has the target's tokenizer, and an embedding for each of its tokens.
+
+    If the model or the target has no tokenizer files, it suffices that their vocabularies have the same size.
+
+    Raises:
+        UserError: the tokenizers differ or cannot be compared, or tokens have no embedding.
+    """
+    model = TargetFiles(directory)
+    size, target_size = model.config.vocab_size, target.config.vocab_size
+    for each in (directory, target.directory):
+        if not any((each / name).is_file() for name in TOKENIZER_FILES):
+            if size == target_size:
+                return
+            raise UserError(
+                f"{setting}: the model and the target must both have tokenizer files, because their vocab_size differs "
+                f"({size} and {target_size}), but {each} has none; copy them there"
+            )
+    vocab = model.tokenizer.get_vocab()
+    if vocab != target.tokenizer.get_vocab():
+        raise UserError(
+            f"{setting}: must have the target's tokenizer, but the vocabulary of {directory} differs from that of "
+            f"{target.directory}; choose a smaller model of the same family"
+        )
+    if size <= max(vocab.values()):
+        raise UserError(
+            f"{setting}: must have an embedding for each token of its tokenizer, ids up to {max(vocab.values())}, but "
+            f"{directory} has vocab_size {size}; choose another model"
+        )

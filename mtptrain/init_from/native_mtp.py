@@ -1,0 +1,59 @@
+"""Reads the MTP module of a checkpoint as head `native_mtp`."""
+
+import torch
+
+from mtptrain.heads.files import build_head, first_misfit
+from mtptrain.heads.native_mtp import NATIVE_MTP
+from mtptrain.heads.native_mtp_tensors import ModuleTensors
+from mtptrain.init_from.published import Published, read_tensors, resolve_init, weight_files
+from mtptrain.serving.exports import refuse_changed_export
+from mtptrain.settings.heads import NativeMtpConfig
+from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
+
+MOST_NAMED = 8
+"""Number of missing tensors that an error names."""
+
+
+def read_native_mtp(path: str, target: TargetFiles) -> Published:
+    """Returns the MTP module in the directory or hub repository of a checkpoint.
+
+    Raises:
+        UserError: the directory or repository does not exist, MTP modules of the target's family are not known, or the
+            files do not hold the whole module of the target, or hold it quantised.
+    """
+    directory, family = resolve_init(path), target.config.model_type
+    if family not in NATIVE_MTP:
+        raise UserError(
+            f"head.init_from: the target must be of a family whose MTP modules are known ({', '.join(NATIVE_MTP)}), "
+            f"but is a {family}; set head=mtp, or unset head.init_from"
+        )
+    refuse_changed_export(directory)
+    files, module = weight_files(directory), ModuleTensors(target.config)
+    tensors = read_tensors(files, tuple(module.prefixes.values()))
+    for name, tensor in tensors.items():  # first, because quantised weights may have other names
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            raise UserError(
+                f"head.init_from: the MTP module of {directory} must have floating-point numbers of 16 bits or more, "
+                f"because the scales of quantised weights are not read, but {name} has {tensor.dtype}; choose the "
+                "checkpoint in bf16"
+            )
+    with torch.device("meta"):
+        state = build_head(NativeMtpConfig(), target.config).state_dict()
+    # A checkpoint may have all experts in joined tensors, as transformers' model has, or one tensor for each.
+    whole = module.with_prefixes(state)
+    expected = whole if tensors.keys() >= whole.keys() else module.stored(state)
+    if missing := sorted(expected.keys() - tensors.keys()):
+        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        raise UserError(
+            f"head.init_from: {directory} must hold every tensor of the target's MTP module, but lacks "
+            f"{', '.join(missing[:MOST_NAMED])}{more}; download the files that hold them, choose the checkpoint of "
+            "this target, or unset head.init_from to train a module from random weights"
+        )
+    if misfit := first_misfit(expected, {name: x for name, x in tensors.items() if module.is_of_module(name)}):
+        name, wanted, found = misfit
+        raise UserError(
+            f"head.init_from: {name} of {directory} must be {wanted} for this target, but is {found}; choose the "
+            "checkpoint of this target"
+        )
+    return Published(directory, "native_mtp", {}, module.state(tensors))

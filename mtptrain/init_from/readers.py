@@ -1,0 +1,350 @@
+"""Reads each kind of published head: the settings of our head that fit it, and its tensors under our names.
+
+These are functions here, not methods of the heads: four of them serve eight heads, and the heads' files would have to
+import what the config.json of six projects means.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Tensors
+from mtptrain.heads.dflash import FULL, SLIDING
+from mtptrain.heads.dflash2 import published_settings
+from mtptrain.heads.eagle3 import FROM_1_IN_SGLANG, LAYER_IDS, can_capture
+from mtptrain.heads.files import renamed
+from mtptrain.heads.mtp import swap_halves
+from mtptrain.init_from.config_json import PLAIN_ARITHMETIC, SPECULATORS, ConfigJson
+from mtptrain.serving.exports import SERVING
+from mtptrain.settings.heads import CausalLayers, Dflash2Config
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import read_json
+
+Settings = dict[str, list[Any]]
+"""For each setting of a head, the values that fit its weights, most likely first."""
+ROUNDING = 0.01
+"""A relative difference of a row up to this one passes as rounding to another dtype."""
+ONE_LAYER = re.compile(r"^(?:midlayer|layers\.0)\.")
+MTP_NAMES = {
+    **dict.fromkeys(("fc.weight", "input_proj.weight"), "eh_proj.weight"),
+    "token_layernorm.weight": "enorm.weight",
+    "hidden_layernorm.weight": "hnorm.weight",
+    **dict.fromkeys(("final_layernorm.weight", "shared_head.norm.weight", "post_norm.weight"), "norm.weight"),
+}
+"""Our names for those of vLLM's class, of MiMo's layer and of layers in DeepSeek's layout."""
+JOINED = "layers.0.self_attn.qkv_proj.weight"
+"""The projections that vLLM's class has in one tensor."""
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "mimo")
+"""Families whose MTP layer, if it is dense, is a Llama layer that feeds back the state after its norm."""
+OLDER_NORMS = {
+    f"aux_norm_{name}.weight": f"fc_norm.{index}.weight" for index, name in enumerate(("low", "mid", "high"))
+}
+"""Names that SGLang still reads beside `use_aux_norm`."""
+MODEL_OPT_EAGLE3 = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+"""Keys that ModelOpt writes, with the values of an EAGLE-3 head, which are its defaults."""
+FASTER_DECODING = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
+"""FasterDecoding, the project of Medusa's authors, names layer j of depth i `i.j.linear`, and the lm_head after it
+`i.j`."""
+DSPARK_CLASSES = ("Qwen3DSparkModel", "DSparkDraftModel")
+"""Classes whose block size counts the drafts alone, and whose keys may stand at the top level (DeepSpec) or in
+`dflash_config` (SpecForge). DeepSpec's DFlash has this class too, with a Markov head of rank 0."""
+PLAIN_BLOCKS = {
+    **dict.fromkeys(("attention_value_scale", "output_multiplier", "input_embedding_scale"), 1.0),
+    "final_logit_softcapping": 0.0,
+    "shift_label": False,
+}
+"""Keys of `dflash_config` for what block drafters may compute otherwise, with the values of ours."""
+ANCHOR_FIRST = tuple(
+    place + name for name in ("sample_from_anchor", "query_zero_predicts_next") for place in ("", "dflash_config.")
+)
+"""Keys that say whether the newest token drafts too, so that each token of a block predicts the next one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A head as others have stored it."""
+
+    name: str
+    """The name of such a head in `HEADS`."""
+    config: ConfigJson
+    tensors: Tensors
+    """Its tensors, without the prefix of the module that holds them all."""
+    target: TargetFiles
+    is_checkpoint: bool
+    """Whether the head is the MTP layer of a whole model, which has the config.json."""
+
+
+def read_mtp(found: Found) -> tuple[Settings, Tensors]:
+    config, target = found.config, found.target.config
+    if found.is_checkpoint:
+        config.must_be({"num_hidden_layers": target.num_hidden_layers}, "for this target")
+        config.must_be({"mtp_hidden_states_first": False}, "because eh_proj of head mtp reads the embedding first")
+        if config.take("model_type") not in (None, *LIKE_LLAMA):
+            config.refuse("model_type", f"one of {', '.join(LIKE_LLAMA)}, whose MTP layers are like head mtp")
+    else:
+        # Without these, vLLM's class has neither experts nor latent attention.
+        config.must_be({"n_routed_experts": 0, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "num_hidden_layers": 1})
+        config.describes("first_k_dense_replace", "moe_layer_freq", "n_group")
+    config.must_be({"num_nextn_predict_layers": 1, "num_mtp_layers": 1})
+    settings, tensors = full_layers(found), dict(found.tensors)
+    if (joined := tensors.pop(JOINED, None)) is not None:
+        heads, kv_heads = settings["num_attention_heads"][0], settings["num_key_value_heads"][0]
+        head_dim = len(joined) // (heads + 2 * kv_heads)
+        parts = joined.tensor_split([heads * head_dim, (heads + kv_heads) * head_dim])
+        tensors |= {JOINED.replace("qkv", name): part for name, part in zip("qkv", parts, strict=True)}
+    tensors = renamed(tensors, lambda name: MTP_NAMES.get(own := ONE_LAYER.sub("", name), own))
+    if "input_proj.weight" in found.tensors:  # MiMo's layer
+        tensors["eh_proj.weight"] = swap_halves(tensors["eh_proj.weight"])
+        has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if name.endswith(".bias"))
+        # For a MiMo checkpoint, these are the settings of vLLM's MTP layer. An export for SGLang does not say them all.
+        settings["attention_bias"] = [True] if has_biases else [False, True]
+        settings["zero_first_embedding"] = [True] if found.is_checkpoint else [False, True]
+        settings["prenorm_states"] = [found.is_checkpoint]
+    return settings, tensors
+
+
+def read_eagle(found: Found) -> tuple[Settings, Tensors]:
+    found.config.must_be({"num_hidden_layers": 1})
+    found.config.must_be({"draft_vocab_size": found.target.config.vocab_size}, "for this target")
+    return full_layers(found), renamed(found.tensors, lambda name: ONE_LAYER.sub("", name))
+
+
+def read_eagle3(found: Found) -> tuple[Settings, Tensors]:
+    """Reads P-EAGLE too, which has a `mask_hidden`."""
+    config, target = found.config, found.target.config
+    config.must_be({"num_hidden_layers": 1})
+    config.must_be(MODEL_OPT_EAGLE3, places=("", "eagle_config."))
+    config.must_be({"eh_proj_before_attn": False, "eh_proj_bias": False}, places=["eagle_config."])
+    # The embeddings in the file tell the first; without parallel drafts, the second is not used.
+    config.describes("embed_requires_grad", "eagle_config.parallel_draft_heads_num_layers")
+    tensors = renamed(found.tensors, lambda name: OLDER_NORMS.get(own := ONE_LAYER.sub("", name), own))
+    if "d2t" in tensors and len(tensors["d2t"]) == target.vocab_size and not tensors["d2t"].any():
+        tensors.pop("d2t")  # it maps the whole vocabulary to itself
+    before_fc = [config.flag(key) for key in ("norm_before_fc", "eagle_config.norm_before_fc")]
+    fc_norm = [config.flag(key) for key in ("fc_norm", "use_aux_norm")]
+    settings: Settings = full_layers(found) | {
+        "draft_vocab_size": own_vocabulary(config, tensors, found.target),
+        "norm_before_fc": [any(before_fc) or "input_norm.weight" in tensors],
+        "fc_norm": [any(fc_norm) or "fc_norm.0.weight" in tensors],
+        "norm_output": [bool(config.flag("norm_output"))],
+        "norm_before_residual": [bool(config.flag("norm_before_residual"))],
+        "capture_layers": eagle3_layers(config, target),
+    }
+    ids, mask = ("mask_token_id", "pard_token", "ptd_token_id"), tensors.get("mask_hidden")
+    if mask is not None:
+        settings["mask_token_id"] = [config.whole(*ids, least=0)]
+        if mask.numel() % target.hidden_size == 0:
+            tensors["mask_hidden"] = mask.reshape(-1, target.hidden_size)
+    elif config.take(*ids) is not None:
+        config.refuse(ids, "left out, because the head has no mask_hidden")
+    return settings, tensors
+
+
+def read_medusa(found: Found) -> tuple[Settings, Tensors]:
+    """Reads vLLM's layout and FasterDecoding's. The lm_heads of the depths are only compared with the target's."""
+    config, vocab_size = found.config, found.target.config.vocab_size
+    config.must_be(target_sizes(found.target.config) | {"truncated_vocab_size": vocab_size}, "for this target")
+    config.must_be({"logit_scale": 1.0})
+    # The tensors tell these (FasterDecoding's published heads have more tensors than their config says), or they shape
+    # trees, which vLLM does not draft.
+    config.describes("medusa_num_heads", "medusa_num_layers", "medusa_fc_bias", "original_lm_head", "version")
+    config.describes("max_paths", "topk", "max_seq_len")
+    tensors = renamed(found.tensors, _medusa_name)
+    found_layers = [match for name in tensors if (match := re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name))]
+    num_depths, num_layers = (len({match[group] for match in found_layers}) for group in (1, 2))
+    config.must_be({"num_heads": num_depths, "num_hidden_layers": num_layers}, "as many as have tensors")
+    for name, tensor in sorted(tensors.items()):
+        if name.startswith("lm_head") and len(tensor) != vocab_size:
+            raise UserError(
+                f"head.init_from: {name} of {config.path.parent} must have {vocab_size} rows, the target's vocabulary, "
+                f"but has {len(tensor)}; the head belongs to another target; set target.path to that target"
+            )
+    has_biases = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
+    return {"ttt_steps": [num_depths], "num_layers": [num_layers], "fc_bias": [has_biases]}, tensors
+
+
+def _medusa_name(name: str) -> str:
+    """Returns the name that vLLM and our own heads use for a tensor."""
+    if (match := FASTER_DECODING.match(name)) is not None:
+        depth, layer, is_layer, kind = match.groups()
+        name = f"blocks.{depth}.layers.{layer}.{kind}" if is_layer else f"lm_heads.{depth}.{kind}"
+    return name.removeprefix("medusa_heads.")
+
+
+def read_block_drafter(found: Found) -> tuple[Settings, Tensors]:
+    """Reads `dflash`, `dspark` and `dflash2`, and as `dflash` also a head in DSpark's class without its additions."""
+    name, config, target, nested = found.name, found.config, found.target.config, "dflash_config."
+    has_dspark_class = config.architecture in DSPARK_CLASSES
+    places = ("", nested) if has_dspark_class else (nested,)
+    settings = layer_sizes(found)
+    # 1. The layout of a block. DSpark's class counts the drafts alone, the others also the newest token.
+    is_anchor_first = config.flag(*ANCHOR_FIRST)
+    if not has_dspark_class:
+        why = "because engines draft nothing with the newest token in this class"
+        config.must_be(dict.fromkeys(ANCHOR_FIRST, False), why)
+    least = 1 if has_dspark_class else 2
+    settings["ttt_steps"] = [config.whole("block_size", f"{nested}block_size", least=least) + 1 - least]
+    settings["sample_from_anchor"] = [has_dspark_class if is_anchor_first is None else is_anchor_first]
+    settings["mask_token_id"] = [config.whole(*(f"{place}mask_token_id" for place in places), least=0)]
+    # 2. The layers. Here engines number their outputs from 0: id k is the stream after k + 1 decoder layers.
+    ids = config.layer_ids(*(f"{place}target_layer_ids" for place in places))
+    settings["capture_layers"] = [[layer + 1 for layer in ids]]
+    settings["num_layers"] = [config.whole("num_hidden_layers")]
+    settings |= {setting: [value] for setting, value in block_attention(config).items()}
+    # 3. What chooses a draft.
+    if name == "dflash2":
+        config.must_be({"draft_vocab_size": target.vocab_size}, "for this target")
+        settings["draft_vocab_size"] = [None]
+        settings |= {key: [config.whole(nested + key)] for key in published_settings(Dflash2Config())}
+    else:
+        settings["draft_vocab_size"] = own_vocabulary(config, found.tensors, found.target)
+    if has_dspark_class:
+        confidence = dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), name == "dspark")
+        config.must_be(confidence | {"markov_head_type": "vanilla"}, f"as in head {name}", places)
+        config.must_be({"projector_type": "dspark"}, places=[nested])
+        rank = config.whole("markov_rank", f"{nested}markov_rank", least=0)
+        settings |= {"markov_rank": [rank]} if name == "dspark" else {}
+        if config.take(f"{nested}attention_mode") not in (None, "gqa", "mha"):  # the numbers of heads tell which
+            config.refuse(f"{nested}attention_mode", "gqa or mha")
+        # These shape the training: the number of blocks per document, and the weight of the confidence's loss.
+        config.describes("num_anchors", f"{nested}confidence_head_alpha")
+    config.must_be(PLAIN_BLOCKS, places=[nested])
+    config.describes("max_anchors")  # the number of blocks per document in training
+    return settings, found.tensors
+
+
+READERS: dict[str, Callable[[Found], tuple[Settings, Tensors]]] = {
+    "mtp": read_mtp,
+    "eagle": read_eagle,
+    **dict.fromkeys(("eagle3", "peagle"), read_eagle3),
+    "medusa": read_medusa,
+    **dict.fromkeys(("dflash", "dspark", "dflash2"), read_block_drafter),
+}
+
+
+def target_sizes(target: PreTrainedConfig) -> dict[str, object]:
+    """Returns the keys of a head's config.json whose values are the target's."""
+    sizes = dict.fromkeys(("hidden_size", "target_hidden_size"), target.hidden_size)
+    return {**sizes, "vocab_size": target.vocab_size, "num_target_layers": target.num_hidden_layers}
+
+
+def layer_sizes(found: Found) -> Settings:
+    """Returns the sizes of a head's layers, and refuses layers that compute otherwise than ours."""
+    config, target = found.config, found.target.config
+    config.must_be(target_sizes(target), "for this target")
+    config.must_be(PLAIN_ARITHMETIC)
+    config.has_rope()
+    for key, layer in (("attention_bias", "q_proj"), ("mlp_bias", "gate_proj"), ("bias", "fc")):
+        has_bias = found.is_checkpoint or any(name.endswith(f"{layer}.bias") for name in found.tensors)
+        if config.flag(key) and not has_bias:
+            config.refuse(key, f"false, because the files have no {layer}.bias")
+    heads = config.whole("num_attention_heads")
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.whole("num_key_value_heads", default=heads),
+        "intermediate_size": config.whole("intermediate_size"),
+        "head_dim": config.whole("head_dim", default=target.hidden_size // heads),
+    }
+    known = {field.name for field in fields(HEADS[found.name].Config)}
+    return {setting: [size] for setting, size in sizes.items() if setting in known}
+
+
+def full_layers(found: Found) -> Settings:
+    """Returns the sizes of layers that are causal and have no window."""
+    config = found.config
+    config.must_be({"is_causal": True})
+    types, is_on, window = config.take("layer_types"), config.flag("use_sliding_window"), config.take("sliding_window")
+    if types is not None and not (isinstance(types, list) and all(each == FULL for each in types)):
+        config.refuse("layer_types", f"{FULL} in each layer, because head {found.name} has no window")
+    if is_on:
+        config.refuse("use_sliding_window", f"false, because head {found.name} has no window")
+    if window is not None and is_on is None and types is None:
+        config.refuse("sliding_window", f"null or switched off, because head {found.name} has no window")
+    return layer_sizes(found)
+
+
+def block_attention(config: ConfigJson) -> dict[str, object]:
+    """Returns the settings of a block drafter's layers, as vLLM's class reads them."""
+    num_layers, uses_swa = config.whole("num_hidden_layers"), config.flag("dflash_config.use_swa")
+    is_on, given = config.flag("use_sliding_window"), config.take("layer_types")
+    types = [FULL] * num_layers if given is None else given
+    if not isinstance(types, list) or len(types) != num_layers or any(x not in (FULL, SLIDING) for x in types):
+        config.refuse("layer_types", f"{FULL} or {SLIDING} for each of {num_layers} layers")
+    if is_on and given is None:
+        config.refuse("use_sliding_window", "false, or stand with layer_types")  # classes guess which layers slide
+    causal_where_unset = CausalLayers.sliding if SLIDING in types else CausalLayers.none
+    if uses_swa and SLIDING not in types:
+        types = [SLIDING] * num_layers
+    config.describes(*(keys := ("dflash_config.swa_window_size", "sliding_window")))
+    window_key = next((key for key in keys[: 2 if uses_swa or is_on else 1] if key in config.values), None)
+    if SLIDING in types and window_key is None:
+        raise UserError(
+            f"{config.path}: must have a sliding_window, and use_sliding_window=true, for its sliding layers, but does "
+            "not; download the head again"
+        )
+    is_causal, nested = config.flag("is_causal"), config.flag("dflash_config.causal")
+    is_causal = nested if is_causal is None else is_causal
+    causal = causal_where_unset if is_causal is None else CausalLayers.all if is_causal else CausalLayers.none
+    window = config.whole(window_key) if window_key is not None and SLIDING in types else None
+    return {"layer_types": types, "sliding_window": window, "causal": causal}
+
+
+def own_vocabulary(config: ConfigJson, tensors: Tensors, target: TargetFiles) -> list[Any]:
+    """Returns the possible sizes of a head's vocabulary; None stands for the target's, whose lm_head it may repeat."""
+    lm_head, vocab_size = tensors.get("lm_head.weight"), target.config.vocab_size
+    rows = vocab_size if lm_head is None else len(lm_head)
+    config.must_be({"draft_vocab_size": rows}, "the rows of the lm_head that the head uses")
+    if lm_head is None:
+        return [None]
+    is_copy = rows == vocab_size and not num_differing_rows(lm_head, load_frozen_parts(target.directory).lm_head)
+    return [None, rows] if is_copy else [rows]
+
+
+def num_differing_rows(tensor: torch.Tensor, reference: torch.Tensor) -> int:
+    """Returns how many rows differ by more than `ROUNDING` of their norm; all of them if the shapes differ.
+
+    A head may have trained one row alone, that of its mask token.
+    """
+    if tensor.shape != reference.shape:
+        return len(reference)
+    differing = 0
+    for ours, theirs in zip(reference.split(4096), tensor.split(4096), strict=True):
+        distance = (theirs.float() - ours.float()).norm(dim=-1)
+        differing += int((distance > ROUNDING * ours.float().norm(dim=-1)).sum())
+    return differing
+
+
+def eagle3_layers(config: ConfigJson, target: PreTrainedConfig) -> list[list[int]]:
+    """Returns the capture layers that the layer ids may mean, most likely first. Without ids they are engines' default.
+
+    SGLang numbers layers differently from the other engines. The `serving.json` of our own exports names the engine.
+    Speculators counts as we do. ModelOpt and SpecForge count as SGLang does in most families, and write the ids in
+    `eagle_config` alone.
+    """
+    num_layers = target.num_hidden_layers
+    ids = config.layer_ids(LAYER_IDS, f"eagle_config.{LAYER_IDS}", default=[])
+    config.must_be({"num_aux_hidden_states": len(ids) or 3}, "the number of captured layers")
+    if not ids:
+        return [[2, num_layers // 2, num_layers - 3]]
+    as_sglang, serving = [layer + 1 for layer in ids], config.path.with_name(SERVING)
+    engine = read_json(serving).get("engine") if serving.is_file() else config.take(SPECULATORS)
+    if target.model_type in FROM_1_IN_SGLANG and ids[0] != 1:
+        return [ids]  # which SGLang reads so too
+    if engine is not None:
+        return [as_sglang if engine == "sglang" else ids]
+    choices = [ids, as_sglang] if LAYER_IDS in config.values else [as_sglang, ids]
+    return [layers for layers in choices if can_capture(layers, num_layers)] or choices

@@ -1,0 +1,240 @@
+"""Gives a head the initial weights of `head.init_from`, and finds the head that a run evaluates and exports.
+
+The weights of `head.init_from` must fit the head of the config; `published` lists the formats that can be read. If a
+run has no trained head, acceptance and export use the head of `head.init_from`.
+"""
+
+import hashlib
+import re
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from mtptrain.data.draft_vocab import check_draft_token_ids
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head, Tensors
+from mtptrain.heads.draft_model import DraftModelHead, published_config
+from mtptrain.heads.files import (
+    best_or_last,
+    build_head,
+    check_head_target,
+    check_values,
+    fill_head,
+    first_misfit,
+    load_head,
+    stored_calibration,
+)
+from mtptrain.init_from.draft_model import read_draft_model
+from mtptrain.init_from.native_mtp import read_native_mtp
+from mtptrain.init_from.published import Published, effective_settings, read_published
+from mtptrain.init_from.readers import Settings, num_differing_rows
+from mtptrain.settings.heads import DraftModelConfig, HeadConfig, NativeMtpConfig
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import file_sha256
+
+REPEATED = {
+    r"embed_tokens\.weight": "embed_tokens",
+    r"lm_head\.weight|lm_heads\.\d+\.weight|shared_head\.head\.weight": "lm_head",
+}
+"""Name patterns of tensors in a head's file that repeat a tensor of the target, with its name in `FrozenParts`."""
+
+
+@dataclass(frozen=True)
+class RunHead:
+    """The head that a run evaluates and exports."""
+
+    head: Head
+    directory: Path
+    """The directory that the head was read from."""
+    sha256: str
+    """Hash of the stored weights and of the calibration: it differs if either does."""
+    is_trained: bool
+    """Whether this run trained the head; otherwise it comes from `head.init_from`."""
+
+
+def trained_or_initial_head(
+    train_dir: Path, config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device
+) -> RunHead:
+    """Returns the best head that a run trained, its last one if none was measured, or that of `head.init_from`.
+
+    `RunHead.directory` says which one it is. A confidence is calibrated as validation found best.
+
+    Args:
+        train_dir: `run_dir/train`.
+        config: the head's settings.
+        target: the target that the head drafts for.
+        dtype: dtype of the head; None keeps the stored one.
+        device: device of the head.
+
+    Raises:
+        UserError: neither head exists, or the head has another config or belongs to another target.
+    """
+    trained = best_or_last(train_dir)
+    if config.init_from is None or (trained / "head.json").is_file():
+        check_head_target(trained, target)
+        head = load_head(trained, config, target.config, dtype, device)
+        sha256 = _calibrate_and_hash(head, trained, file_sha256(trained / "head.safetensors"))
+        return RunHead(head, trained, sha256, is_trained=True)
+    directory, state = load_init(config.init_from, config, target)
+    if (directory / "head.json").is_file():
+        check_head_target(directory, target)
+    head = fill_head(build_head(config, target.config), state, dtype, device)
+    sha256 = _calibrate_and_hash(head, directory, weights_fingerprint(directory))
+    return RunHead(head, directory, sha256, is_trained=False)
+
+
+def _calibrate_and_hash(head: Head, directory: Path, sha256: str) -> str:
+    """Calibrate a head's confidence as its `head.json` says, and return the hash of both for `RunHead`.
+
+    Without a calibration, it is `sha256`, the hash of the stored weights.
+    """
+    if not (directory / "head.json").is_file() or (calibration := stored_calibration(directory)) is None:
+        return sha256
+    head.calibrate(*calibration)
+    return hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
+
+
+def check_one_start(config: HeadConfig) -> None:
+    if config.start_from_target and not config.starts_from_target:
+        raise UserError(
+            f"head.start_from_target: must be false with head {config.name}, which cannot start as the target's last "
+            "layer, but is true; set head.start_from_target=false"
+        )
+    if config.start_from_target and config.init_from is not None:
+        raise UserError(
+            "head.start_from_target: must be false when head.init_from is set, but is true and head.init_from is "
+            f"{config.init_from}; unset one of them"
+        )
+
+
+def load_init(
+    path: str, config: HeadConfig, target: TargetFiles, setting: str = "head.init_from"
+) -> tuple[Path, Tensors]:
+    """Returns the directory of a published head or language model, and its weights as the `state_dict` of our head.
+
+    Args:
+        path: `head.init_from`, a directory or a hub name.
+        config: the head's settings.
+        target: the target that the head drafts for.
+        setting: name of the setting with the path of a draft model, for error messages.
+
+    Raises:
+        UserError: the directory or repository does not exist, or the files hold no head of a known format, or one with
+            other settings or other tensors.
+    """
+    if isinstance(config, DraftModelConfig):
+        config = replace(config, init_from=path)
+        published = read_draft_model(path, config, target, setting)
+    elif isinstance(config, NativeMtpConfig) and not (Path(path) / "head.json").is_file():
+        published = read_native_mtp(path, target)
+    else:
+        published = read_published(path, target)
+    directory = published.directory
+    check_settings(published, config, target.config)
+    with torch.device("meta"):
+        expected = build_head(config, target.config).state_dict()
+    state = without_redundant_tensors(published, expected, target)
+    if misfit := first_misfit(expected, state):  # a missing tensor would stay random
+        name, wanted, found = misfit
+        raise UserError(
+            f"{setting}: {name} of {directory} must be {wanted} for head {config.name} and this target, but is "
+            f"{found}; choose another head"
+        )
+    check_values(directory, expected, state, "copy or download it again")
+    check_draft_token_ids(state, published.tensors.get("t2d"), target.config.vocab_size, directory)
+    return directory, state
+
+
+def load_draft_model(
+    path: str, target: TargetFiles, dtype: torch.dtype, device: torch.device, setting: str
+) -> DraftModelHead:
+    """Returns a published language model that drafts for the target, ready for inference.
+
+    Args:
+        path: a directory or a hub name.
+        target: the target that the model drafts for.
+        dtype: dtype of the model's weights.
+        device: device of the model's weights.
+        setting: name of the setting, for error messages.
+
+    Raises:
+        UserError: see `load_init`.
+    """
+    published_config(path, target.config, setting)  # called for its errors, which name `setting`
+    config = DraftModelConfig(init_from=path)
+    head = build_head(config, target.config)
+    filled = fill_head(head, load_init(path, config, target, setting)[1], dtype, device)
+    assert isinstance(filled, DraftModelHead)
+    return filled
+
+
+def check_settings(published: Published, config: HeadConfig, target_config: PreTrainedConfig) -> None:
+    """Refuse another kind of head than that of the config, or other settings, and name the arguments that match."""
+    is_same_kind = published.name == config.name
+    ours = effective_settings(config, target_config) if is_same_kind else vars(HEADS[published.name].Config())
+    ours = {**ours, "name": config.name}
+    theirs: Settings = {"name": [published.name]} | published.settings
+    different = {name: values for name, values in theirs.items() if ours[name] not in values}
+    if different:
+        found = (f"{_setting(name)} ({_either(values)} there, {ours[name]} here)" for name, values in different.items())
+        raise UserError(
+            f"head.init_from: the head's settings must be those of {published.directory}, but differ in "
+            f"{', '.join(found)}; set {' '.join(_argument(name, values[0]) for name, values in different.items())}, or "
+            "choose another head"
+        )
+
+
+def _either(values: list[object]) -> str:
+    """Returns the values that fit a head: one, or two, which are the two meanings of layer ids if they are lists."""
+    layers = sorted(value for value in values if isinstance(value, list))
+    if len(layers) == 2:
+        return f"{layers[0]} (vLLM's count) or {layers[1]} (SGLang's count)"
+    return " or ".join(map(str, values))
+
+
+def _setting(name: str) -> str:
+    return "head" if name == "name" else f"head.{name}"
+
+
+def _argument(name: str, value: object) -> str:
+    """Returns a setting as a command-line argument."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list):
+        text = f"[{','.join(map(str, value))}]"
+    return f"{_setting(name)}={text}"
+
+
+def without_redundant_tensors(published: Published, expected: Tensors, target: TargetFiles) -> Tensors:
+    """Returns a head's tensors without those that ours does not need.
+
+    These are `t2d`, zero biases, which some engines need in the file, and copies of the target's embeddings and
+    lm_head. A warning says if the copies differ.
+
+    Raises:
+        UserError: such a bias is not zero.
+    """
+    state, directory = {}, published.directory
+    for name, tensor in published.tensors.items():
+        part = next((part for pattern, part in REPEATED.items() if re.fullmatch(pattern, name)), None)
+        if name in expected or (part is None and name != "t2d" and not name.endswith(".bias")):
+            state[name] = tensor
+        elif part is not None:
+            ours = getattr(load_frozen_parts(target.directory), part)
+            if differing := num_differing_rows(tensor, ours):
+                warnings.warn(
+                    f"{directory}: {name} should equal the target's, which is used, but differs in {differing:,} of "
+                    f"{len(ours):,} rows; the head may draft worse than published until it is trained",
+                    stacklevel=2,
+                )
+        elif name != "t2d" and tensor.any():
+            raise UserError(
+                f"head.init_from: {name} of {directory} must be zero, because the head has no such bias, but is not; "
+                "choose another head"
+            )
+    return state

@@ -1,0 +1,335 @@
+"""Tests that published language models and the target's weights become draft models, or are refused with the reason."""
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import decoding
+from eval import serving_bench
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.prompts import check_head_context
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import speculate
+from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.files import build_head, save_head
+from mtptrain.heads.packing import PackedTokens, Packing
+from mtptrain.init_from.from_target import start_from_target
+from mtptrain.init_from.start import load_draft_model, load_init
+from mtptrain.run import Run as ConfiguredRun
+from mtptrain.settings.heads import DraftModelConfig
+from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.target.loading import load_target
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_sealed
+from tests.conftest import FAMILIES, Run, make_config, make_target, run_program
+from tests.families import IMAGE_MODELS, REFUSED, write_image_model, write_member
+from tests.mtptrain.train.runs import FP32, figures, train
+
+CPU = torch.device("cpu")
+DRAFT = ("head=draft_model", "head.ttt_steps=1", "head.num_hidden_layers=1", "train.max_steps=6")
+
+
+def load(path: Path | str, target: Path) -> DraftModelHead:
+    return load_draft_model(str(path), TargetFiles(target), torch.float32, CPU, "acceptance.draft_model")
+
+
+def draft_model(target: Path, **settings: Any) -> DraftModelHead:
+    head = build_head(DraftModelConfig(**settings), read_target_config(target))
+    assert isinstance(head, DraftModelHead)
+    return head
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))]
+)
+@torch.no_grad()
+def test_training_computes_the_logits_of_the_published_model(family: str, tied: bool, tmp_path: Path) -> None:
+    """Compares with transformers, which reads each document alone."""
+    # transformers adds a token to the tokenizer of a Qwen2 model, so the usual 260 embeddings do not suffice.
+    target = make_target(tmp_path / "target", family, FAMILIES[family][1], vocab_size=264)
+    settings = FAMILIES[family][1] | {"tie_word_embeddings": tied}
+    published = make_target(tmp_path / "draft", family, settings, seed=1, hidden_size=96, vocab_size=264)
+    head = draft_model(target, init_from=str(published))
+    head.load_state_dict(load_init(str(published), DraftModelConfig(), TargetFiles(target))[1])
+    plain = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    documents = [torch.randint(0, 260, (length,)) for length in (7, 4, 9)]
+    packing = Packing.of_spans([len(ids) - 1 for ids in documents])
+    read, following = torch.cat([ids[:-1] for ids in documents]), torch.cat([ids[1:] for ids in documents])
+    packed = PackedTokens(torch.zeros(sum(packing.document_lengths), 64), read, following, packing)
+    parts = load_target(target, torch.float32, CPU).parts
+    logits = head.logits(head(packed, parts, 1)[0], parts)
+    expected = torch.cat([plain(ids[None]).logits[0, 1:] for ids in documents])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sample_drafts", [False, True])
+def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_path: Path, sample_drafts: bool) -> None:
+    """Qwen2.5 models of different sizes share a tokenizer, but not the number of padding rows in the embeddings.
+
+    With random weights, the target also generates ids of padding rows.
+    """
+    large = make_target(tmp_path / "large", vocab_size=324)
+    head, target = load(make_target(tmp_path / "small", seed=1), large), load_target(large, torch.float32, CPU)
+    drafter = HeadDrafter(head, target.parts, 3, sample_drafts)
+    settings: dict[str, Any] = {"num_speculative_tokens": 3, "max_new_tokens": 24}
+    sampler = Sampler(1.0 if sample_drafts else 0.0)
+    generations = speculate(target, drafter, [[1, 2, 3], [4, 5, 6, 7]], sampler=sampler, **settings)
+    assert any(token >= 260 for each in generations for token in each.tokens), "an id that the small model lacks"
+    if not sample_drafts:
+        plain = target.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert generations[0].tokens == plain[0, 3:].tolist()
+    states = torch.randn(5, 64)  # a row that pads the vocabulary has the mean logit
+    logits = head.logits(states, target.parts)
+    torch.testing.assert_close(logits[:, 260:], logits[:, :260].mean(1, keepdim=True).expand(-1, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "deepseek_v2"])
+def test_a_model_that_is_not_trained_here_drafts_as_it_is(family: str, tmp_path: Path) -> None:
+    """The model drafts for itself, so all drafts are accepted."""
+    directory = make_target(tmp_path, *FAMILIES[family])
+    target = load_target(directory, torch.float32, CPU)
+    drafter = HeadDrafter(load(directory, directory), target.parts, 3)
+    settings: dict[str, Any] = {"num_speculative_tokens": 3, "max_new_tokens": 12, "sampler": Sampler()}
+    (generation,) = speculate(target, drafter, [[1, 2, 3]], **settings)
+    assert generation.accepted_at == [generation.rounds] * 3
+
+
+def test_a_head_of_another_run_is_a_start_too(tmp_path: Path, tiny_target: Path) -> None:
+    config = DraftModelConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
+    state = build_head(config, read_target_config(tiny_target)).state_dict()
+    save_head(tmp_path, state, config, {})
+    directory, found = load_init(str(tmp_path), DraftModelConfig(), TargetFiles(tiny_target))
+    assert directory == tmp_path and found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("is_image_model", [False, True])
+def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path, is_image_model: bool) -> None:
+    if is_image_model:  # its files name the language model's tensors otherwise than transformers' model does
+        target = write_image_model(tmp_path, *IMAGE_MODELS["qwen3_vl"])
+    else:
+        target = make_target(tmp_path, num_hidden_layers=3)
+    head = draft_model(target, num_hidden_layers=2)
+    start_from_target(head, TargetFiles(target))
+    stored = load_file(target / "model.safetensors")
+    tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in stored.items()}
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrower_model_starts_with_the_main_components_of_the_targets_embeddings(tmp_path: Path, tied: bool) -> None:
+    target = make_target(tmp_path, tie_word_embeddings=False)
+    tensors = load_file(target / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # makes both tables of rank 16
+        vocab_size, width = tensors[name].shape
+        tensors[name] = torch.randn(vocab_size, 16) @ torch.randn(16, width)
+    tensors["model.norm.weight"] = torch.rand(width) + 0.5
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
+    head = draft_model(target, **sizes, tie_word_embeddings=tied)
+    layer = head.model.layers[0].mlp.up_proj.weight.clone()
+    start_from_target(head, TargetFiles(target))
+    output = tensors["lm_head.weight"] * tensors["model.norm.weight"]
+    expected = {"embed_tokens": output if tied else tensors["model.embed_tokens.weight"], "lm_head": output}
+    found = {"embed_tokens": head.model.embed_tokens.weight, "lm_head": head.output_weight(load_frozen_parts(target))}
+    for name, table in expected.items():
+        centred = table - table.mean(0)
+        # Angles and relative lengths of rows are preserved, so their dot products agree up to one common factor.
+        products, wanted = found[name] @ found[name].T, centred @ centred.T
+        torch.testing.assert_close(products / products.norm(), wanted / wanted.norm(), atol=1e-5, rtol=1e-3)
+        assert abs(found[name].std() - head.config.initializer_range) < 1e-4
+    assert torch.equal(head.model.layers[0].mlp.up_proj.weight, layer)
+
+
+def test_a_target_that_is_no_draft_model_is_refused_as_a_start(tmp_path: Path, tiny_target: Path) -> None:
+    gemma = make_target(tmp_path / "gemma", *FAMILIES["gemma3_text"])
+    incomplete, name = make_target(tmp_path / "incomplete"), "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(incomplete / "model.safetensors")
+    tensors.pop(name)
+    save_file(tensors, incomplete / "model.safetensors", {"format": "pt"})
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (
+            tiny_target,
+            {"intermediate_size": 32, "num_hidden_layers": 4},
+            r"head\.start_from_target: .* has intermediate_size 32, not 96, num_hidden_layers 4, not at most 2; leave",
+        ),
+        (tiny_target, {"hidden_size": 128}, r"has hidden_size 128, not 64, "),
+        (gemma, {}, r"has model_type llama, not gemma3_text"),
+        (incomplete, {}, rf"the checkpoint must hold {name}, but does not; download it again"),
+    ]
+    for target, settings, message in cases:
+        with pytest.raises(UserError, match=message):
+            start_from_target(draft_model(target, **settings), TargetFiles(target))
+
+
+def change_config(directory: Path, **settings: object) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | settings))
+    return directory
+
+
+def other_tokenizer(tmp_path: Path) -> Path:
+    directory = make_target(tmp_path)
+    text = (directory / "tokenizer.json").read_text()
+    (directory / "tokenizer.json").write_text(text.replace('"<user>"', '"<human>"'))
+    return directory
+
+
+def without_tokenizer(tmp_path: Path, vocab_size: int = 259) -> Path:
+    directory = make_target(tmp_path, vocab_size=vocab_size)
+    (directory / "tokenizer.json").unlink()
+    return directory
+
+
+def without_a_norm(tmp_path: Path) -> Path:
+    directory = make_target(tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+BAD_MODELS: list[tuple[Callable[[Path], Path | str], str]] = [
+    (lambda path: "/none", r"head\.init_from: must be a local directory, a GGUF file, a hub name or `demo`, but"),
+    (lambda path: make_target(path, vocab_size=300), r"head\.init_from: .* at most 260 rows, as many as .*_size 300"),
+    (other_tokenizer, r"head\.init_from: must have the target's tokenizer, but the vocabulary of"),
+    (without_tokenizer, r"head\.init_from: .* both have tokenizer files, .* differs \(259 and 260\), but .* has none"),
+    (lambda path: make_target(path, vocab_size=258), r"head\.init_from: .* an embedding for each .* 259, but .* 258"),
+    (
+        lambda path: change_config(make_target(path), model_type="bert"),
+        r"head\.init_from: must be a language model that mtptrain can run, but .* is not: .* in the family 'bert'",
+    ),
+    (
+        lambda path: change_config(make_target(path), quantization_config={"quant_method": "fp8"}),
+        r"head\.init_from: must be an unquantised model, whose weights can be trained, but .* a quant",
+    ),
+    (without_a_norm, r"head\.init_from: model\.norm\.weight of .* must be of shape \(64,\) .* is absent"),
+    (
+        lambda path: write_member(path, *REFUSED["deepseek_v32"][:2]),
+        r"head\.init_from: must be a language model that mtptrain can run, .* the forward of a text over a cache",
+    ),
+]  # fmt: skip
+
+
+def test_a_model_that_cannot_draft_for_the_target_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    for number, (make, message) in enumerate(BAD_MODELS):
+        path = make(tmp_path / str(number))
+        with pytest.raises(ValueError, match=message):
+            load_init(str(path), DraftModelConfig(), TargetFiles(tiny_target))
+        with pytest.raises(ValueError, match=message.replace(r"head\.init_from", r"acceptance\.draft_model")):
+            load(path, tiny_target)
+    assert load(without_tokenizer(tmp_path / "equal", 260), tiny_target).context_tokens == 512
+
+
+def test_heads_that_are_no_draft_models_and_settings_beside_a_model_are_refused(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    write_sealed(tmp_path / "head.json", {"head": {"name": "mtp"}})
+    with pytest.raises(ValueError, match=r"head\.init_from: must be a language model, but .* holds the head mtp; set"):
+        draft_model(tiny_target, init_from=str(tmp_path))
+    write_sealed(tmp_path / "head.json", {"head": {"name": "draft_model", "init_from": "/none"}})
+    with pytest.raises(UserError, match=r"^acceptance\.draft_model: must be a local directory, .* but '/none'"):
+        load(tmp_path, tiny_target)
+    for settings, message in (
+        ({"init_from": str(tiny_target), "hidden_size": 32}, r"head\.hidden_size: must be left out or 64, as in"),
+        ({"num_attention_heads": 5}, r"head\.num_attention_heads: must divide head\.hidden_size into head dims that"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "the three are 4, 64 and 3; change one of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draft_model(tiny_target, **settings)
+
+
+@pytest.mark.parametrize("family", ["mistral with window", "deepseek_v2"])
+def test_a_model_whose_attention_is_not_trained_here_is_refused_for_training(family: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path, *FAMILIES[family])
+    message = r"head\.init_from: a draft model that is trained must be one of llama, mistral, qwen2, qwen3 with full"
+    with pytest.raises(ValueError, match=message):
+        DraftModelHead.check_trainable(DraftModelConfig(init_from=str(target)), read_target_config(target))
+    DraftModelHead.check_trainable(DraftModelConfig(), read_target_config(target))  # random weights can be trained
+
+
+def test_a_model_of_the_targets_sizes_has_its_head_dim() -> None:
+    """gpt-oss has attention heads that are wider than hidden_size / num_attention_heads, which is odd."""
+    sizes = {"hidden_size": 90, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 260}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    target = AutoConfig.for_model("gpt_oss", **sizes, **experts, num_hidden_layers=1)
+    with torch.device("meta"):
+        head = build_head(DraftModelConfig(), target)
+    assert isinstance(head, DraftModelHead)
+    assert (head.config.model_type, head.config.head_dim) == ("llama", 64)
+
+
+def test_a_loss_between_states_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"train\.feature_weight: must be 0 with head draft_model, .* but is 0.5"):
+        make_config("head=draft_model", "train.feature_weight=0.5")
+    with pytest.raises(ValueError, match=r"train\.loss\.features: must be 0 with head draft_model, .* but is 0.1"):
+        make_config("head=draft_model", "train.loss={kl:1,features:0.1}")
+
+
+def test_a_model_with_a_short_context_is_refused_before_extraction(fresh_run: Run, tmp_path: Path) -> None:
+    short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=100)
+    result = run_program("hidden-states", *fresh_run[1], *DRAFT[:2], f"head.init_from={short}")
+    assert result.returncode != 0
+    assert "prompts.max_document_tokens: documents must have at most 100 tokens, the max_position" in result.stderr
+
+
+def test_benchmarks_refuse_prompts_that_the_model_cannot_read_with_answer_and_drafts(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, overrides = tiny_run  # prompts of 32 tokens and answers of 16
+    short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=50)
+    draft = (*DRAFT[:2], f"head.init_from={short}", "head.start_from_target=false", "acceptance.dtype=float32")
+    config = make_config(*overrides, f"run_dir={run_dir}", *draft)
+    message = r"^head: must read the longest prompt with its response and drafts, 51 tokens, but has a context .* of 50"
+    with pytest.raises(UserError, match=message):
+        decoding.measure(config, Namespace(batch_sizes=[1], drafts=[1, 3], prompts=32))
+    monkeypatch.setattr(serving_bench, "find_program", lambda _: Path("python"))
+    config.serving_bench.num_speculative_tokens = [1, 3]
+    with pytest.raises(UserError, match=message):
+        serving_bench.prepare(ConfiguredRun(config), tmp_path)
+
+
+@pytest.mark.parametrize(("num_drafts", "is_refused"), [(20, False), (21, True)])
+def test_more_drafts_than_the_context_of_the_model_are_refused(
+    num_drafts: int, is_refused: bool, tmp_path: Path, tiny_target: Path
+) -> None:
+    small = change_config(make_target(tmp_path, seed=1), max_position_embeddings=100)
+    head = load(small, tiny_target)
+    prompts = [[1] * 70, [1] * 30]
+    message = "head: must read the longest prompt with its response and drafts, 101 tokens, but has a context"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        check_head_context(head, prompts, 10, num_drafts, "head")
+
+
+@pytest.mark.slow
+def test_tied_weights_get_their_gradient_once_whatever_the_ranks_and_zero_stage(fresh_run: Run, tmp_path: Path) -> None:
+    """Compares two ranks with ZeRO 2 and one rank with ZeRO 0. Also tests that transformers loads the export."""
+    run_dir, settings = fresh_run
+    shutil.copytree(run_dir, tmp_path / "plain")
+    elsewhere = tmp_path / "plain", (*settings, f"run_dir={tmp_path}/plain")
+    plain = figures(train(elsewhere, *DRAFT, "deepspeed=zero0", "train.validation_prompts=0"))
+    ours = figures(train(fresh_run, *DRAFT, "deepspeed=zero2", FP32, "train.validation_prompts=0", num_ranks=2))
+    assert len(ours) == 6 and ours[-1][0] < ours[0][0]
+    for one, other in zip(ours, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    result = run_program("export", *settings, *DRAFT)
+    assert result.returncode == 0, result.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "export/vllm")
+    trained = load_file(run_dir / "train/last/head.safetensors")
+    written = dict(model.named_parameters())  # lists a tied weight once
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
+    assert AutoTokenizer.from_pretrained(run_dir / "export/vllm").get_vocab()["<|end|>"] == 256

@@ -1,0 +1,367 @@
+"""Tests that heads of other projects, and our own exports, are read with the weights that they have."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtptrain.convert.formats import FORMATS
+from mtptrain.heads.base import Tensors
+from mtptrain.init_from.readers import MODEL_OPT_EAGLE3, OLDER_NORMS, num_differing_rows
+from mtptrain.init_from.start import load_init
+from mtptrain.settings.heads import HEAD_CONFIGS, CausalLayers, Eagle3Config, HeadConfig
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.frozen_parts import load_frozen_parts
+from tests.mtptrain.init_from.written_heads import (
+    BLOCK_KINDS,
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE3,
+    MEDUSA,
+    PEAGLE,
+    Changes,
+    Stored,
+    assert_equal,
+    random_state,
+    without,
+    write,
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+READ_BACK = [(engine, name) for engine, name in FORMATS if engine != "llama_cpp" and name != "native_mtp"]
+"""GGUF files of heads are not read; for native_mtp see test_native_mtp.py."""
+
+
+@pytest.mark.parametrize(("engine", "name"), READ_BACK)
+def test_every_export_gives_back_the_weights_that_went_in(
+    tmp_path: Path, deep_target: Path, engine: str, name: str
+) -> None:
+    vocabulary = None if name == "dflash2" or (name in BLOCK_KINDS and engine != "vllm") else 48
+    streams = {"capture_layers": [1, 2, 3] if engine == "openvino" else [1, 3], "draft_vocab_size": vocabulary}
+    block = {**streams, "mask_token_id": 7, "num_layers": 2, "ttt_steps": 5}
+    settings: dict[str, dict[str, Any]] = {
+        "eagle3": streams,
+        "peagle": {**streams, "mask_token_id": 7},
+        "dflash": {**block, "head_dim": 64},
+        "dspark": {**block, "markov_rank": 8, "sliding_window": 9},
+        "dflash2": {**block, "conv_group_size": 4, "selector_rank": 32, "causal": CausalLayers.all},
+        "medusa": {"num_layers": 2, "fc_bias": True},
+        "draft_model": {"num_hidden_layers": 2},
+    }
+    config = HEAD_CONFIGS[name](**settings.get(name, {}))
+    state = write(tmp_path / "head", engine, config, deep_target)
+    if name in ("eagle3", "peagle"):  # engines count layers differently
+        (tmp_path / "head/serving.json").write_text(json.dumps({"engine": engine}))
+    assert_equal(load_init(str(tmp_path / "head"), config, TargetFiles(deep_target))[1], state)
+
+
+EAGLE3_VARIANTS = {
+    "own vocabulary": EAGLE3,
+    "shared lm_head": Eagle3Config(capture_layers=[0, 1, 2]),
+    "whole vocabulary": Eagle3Config(capture_layers=[1, 2], draft_vocab_size=260),
+    "norms before": Eagle3Config(capture_layers=[0, 2], norm_before_fc=True, norm_before_residual=True),
+    "eagle3.1": Eagle3Config(capture_layers=[0, 1, 2], fc_norm=True, norm_output=True),
+}
+
+
+@pytest.mark.parametrize("variant", EAGLE3_VARIANTS)
+def test_every_variant_of_eagle3_is_recognised(tmp_path: Path, tiny_target: Path, variant: str) -> None:
+    config = EAGLE3_VARIANTS[variant]
+    head = Stored(tmp_path, config, tiny_target, write(tmp_path, "vllm", config, tiny_target))
+    head.is_read()
+    for other in EAGLE3_VARIANTS.keys() - {variant}:
+        head.of(EAGLE3_VARIANTS[other]).refuses({}, r"head's settings must be those of .*, but differ in head\.")
+
+
+def as_published(tensors: Tensors) -> Tensors:
+    """Returns an EAGLE-3 head with the prefixes and the redundant tensors that published heads may have."""
+    renamed = {"model." + name.replace("midlayer.", "layers.0."): x for name, x in tensors.items() if "." in name}
+    return renamed | {
+        "d2t": tensors["d2t"],
+        "t2d": tensors["t2d"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32),
+        "model.layers.0.self_attn.q_proj.bias": torch.zeros(64),
+    }
+
+
+def with_older_norms(tensors: Tensors) -> Tensors:
+    older = {new: old for old, new in OLDER_NORMS.items()}
+    return {older.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+BLOCK_FLAGS = {"causal": False, "use_swa": False, "swa_window_size": 64, "sample_from_anchor": False, "block_size": 4}
+PLAIN_FACTORS = {"output_multiplier": 1.0, "input_embedding_scale": 1.0, "final_logit_softcapping": None}
+MIXED: dict[str, Any] = {"layer_types": [SLIDING, FULL], "sliding_window": 64}
+ALL_SLIDE: dict[str, Any] = {"layer_types": [SLIDING] * 2, "sliding_window": 64}
+ON = {"use_sliding_window": True}
+DEEPSPEC_DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "num_anchors": 512}
+PROJECTS: list[tuple[str, str, HeadConfig, Changes, tuple[str, ...], Callable[[Tensors], Tensors] | None]] = [
+    ("EAGLE's authors", "eagle", HEAD_CONFIGS["eagle"](), {"architectures": ["LlamaForCausalLM"]}, (), None),
+    ("EAGLE's authors", "eagle3", EAGLE3, {"architectures": ["LlamaForCausalLM"]}, (), as_published),
+    ("another class", "eagle3", EAGLE3, {"architectures": ["Eagle3LlamaForCausalLM"]}, (), None),
+    ("TorchSpec", "eagle3", EAGLE3, {"_torchspec_version": "0.1.0", "torch_dtype": "float16"}, (), None),
+    ("ModelOpt", "eagle3", EAGLE3, {**MODEL_OPT_EAGLE3, "eagle_config": MODEL_OPT_EAGLE3}, (), None),
+    ("ModelOpt", "eagle3", EAGLE3, {"eagle_config": {"parallel_draft_heads_num_layers": 1}}, (), None),
+    ("no sizes", "dflash", DFLASH, {"dflash_config": {"block_size": 4}}, ("block_size", "vocab_size"), None),
+    ("all flags", "dflash", DFLASH, {"dflash_config": BLOCK_FLAGS, "sample_from_anchor": False}, (), None),
+    ("z-lab", "dflash", DFLASH, {"query_zero_predicts_next": False, "auto_map": {"AutoModel": "dflash.D"}}, (), None),
+    (
+        "NeMo Automodel", "dflash", DFLASH,
+        {"architectures": ["Qwen3DFlashDraftModel"], "dflash_config": PLAIN_FACTORS}, (), None,
+    ),
+    ("a stale theta", "dflash", DFLASH, {"rope_theta": 1e6}, (), None),
+    ("SpecForge", "dflash", DFLASH, {"rope_scaling": {"type": "default"}}, (), None),
+    ("an old config", "dflash", DFLASH, {"rope_theta": 1e4}, ("rope_parameters",), None),
+    ("JetSpec", "dflash", replace(DFLASH, causal="all"), {"is_causal": True}, (), None),
+    ("JetSpec", "dflash", replace(DFLASH, causal="all"), {"dflash_config": {"causal": True}}, ("is_causal",), None),
+    ("z-lab, not causal", "dflash", replace(DFLASH, **MIXED), {**MIXED, **ON}, (), None),
+    (
+        "z-lab", "dflash", replace(DFLASH, sliding_window=64),
+        {"layer_types": [SLIDING, FULL], "dflash_config": {"swa_window_size": 64}}, (), None,
+    ),
+    ("z-lab", "dflash", replace(DFLASH, **MIXED, causal="sliding"), {**MIXED, **ON}, ("is_causal",), None),
+    (  # `use_swa` does not make layers causal
+        "XiaomiMiMo", "dflash", replace(DFLASH, **ALL_SLIDE),
+        {"dflash_config": {"use_swa": True, "swa_window_size": 64}}, ("is_causal",), None,
+    ),
+    (
+        "XiaomiMiMo", "dflash", replace(DFLASH, **ALL_SLIDE),
+        {"sliding_window": 64, "dflash_config": {"use_swa": True}}, ("is_causal", "layer_types"), None,
+    ),
+    ("JetSpec", "dflash", replace(DFLASH, **ALL_SLIDE, causal="all"), {**ALL_SLIDE, **ON, "is_causal": True}, (), None),
+    ("flat keys", "dspark", DSPARK, {"num_anchors": 512}, ("dflash_config",), None),
+    ("Automodel", "dspark", DSPARK, {"architectures": ["DSparkDraftModel"]}, ("dflash_config",), None),
+    ("nested keys", "dspark", DSPARK, {}, ("target_layer_ids", "mask_token_id", "sample_from_anchor"), None),
+    (
+        "SpecForge", "dspark", DSPARK,
+        {"dflash_config": {
+            "confidence_head_alpha": 1.0, "attention_mode": "gqa", "projector_type": "dspark", "markov_rank": 4,
+            "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
+        }},
+        MARKOV, None,
+    ),
+    (
+        "DeepSpec", "dspark", replace(DFLASH, sample_from_anchor=True), DEEPSPEC_DFLASH,
+        ("dflash_config", "sample_from_anchor", *MARKOV[1:]),
+        lambda tensors: without("markov_head.")(without("confidence_head.")(tensors)),
+    ),
+    ("Automodel", "dflash2", DFLASH2, {"architectures": ["Qwen3DFlash2DraftModel"]}, ("block_size",), None),
+]  # fmt: skip
+"""Projects and their heads: the kind of an export, our settings, and what changes in its config.json and tensors."""
+
+
+@pytest.mark.parametrize("case", PROJECTS, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_heads_of_other_projects_are_read(heads: dict[str, Stored], case: tuple[Any, ...]) -> None:
+    _, kind, config, changes, removed, tensors = case
+    head = heads[kind].of(config)
+    if tensors is not None:
+        head = replace(
+            head, state={name: x for name, x in head.state.items() if not name.startswith(("markov", "conf"))}
+        )
+    head.is_read(changes, removed, tensors=tensors)
+
+
+SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size", "hidden_act")
+SIZES += ("vocab_size", "num_hidden_layers", "rms_norm_eps", "rope_parameters", "layer_types", "sliding_window")
+BLOCK_KEYS = {"mask_token_id": 7, "aux_hidden_state_layer_ids": [1, 2], "block_size": 4, "draft_vocab_size": 260}
+PLAIN = {**BLOCK_KEYS, "sliding_window_non_causal": False, "sample_from_anchor": False}
+WITH_MARKOV = {**PLAIN, "markov_rank": 4, "markov_head_type": "vanilla"} | dict.fromkeys(MARKOV[2:], True)
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 5}
+EAGLE_KEYS = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+EAGLE_KEYS |= {
+    "draft_vocab_size": 48,
+    "eagle_aux_hidden_state_layer_ids": [1, 2],
+    "embed_requires_grad": False,
+    "target_hidden_size": None,
+}
+SPECULATORS: dict[str, tuple[HeadConfig, str, dict[str, Any]]] = {
+    "eagle3": (EAGLE3, "eagle3", EAGLE_KEYS),
+    "eagle3 with a norm": (
+        replace(EAGLE3, norm_before_residual=True), "eagle3",
+        EAGLE_KEYS | {"norm_before_residual": True},
+    ),
+    "eagle3, counted as here": (
+        replace(EAGLE3, capture_layers=[0, 1]), "eagle3",
+        EAGLE_KEYS | {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+    ),
+    "peagle": (
+        PEAGLE, "peagle",
+        EAGLE_KEYS | {"draft_vocab_size": 260, "mask_token_id": 7, "embed_requires_grad": True},
+    ),
+    "dflash": (DFLASH, "dflash", PLAIN),
+    "mixed": (replace(DFLASH, causal="sliding", **MIXED), "dflash", PLAIN),
+    "mixed, not causal": (replace(DFLASH, **MIXED), "dflash", PLAIN | {"sliding_window_non_causal": True}),
+    # Older versions have no key for causality and for the first token, and two keys more.
+    "older dflash": (DFLASH, "dflash", BLOCK_KEYS | {"max_anchors": 512, "has_no_defaults_at_init": False}),
+    "dspark": (DSPARK, "dspark", WITH_MARKOV | {"block_size": 3, "sample_from_anchor": True}),
+    "dspark, fill-in": (replace(DSPARK, sample_from_anchor=False), "dspark", WITH_MARKOV),
+    "dflash2 without a key": (replace(DFLASH2, **MIXED), "dflash2", BLOCK_KEYS | SELECTOR),
+    "dflash2": (DFLASH2, "dflash2", PLAIN | SELECTOR | {"sliding_window_non_causal": True}),
+}  # fmt: skip
+REFUSED_OF_SPECULATORS: list[tuple[str, Changes, str]] = [
+    ("dflash", {"speculators_model_type": "mtp"}, r"speculators_model_type must be one of eagle3, .* are \"mtp\" and"),
+    ("dflash", {"speculators_model_type": ["dflash"]}, r"speculators_model_type must be one of .* are \[\"dflash\"\]"),
+    (
+        "dflash",
+        {"transformer_layer_config": None},
+        r"transformer_layer_config must hold settings, but they are .* null",
+    ),
+    ("eagle3", {"norm_before_residual": None}, r"must have norm_before_residual, because Speculators and vLLM have"),
+    ("dspark", {"sample_from_anchor": None}, r"must have sample_from_anchor, because"),
+    ("mixed", {"sliding_window_non_causal": None}, r"must have sliding_window_non_causal, because"),
+    ("mixed", {"sliding_window_non_causal": "no"}, r"sliding_window_non_causal must be true or false, but is \"no\""),
+    ("dflash", {"aux_hidden_state_layer_ids": [True, 2]}, r"aux_hidden_state_layer_ids must be a list of layer ids"),
+    ("dflash", {"layer_types": 5}, r"layer_types must be full_attention or sliding_attention for each of 2 layers"),
+    ("mixed", {"use_sliding_window": False}, r"must have a sliding_window, and use_sliding_window=true"),
+    ("dflash", {"other": 1}, r"must hold only settings that mtptrain understands, .* but has other=1"),
+    ("dflash", {"sample_from_anchor": True}, r"sample_from_anchor must be false because engines draft nothing"),
+    ("dspark", {"markov_head_type": "rnn"}, r"markov_head_type must be .*vanilla.*, but is .*rnn"),
+    ("dspark", {"block_size": 5}, r"head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"),
+    ("dspark, fill-in", {"block_size": "x"}, r"block_size must be a whole number"),
+]
+
+
+@pytest.mark.parametrize("layout", SPECULATORS)
+def test_heads_of_speculators_are_read_as_they_were_trained_or_refused(
+    tmp_path: Path, tiny_target: Path, layout: str
+) -> None:
+    config, kind, keys = SPECULATORS[layout]
+    state, path = write(tmp_path, "vllm", config, tiny_target), tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    layers = {name: stored[name] for name in SIZES if name in stored} | {"model_type": "qwen3", "attention_bias": False}
+    described = {
+        "architectures": [f"{kind.title()}Speculator"], "speculators_model_type": kind, "speculators_version": "0.9.0",
+        "speculators_config": {"algorithm": kind}, "transformer_layer_config": layers, "dtype": "float32",
+    }  # fmt: skip
+    path.write_text(json.dumps(described | keys))
+    head = Stored(tmp_path, config, tiny_target, state)
+    head.is_read()
+    for of_layout, changes, message in REFUSED_OF_SPECULATORS:
+        if of_layout == layout:
+            head.refuses(changes, message)
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_heads.", "medusa_head."])
+def test_medusa_heads_in_the_layout_of_their_authors_are_read(tmp_path: Path, tiny_target: Path, prefix: str) -> None:
+    state, lm_head = random_state(MEDUSA, tiny_target), load_frozen_parts(tiny_target).lm_head
+    layers = {re.sub(r"blocks\.(\d)\.layers\.(\d)", rf"{prefix}\1.\2.linear", name): x for name, x in state.items()}
+    described = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+
+    def publish(lm_heads: list[torch.Tensor]) -> None:
+        published = {f"{prefix}{depth}.2.weight": each.clone() for depth, each in enumerate(lm_heads)}
+        save_file(layers | published, tmp_path / "model.safetensors")
+
+    head = Stored(tmp_path, MEDUSA, tiny_target, state)
+    publish([lm_head] * 3)
+    head.is_read()
+    publish([lm_head, lm_head * 2, lm_head])
+    with pytest.warns(UserWarning, match=r"lm_heads\.1\.weight should equal the target's, which is used, but differs"):
+        head.is_read()
+    publish([torch.ones(261, 64)] * 3)
+    head.refuses({}, r"lm_heads\.0\.weight of .* must have 260 rows, the target's vocabulary, but has 261")
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "mimo", "mtp for SGLang"])
+def test_the_mtp_layer_of_a_checkpoint_is_read_without_the_rest_of_it(heads: dict[str, Stored], kind: str) -> None:
+    heads[kind].is_read()
+    if kind == "mimo":
+        stored = load_file(heads[kind].directory / "model.safetensors")["model.mtp_layers.0.input_proj.weight"]
+        assert torch.equal(heads[kind].state["eh_proj.weight"], torch.cat([stored[:, 64:], stored[:, :64]], 1))
+        assert heads[kind].state["self_attn.q_proj.bias"].any()
+
+
+def test_the_older_names_of_sglangs_norms_are_read(tmp_path: Path, tiny_target: Path) -> None:
+    config = EAGLE3_VARIANTS["eagle3.1"]
+    head = Stored(tmp_path, config, tiny_target, write(tmp_path, "vllm", config, tiny_target))
+    head.is_read({"fc_norm": None, "use_aux_norm": True}, tensors=with_older_norms)
+
+
+def test_layer_ids_are_counted_as_either_engine_does_unless_the_export_says_for_which(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    """Layer id k means the stream after k layers in vLLM, but after k + 1 layers in SGLang."""
+    as_vllm, as_sglang, as_neither = (Eagle3Config(capture_layers=layers) for layers in ([0, 1], [1, 2], [0, 2]))
+    head = Stored(tmp_path, as_vllm, tiny_target, write(tmp_path, "vllm", as_vllm, tiny_target))
+    head.is_read()
+    head.of(as_sglang).is_read()
+    differ = (
+        r"differ in head\.capture_layers \(\[0, 1\] \(vLLM's count\) or \[1, 2\] \(SGLang's count\) there, \[0, 2\]"
+    )
+    head.of(as_neither).refuses({}, differ + r" here\); set head\.capture_layers=\[0,1\], or choose another head")
+    nested = ("eagle_aux_hidden_state_layer_ids",)  # ModelOpt and SpecForge write the ids in `eagle_config` alone
+    head.is_read(removed=nested)
+    head.of(as_neither).refuses({}, r"; set head\.capture_layers=\[1,2\], or choose", removed=nested)
+    for engine in ("vllm", "openvino", "tensorrt_llm", "sglang"):
+        right, wrong = (as_sglang, as_vllm) if engine == "sglang" else (as_vllm, as_sglang)
+        (tmp_path / "serving.json").write_text(json.dumps({"engine": engine}))
+        head.of(right).is_read()
+        head.of(wrong).refuses({}, r"but differ in head\.capture_layers")
+
+
+def test_layer_ids_that_are_left_out_are_the_engines_default(heads: dict[str, Stored], deep_target: Path) -> None:
+    head = replace(heads["eagle3"], target_dir=deep_target)
+    ids = ("eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states")
+    head.refuses({}, r"head\.capture_layers \(\[2, 2, 1\] there, \[1, 2\] here\)", removed=ids)
+
+
+@pytest.mark.parametrize("published", ["dspark", "dflash2"], indirect=True)
+def test_a_copy_of_the_targets_lm_head_need_not_become_a_vocabulary_of_its_own(published: Stored) -> None:
+    parts = load_frozen_parts(published.target_dir)  # DeepSpec stores both
+    copies = {"embed_tokens.weight": parts.embed_tokens.clone(), "lm_head.weight": parts.lm_head.clone()}
+    published.is_read(tensors=lambda tensors: tensors | copies)
+    if published.config == DSPARK:
+        own = replace(DSPARK, draft_vocab_size=260)
+        with published.changed(tensors=lambda tensors: tensors | copies):
+            assert_equal(published.of(own).read(), published.state | {"lm_head.weight": parts.lm_head})
+        other = {"lm_head.weight": 2 * parts.lm_head}
+        published.refuses(
+            {}, r"head\.draft_vocab_size \(260 there, None here\)", tensors=lambda tensors: tensors | other
+        )
+
+
+WARNED: list[tuple[str, Changes, tuple[str, ...], dict[str, torch.Tensor], str]] = [
+    *(
+        (kind, *change)
+        for kind in ("eagle", "dflash", "deepseek", "mimo")
+        for change in (
+            ({"rope_parameters": {"rope_theta": 5e5}}, (), {}, r"rope_parameters should be .* but is .*500000"),
+            (
+                {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ("rope_parameters",), {},
+                r"rope_parameters should be .* but is .*yarn",
+            ),
+            ({"rms_norm_eps": 1e-3}, (), {}, r"rms_norm_eps should be 1e-06, the target's value, .* but is 0\.001"),
+        )
+    ),
+    ("dflash", {}, ("rope_parameters",), {}, r"rope_parameters should be .*10000\.0.* but is .*1000000"),
+    ("eagle", {}, (), {"lm_head.weight": torch.ones(260, 64)}, r"lm_head\.weight should equal the target's, which is"),
+    ("eagle", {}, (), {"embed_tokens.weight": torch.ones(100, 64)}, r"embed_tokens\.weight .* 260 of 260 rows"),
+]  # fmt: skip
+
+
+def test_what_is_the_targets_in_our_heads_is_warned_of_if_a_head_has_another(heads: dict[str, Stored]) -> None:
+    for kind, changes, removed, extra, message in WARNED:
+        with pytest.warns(UserWarning, match=message):
+            heads[kind].is_read(changes, removed, tensors=lambda tensors, extra=extra: tensors | extra)
+    heads["eagle"].is_read({"rms_norm_eps": 9.999999974752427e-07})  # as GGUF files round it to fp32
+    embeddings = load_frozen_parts(heads["peagle"].target_dir).embed_tokens.clone()
+    embeddings[7] *= 1.1  # heads of Speculators train the embedding of the mask token
+    with pytest.warns(UserWarning, match=r"embed_tokens\.weight .* 1 of 260 rows"):
+        heads["peagle"].is_read(tensors=lambda tensors: tensors | {"embed_tokens.weight": embeddings})
+
+
+def test_rows_that_differ_are_counted_beyond_rounding() -> None:
+    wanted = torch.randn(9000, 3)
+    found = wanted.bfloat16()
+    assert num_differing_rows(found, wanted) == 0 and num_differing_rows(torch.zeros(2, 3), torch.zeros(2, 3)) == 0
+    found[[0, 4096, 8999]] = found[[0, 4096, 8999]] * 1.02
+    assert num_differing_rows(found, wanted) == 3
+    assert num_differing_rows(found[1:], wanted) == 9000

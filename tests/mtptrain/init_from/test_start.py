@@ -1,0 +1,107 @@
+"""Tests that runs start from a head of theirs or of others, and can measure it before training."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
+from mtptrain.init_from.start import load_init, trained_or_initial_head
+from mtptrain.settings.heads import HEAD_CONFIGS, DraftModelConfig, HeadConfig, HydraConfig
+from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.errors import UserError
+from tests.conftest import Run, run_program
+from tests.mtptrain.init_from.written_heads import (
+    EAGLE,
+    EAGLE3,
+    MEDUSA,
+    MTP,
+    Stored,
+    assert_equal,
+    random_state,
+    write,
+)
+from tests.sealed import seal_again
+
+CPU = torch.device("cpu")
+
+
+def test_a_run_without_a_trained_head_takes_the_initial_one_and_then_its_own(
+    tmp_path: Path, heads: dict[str, Stored]
+) -> None:
+    head, target = heads["eagle3"], TargetFiles(heads["eagle3"].target_dir)
+    config = replace(EAGLE3, init_from=str(head.directory))
+    found = trained_or_initial_head(tmp_path, config, target, None, CPU)
+    assert_equal(found.head.state_dict(), head.state)
+    assert not found.is_trained and found.directory == head.directory
+
+    trained = {name: tensor if name == "d2t" else tensor * 2 for name, tensor in head.state.items()}
+    for name in ("last", "best"):  # the last head counts until one was measured
+        save_head(tmp_path / name, trained, EAGLE3, {TARGET_WEIGHTS: target.weights_sha256})
+        found = trained_or_initial_head(tmp_path, config, target, None, CPU)
+        assert_equal(found.head.state_dict(), trained)
+        assert found.is_trained and found.directory == tmp_path / name
+
+    with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain train first"):
+        trained_or_initial_head(tmp_path / "none", EAGLE3, target, None, CPU)
+
+
+@pytest.mark.parametrize("config", [MTP, EAGLE, EAGLE3, MEDUSA, HydraConfig(num_layers=2)], ids=lambda each: each.name)
+def test_a_head_of_ours_is_read_whatever_its_start_and_its_depths_unless_each_has_weights(
+    tmp_path: Path, tiny_target: Path, config: HeadConfig
+) -> None:
+    state = random_state(config, tiny_target)
+    other = config if config.name in ("medusa", "hydra") else replace(config, ttt_steps=7)
+    save_head(tmp_path, state, replace(other, init_from="/elsewhere"), {TARGET_WEIGHTS: "of another target"})
+    assert_equal(load_init(str(tmp_path), config, TargetFiles(tiny_target))[1], state)
+    if other is config:
+        with pytest.raises(ValueError, match=r"but differ in head\.ttt_steps"):
+            load_init(str(tmp_path), replace(config, ttt_steps=2), TargetFiles(tiny_target))
+
+
+@pytest.mark.parametrize("config", [MTP, DraftModelConfig()], ids=["mtp", "draft_model"])
+def test_a_setting_of_our_own_head_that_this_version_does_not_have_is_refused(
+    tmp_path: Path, tiny_target: Path, config: HeadConfig
+) -> None:
+    save_head(tmp_path, random_state(config, tiny_target), config, {})
+    stored = json.loads((tmp_path / "head.json").read_text())
+    stored["head"]["sliding_window"] = 64
+    seal_again(tmp_path / "head.json", **stored)
+    with pytest.raises(ValueError, match=r"head\.json: must hold only settings of head .* has sliding_window=64; "):
+        load_init(str(tmp_path), config, TargetFiles(tiny_target))
+
+
+@pytest.mark.slow
+def test_training_starts_from_the_published_head_and_acceptance_measures_it_before(
+    fresh_run: Run, tmp_path: Path, tiny_target: Path
+) -> None:
+    run_dir, overrides = fresh_run
+    state = write(tmp_path / "head", "sglang", MTP, tiny_target)
+    init = f"head.init_from={tmp_path}/head"
+    result = run_program("acceptance", *overrides, init)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((run_dir / "acceptance/report.json").read_text())
+    assert report["head"] == str(tmp_path / "head") and report["head_sha256"] == weights_fingerprint(tmp_path / "head")
+    assert "unchanged from head.init_from; this run has not trained a head" in " ".join(result.stdout.split())
+
+    result = run_program("train", *overrides, init, "train.max_steps=1", "train.lr=1e-9", "deepspeed=zero0")
+    assert result.returncode == 0, result.stderr[-3000:]
+    trained = load_file(run_dir / "train/best/head.safetensors")
+    assert all(torch.allclose(trained[name], tensor, atol=1e-6) for name, tensor in state.items())
+    result = run_program("acceptance", *overrides)
+    assert result.returncode == 0, result.stderr[-3000:]
+    again = json.loads((run_dir / "acceptance/report.json").read_text())
+    assert again["head"] == str(run_dir / "train/best") and again["accepted_at"] == report["accepted_at"]
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
+def test_a_new_head_with_an_mlp_per_depth_starts_as_the_targets_own_state(tiny_target: Path, name: str) -> None:
+    head, state = build_head(HEAD_CONFIGS[name](), read_target_config(tiny_target)), torch.randn(5, 64)
+    for depth in range(head.ttt_steps):
+        inputs = [state, *torch.randn(1 + depth, 5, 64)]
+        torch.testing.assert_close(head.blocks[depth](state) if name == "medusa" else head.mlps[depth](*inputs), state)
