@@ -23,14 +23,23 @@ PARSED = [{**ASKED, "tools": [TOOL]}, CALLING, RESULT, SAID]
 TEXT_CALL = json.dumps(CALL["function"])
 
 
-def openai_row(tools: Any = (TOOL,), **calling: Any) -> dict[str, Any]:
+def openai_row(tools: Any = (TOOL,), **answer: Any) -> dict[str, Any]:
     tools = list(tools) if isinstance(tools, tuple) else tools
-    return {"messages": [ASKED, {"role": "assistant", **calling}, RESULT, SAID], "tools": tools}
+    answer = answer or {"content": None, "tool_calls": [CALL]}
+    return {"messages": [ASKED, {"role": "assistant", **answer}, RESULT, SAID], "tools": tools}
+
+
+def calling(**call: Any) -> dict[str, Any]:
+    return openai_row(content=None, tool_calls=[call])
 
 
 def sharegpt_row(call: str, tools: Any, role: str = "function_call", answer: str = "observation") -> dict[str, Any]:
     turns = [("human", ASKED["content"]), (role, call), (answer, RESULT["content"]), ("gpt", SAID["content"])]
     return {"conversations": [{"from": name, "value": value} for name, value in turns], "tools": tools}
+
+
+def answering(text: str) -> dict[str, Any]:
+    return sharegpt_row(text, [TOOL], "gpt")
 
 
 HERMES = (
@@ -51,40 +60,35 @@ def hermes_row(system: str = TOOLS_BEFORE_CALLS, **columns: Any) -> dict[str, An
     return {"conversations": [{"from": name, "value": value} for name, value in turns], **columns}
 
 
-ARGUMENTS = CALL["function"]["arguments"]  # type: ignore[index]
+ARGUMENTS: dict[str, Any] = {"city": "Rome", "days": 2}
+TWICE, SURROGATE = '{"a": 1, "a": 2}', r'{"a": "\ud800"}'
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        openai_row(content=None, tool_calls=[CALL]),
+        openai_row(),
         openai_row(tool_calls=[CALL]),
-        openai_row(content="", tool_calls=[{"function": {**CALL["function"], "arguments": json.dumps(ARGUMENTS)}}]),  # type: ignore[dict-item]
+        openai_row(content="", tool_calls=[{"function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}]),
         openai_row(content=None, tool_calls=json.dumps([CALL])),
-        openai_row(content=None, tool_calls=[{**CALL, "index": 0, "id": None}]),
+        calling(**CALL, index=0, id=None),
         openai_row(content=None, function_call={"name": "weather", "arguments": json.dumps(ARGUMENTS)}),
-        openai_row(content=None, tool_calls=[{"name": "weather", "parameters": ARGUMENTS}]),
-        openai_row(tool_calls=[{"function": {"name": "weather", "arguments": None, "parameters": ARGUMENTS}}]),
-        openai_row(tools=json.dumps([FUNCTION]), content=None, tool_calls=[CALL]),
-        openai_row(tools=[{"type": "function", **FUNCTION}], content=None, tool_calls=[CALL]),
-        openai_row(tools=json.dumps([json.loads(json.dumps(TOOL))]), content=None, tool_calls=[CALL]),
-        openai_row(tools=[{"function": FUNCTION}], content=None, tool_calls=[CALL]),
-        openai_row(tools=[json.dumps(TOOL)], content=None, tool_calls=[CALL]),
-        *(
-            openai_row(tools=[tool], content=None, tool_calls=[CALL])
-            for tool in (TEXT_PARAMETERS, {"type": "function", "function": TEXT_PARAMETERS})
-        ),
-        {**openai_row(tools=None, content=None, tool_calls=[CALL]), "functions": [FUNCTION]},
+        calling(name="weather", parameters=ARGUMENTS),
+        calling(function={"name": "weather", "arguments": None, "parameters": ARGUMENTS}),
+        *map(openai_row, (json.dumps([FUNCTION]), json.dumps([TOOL]), [{"type": "function", **FUNCTION}])),
+        *map(openai_row, ([{"function": FUNCTION}], [json.dumps(TOOL)], [TEXT_PARAMETERS])),
+        openai_row([{"type": "function", "function": TEXT_PARAMETERS}]),
+        {**openai_row(None), "functions": [FUNCTION]},
         sharegpt_row(TEXT_CALL, json.dumps([FUNCTION])),
         sharegpt_row(f"[{TEXT_CALL}]", [TOOL], answer="function_response"),
         sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call>", [TOOL], "gpt", "tool"),
-        sharegpt_row(f"<tool_call>{CALL['function']}</tool_call>", [TOOL], "gpt"),
+        answering(f"<tool_call>{CALL['function']}</tool_call>"),
         hermes_row(),
         hermes_row(TOOLS_AFTER_CALLS),
         hermes_row(tools=json.dumps([TOOL])),
         {"messages": PARSED},
     ],
-)  # fmt: skip
+)
 def test_the_schemas_of_tool_calls_give_the_same_messages(row: dict[str, Any]) -> None:
     assert parse_row(row)[0] == PARSED
 
@@ -111,7 +115,7 @@ def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_
 
 @pytest.mark.parametrize("result", ["", "see <tool_response>a</tool_response>"])
 def test_a_result_that_is_not_all_between_tags_is_kept_as_it_is(result: str) -> None:
-    row = openai_row(content=None, tool_calls=[CALL])
+    row = openai_row()
     row["messages"][2] = {**RESULT, "content": result}
     assert parse_row(row)[0] == [*PARSED[:2], {**RESULT, "content": result}, SAID]
 
@@ -122,76 +126,48 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
     assert parse_row(row)[0] == row["messages"]
 
 
-def calling(**call: Any) -> dict[str, Any]:
-    return openai_row(content=None, tool_calls=[call])
-
-
-def hermes_answer(text: str) -> dict[str, Any]:
-    return sharegpt_row(text, [TOOL], "gpt")
-
-
-REFUSED = {
-    "content must be text, but is null": [openai_row(content=None)],
-    "a tool call without a name": [calling(function={"arguments": "{}"}), sharegpt_row("{}", [TOOL])],
-    "a tool call that is not an object": [openai_row(content=None, tool_calls=["weather"])],
-    "a tool call in text that is not JSON": [
-        openai_row(content=None, tool_calls="weather"), sharegpt_row("I call it", [TOOL]),
-    ],
-    "the arguments of a tool call in text that is not JSON": [calling(function={"name": "f", "arguments": "{"})],
-    "the arguments of a tool call in text whose key 'city' occurs twice in an object": [
-        calling(function={"name": "f", "arguments": '{"city": "Rome", "city": "Oslo"}'})
-    ],
-    "arguments of a tool call that are not an object": [calling(function={"name": "f", "arguments": "[1]"})],
-    "a tool call with custom, which is not read": [calling(type="custom", name="f")],
-    "a tool call with retries, which is not read": [calling(name="f", retries=3)],
-    "a tool call with both arguments and parameters": [calling(name="f", arguments={"a": 1}, parameters={"b": 2})],
-    "an answer with an empty list of tool calls": [
-        hermes_answer("<tool_call>[]</tool_call>"), sharegpt_row("[]", [TOOL]),
-    ],
-    "a tool or call with a value that JSON does not have (Out of range float values are not JSON compliant)": [
-        calling(name="f", arguments='{"a": NaN}'), calling(name="f", arguments='{"a": -Infinity}'),
-    ],
-    "a tool of type custom, which is not read": [
-        openai_row(tools=[tool], content="yes") for tool in ({**TOOL, "type": "custom"}, {**FUNCTION, "type": "custom"})
-    ],
-    "a tool without a name": [openai_row(tools=[{"description": "x"}], content="yes")],
-    "tools in text that is not JSON": [openai_row(tools="weather", content="yes")],
-    "a tool in text that is not JSON": [openai_row(tools=["weather"], content="yes")],
-    "the parameters of a tool in text that is not JSON": [
-        openai_row(tools=[{**FUNCTION, "parameters": "none"}], content="yes")
-    ],
-    "different tools in two places": [{**openai_row(content="yes"), "functions": [{"name": "f"}]}],
-    "tools in a message after the first": [{"messages": [ASKED, {**SAID, "tools": [TOOL]}]}],
-    "a user message that calls tools, has reasoning or is to be trained": [
-        {"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}
-    ],
-    "an answer with text after a tool call": [hermes_answer(f"<tool_call>{TEXT_CALL}</tool_call> Y")],
-    "an answer with a tool call that is not closed, or closed twice": [
-        hermes_answer(f"<tool_call>{TEXT_CALL}"), hermes_answer(f"<tool_call>{TEXT_CALL}</tool_call></tool_call>"),
-    ],
-    "a system prompt with <tools>, which the chat template writes itself": [
-        {**openai_row(content="yes"), "system": "Choose one of <tools>.</tools>"}
-    ],
-    "text after Hermes' system prompt, which would be left out with it": [
-        hermes_row(f"{system}\nAlways answer in French.", **columns)
-        for system in (TOOLS_BEFORE_CALLS, TOOLS_AFTER_CALLS)
-        for columns in ({}, {"tools": [TOOL]})
-    ],
-    "no messages": [{"conversations": hermes_row()["conversations"][:1]}],
-}  # fmt: skip
-
-
 def test_tools_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
-    def refusal(row: dict[str, Any]) -> str:
+    not_json, no_arguments = "in text that is not JSON", "the arguments of a tool call"
+    not_closed = "an answer with a tool call that is not closed, or closed twice"
+    call = f"<tool_call>{TEXT_CALL}</tool_call>"
+    cases = [
+        ("content must be text, but is null", openai_row(content=None)),
+        ("a tool call without a name", calling(function={"arguments": "{}"})),
+        ("a tool call without a name", sharegpt_row("{}", [TOOL])),
+        ("a tool call that is not an object", openai_row(content=None, tool_calls=["weather"])),
+        (f"a tool call {not_json}", openai_row(content=None, tool_calls="weather")),
+        (f"a tool call {not_json}", sharegpt_row("I call it", [TOOL])),
+        (f"{no_arguments} {not_json}", calling(name="f", arguments="{")),
+        (f"{no_arguments} in text whose key 'a' occurs twice in an object", calling(name="f", arguments=TWICE)),
+        ("arguments of a tool call that are not an object", calling(name="f", arguments="[1]")),
+        ("a tool call with custom, which is not read", calling(name="f", type="custom")),
+        ("a tool call with retries, which is not read", calling(name="f", retries=3)),
+        ("a tool call with both arguments and parameters", calling(name="f", arguments={"a": 1}, parameters={"b": 2})),
+        ("an answer with an empty list of tool calls", answering("<tool_call>[]</tool_call>")),
+        ("an answer with an empty list of tool calls", sharegpt_row("[]", [TOOL])),
+        ("a tool or call with a value that JSON does not have (Out of", calling(name="f", arguments='{"a": NaN}')),
+        ("a tool or call with a value that JSON does not have ('utf-8'", calling(name="f", arguments=SURROGATE)),
+        ("a tool of type custom, which is not read", openai_row([{**TOOL, "type": "custom"}])),
+        ("a tool of type custom, which is not read", openai_row([{**FUNCTION, "type": "custom"}])),
+        ("a tool without a name", openai_row([{"description": "x"}])),
+        (f"tools {not_json}", openai_row("weather")),
+        (f"a tool {not_json}", openai_row(["weather"])),
+        (f"the parameters of a tool {not_json}", openai_row([{**FUNCTION, "parameters": "none"}])),
+        ("different tools in two places", {**openai_row(), "functions": [{"name": "f"}]}),
+        ("tools in a message after the first", {"messages": [ASKED, {**SAID, "tools": [TOOL]}]}),
+        ("a user message that calls tools, has", {"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}),
+        ("an answer with text after a tool call", answering(f"{call} Y")),
+        (not_closed, answering(f"<tool_call>{TEXT_CALL}")),
+        (not_closed, answering(f"{call}</tool_call>")),
+        ("a system prompt with <tools>, which the chat", {**openai_row(), "system": "Choose one of <tools>.</tools>"}),
+        ("text after Hermes' system prompt, which", hermes_row(f"{TOOLS_BEFORE_CALLS}\nAnswer in French.")),
+        ("text after Hermes' system prompt, which", hermes_row(f"{TOOLS_AFTER_CALLS}\nBe kind.", tools=[TOOL])),
+        ("no messages", {"conversations": hermes_row()["conversations"][:1]}),
+    ]
+    for reason, row in cases:
         with pytest.raises(ConversationRefused) as refused:
             parse_row(row)
-        return str(refused.value)
-
-    assert {reason: {refusal(row) for row in rows} for reason, rows in REFUSED.items()} == {
-        reason: {reason} for reason in REFUSED
-    }
-    surrogate = refusal(calling(name="f", arguments=r'{"a": "\ud800"}'))
-    assert surrogate.startswith("a tool or call with a value that JSON does not have ('utf-8' codec can't encode")
+        assert str(refused.value).startswith(reason)
 
 
 def test_nulls_that_parquet_fills_into_tools_and_calls_are_left_out_and_those_of_jsonl_are_kept(tmp_path: Path) -> None:
