@@ -1,9 +1,10 @@
 """Chat templates like those of well-known families, and conversations for them."""
 
+import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.renderings import Rendering
-from mtptrain.data.conversation import Message
+from data_prep.renderings import render_conversation
+from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.target.hub import DEMO, load_tokenizer, resolve_target
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -47,6 +48,9 @@ BLOCK = "<think>\n\n</think>\n\n"
 """The block of an answer without reasoning in Qwen3's template."""
 
 
+NO_PROMPT = "the chat template renders no answer as the continuation of its prompt"
+
+
 def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
     """Returns the demo target's BPE tokenizer with `template` and the special tokens of the templates above."""
     tokenizer = load_tokenizer(resolve_target(DEMO))
@@ -66,5 +70,14 @@ def chat(*turns: str) -> list[Message]:
     return messages
 
 
-def generated_parts(rendering: Rendering) -> list[str]:
-    return [rendering.text[start:end] for start, end in rendering.spans]
+def generated_parts(template: str, messages: list[Message]) -> list[list[str]]:
+    """Returns the supervised parts of each text of a conversation."""
+    renderings = render_conversation(tokenizer_of(template), messages).renderings
+    return [[rendering.text[start:end] for start, end in rendering.spans] for rendering in renderings]
+
+
+def refusal(template: str, messages: list[Message]) -> str:
+    """Returns why a conversation is refused."""
+    with pytest.raises(ConversationRefused) as refused:
+        render_conversation(tokenizer_of(template), messages)
+    return str(refused.value)

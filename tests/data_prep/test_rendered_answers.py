@@ -3,9 +3,19 @@
 import pytest
 
 from data_prep.renderings import render_conversation
-from mtptrain.data.conversation import ConversationRefused
-from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
-from tests.data_prep.templates import CHATML, CLOSED, QWEN3, QWEN3_BLOCKS, chat, generated_parts, tokenizer_of
+from mtptrain.data.conversation import Message
+from tests.conftest import GENERATION_TEMPLATE
+from tests.data_prep.templates import (
+    CHATML,
+    CLOSED,
+    NO_PROMPT,
+    QWEN3,
+    QWEN3_BLOCKS,
+    chat,
+    generated_parts,
+    refusal,
+    tokenizer_of,
+)
 
 # Like DeepSeek-R1's template, this removes reasoning from every answer, but its prompt begins one.
 R1 = (
@@ -15,31 +25,24 @@ R1 = (
 )
 
 
-@pytest.mark.parametrize("answer", ["<think>\nodd\n</think>\n\none", "one"])
-@pytest.mark.parametrize("template", [R1, R1.replace("{% generation %}", "").replace("{% endgeneration %}", "")])
-def test_an_answer_after_a_prompt_that_no_server_sends_is_refused_with_and_without_blocks(
-    template: str, answer: str
-) -> None:
-    with pytest.raises(ConversationRefused, match="renders no answer as the continuation of its prompt"):
-        render_conversation(tokenizer_of(template), chat("1?", answer))
+def test_an_answer_after_a_prompt_that_no_server_sends_is_refused_with_and_without_blocks() -> None:
+    for template in (R1, R1.replace("{% generation %}", "").replace("{% endgeneration %}", "")):
+        for answer in ("<think>\nodd\n</think>\n\none", "one"):
+            assert refusal(template, chat("1?", answer)) == NO_PROMPT
 
 
 def test_answers_in_blocks_are_left_out_where_the_prompt_does_not_precede_them() -> None:
     template = GENERATION_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
-    rendered = render_conversation(
-        make_tokenizer(template), chat("1?", "one", "2?", "<think>even</think>two", "3?", "three")
-    )
-    [rendering] = rendered.renderings
-    assert generated_parts(rendering) == ["even</think>two<|end|>"]
-    assert (rendering.answers, rendered.trained) == (1, 3)
+    messages = chat("1?", "one", "2?", "<think>even</think>two", "3?", "three")
+    assert generated_parts(template, messages) == [["even</think>two<|end|>"]]
+    assert render_conversation(tokenizer_of(template), messages).trained == 3
 
 
 def test_a_block_that_holds_the_end_of_the_prompt_supervises_the_answer_alone() -> None:
     template = CHATML.replace("{{ '<|im_start|>' +", "{% generation %}{{ '<|im_start|>' +").replace(
         "'<|im_end|>\n' }}", "'<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     )
-    [rendering] = render_conversation(tokenizer_of(template), chat("1?", "one")).renderings
-    assert generated_parts(rendering) == ["one<|im_end|>"]
+    assert generated_parts(template, chat("1?", "one")) == [["one<|im_end|>"]]
 
 
 CHANGED = "an answer or reasoning that the chat template does not render as it is written"
@@ -92,9 +95,7 @@ def tags(rendered: str, written: str) -> str:
 def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused(
     template: str, answer: str, reason: str
 ) -> None:
-    with pytest.raises(ConversationRefused) as refused:
-        render_conversation(tokenizer_of(template), chat("1?", answer))
-    assert str(refused.value) == reason
+    assert refusal(template, chat("1?", answer)) == reason
 
 
 @pytest.mark.parametrize(
@@ -119,81 +120,58 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused(
 def test_an_answer_is_supervised_as_the_target_generates_it(
     template: str, answer: str, expected: str, inserted: int
 ) -> None:
-    rendered = render_conversation(tokenizer_of(template), chat("1?", answer))
-    [rendering] = rendered.renderings
-    assert [part.strip() for part in generated_parts(rendering)] == [f"{expected}<|im_end|>"]
-    assert rendered.inserted == inserted
+    messages = chat("1?", answer)
+    assert [part.strip() for [part] in generated_parts(template, messages)] == [f"{expected}<|im_end|>"]
+    assert render_conversation(tokenizer_of(template), messages).inserted == inserted
 
 
-@pytest.mark.parametrize(
-    ("template", "end", "num_texts"),
-    [
+def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn() -> None:
+    for template, end, num_texts in (
         (CLOSED, "<|im_end|>\n", 1),
         (CLOSED.replace("<|im_end|>", "[eot]"), "[eot]\n", 1),
         (CHATML.replace("<|im_end|>\n'", "<|im_end|>' + eos_token"), "<|im_end|><|endoftext|>", 1),
         (CLOSED.replace("<|im_end|>\n", ""), "<|endoftext|>", 2),
-    ],
-)
-def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn(
-    template: str, end: str, num_texts: int
-) -> None:
-    renderings = render_conversation(tokenizer_of(template), chat("1?", "one", "2?", "two")).renderings
-    assert len(renderings) == num_texts
-    parts = sorted(part for rendering in renderings for part in generated_parts(rendering))
-    assert parts == [f"one{end}", f"two{end}"]
+    ):
+        texts = generated_parts(template, chat("1?", "one", "2?", "two"))
+        assert len(texts) == num_texts
+        assert sorted(part for text in texts for part in text) == [f"one{end}", f"two{end}"]
 
 
-@pytest.mark.parametrize("template", [CHATML, QWEN3, QWEN3_BLOCKS], ids=["chatml", "qwen3", "qwen3 with blocks"])
-def test_an_answer_that_is_not_to_be_trained_is_history_alone(template: str) -> None:
+def test_an_answer_that_is_not_to_be_trained_is_history_alone() -> None:
     messages = chat("1?", "bad", "2?", "two", "3?", "")
     for turn in (1, 5):
         messages[turn]["weight"] = "0"
-    rendered = render_conversation(tokenizer_of(template), messages)
-    [rendering] = rendered.renderings
-    assert "bad" in rendering.text
-    [part] = generated_parts(rendering)
-    assert part.strip().endswith("two<|im_end|>")
-    assert (rendering.answers, rendered.untrained, rendered.trained) == (1, 2, 1)
-    with pytest.raises(ConversationRefused, match="no assistant turn that is to be trained"):
-        render_conversation(tokenizer_of(template), messages[:2])
+    for template in (CHATML, QWEN3, QWEN3_BLOCKS):
+        rendered = render_conversation(tokenizer_of(template), messages)
+        assert "bad" in rendered.renderings[0].text
+        [[part]] = generated_parts(template, messages)
+        assert part.strip().endswith("two<|im_end|>")
+        assert (rendered.renderings[0].answers, rendered.untrained, rendered.trained) == (1, 2, 1)
+        assert refusal(template, messages[:2]) == "no assistant turn that is to be trained"
 
 
 def test_an_answer_that_holds_the_end_of_text_token_is_refused_unless_the_target_generated_it() -> None:
     messages = chat("1?", "one")
-    messages[1]["content"] = "one<|endoftext|>"
-    with pytest.raises(ConversationRefused, match=r"an answer with the special token <\|endoftext\|> in its text"):
-        render_conversation(tokenizer_of(CHATML), messages)
+    messages[1]["content"] += "<|endoftext|>"
+    assert refusal(CHATML, messages) == "an answer with the special token <|endoftext|> in its text"
     assert len(render_conversation(tokenizer_of(CHATML), messages, is_generated=True).renderings) == 1
 
 
-@pytest.mark.parametrize("role", ["system", "tool", "developer"])
-def test_a_prompt_that_the_template_drops_refuses_the_conversation(role: str) -> None:
-    template = "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    template += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer, messages = tokenizer_of(template), chat("1?", "one")
-    assert len(render_conversation(tokenizer, messages).renderings) == 1
-    messages.insert(0, {"role": role, "content": "Be  brief."})
-    with pytest.raises(ConversationRefused, match=f"a {role} message that the chat template does not render"):
-        render_conversation(tokenizer, messages)
+def said(*turns: tuple[str, str]) -> list[Message]:
+    return [{"role": role, "content": content} for role, content in turns]
 
 
-@pytest.mark.parametrize(
-    ("dropped", "messages"),
-    [
-        ("system", [("system", "Be nice."), ("user", "Be nice. hi"), ("assistant", "hello")]),
-        ("tool", [("user", "1?"), ("assistant", "one"), ("tool", "4"), ("user", "is 4 even? 4"), ("assistant", "yes")]),
-    ],
-)
-def test_a_dropped_prompt_is_noticed_although_its_text_occurs_elsewhere(
-    dropped: str, messages: list[tuple[str, str]]
-) -> None:
-    template = CHATML.replace("{% for m in messages %}", f"{{% for m in messages if m.role != '{dropped}' %}}")
-    rows = [{"role": role, "content": content} for role, content in messages]
-    assert template != CHATML
-    with pytest.raises(ConversationRefused, match=f"a {dropped} message that the chat template does not render"):
-        render_conversation(tokenizer_of(template), rows)
+def test_a_prompt_that_the_template_drops_refuses_the_conversation_although_its_text_may_occur_elsewhere() -> None:
+    for role, messages in (
+        ("system", said(("system", "Be  brief."), ("user", "1?"), ("assistant", "one"))),
+        ("developer", said(("developer", "Be  brief."), ("user", "1?"), ("assistant", "one"))),
+        ("system", said(("system", "Be nice."), ("user", "Be nice. hi"), ("assistant", "hello"))),
+        ("tool", [*chat("1?", "one"), *said(("tool", "4"), ("user", "is 4 even? 4"), ("assistant", "yes"))]),
+    ):
+        template = CHATML.replace("for m in messages", f"for m in messages if m.role != '{role}'")
+        assert refusal(template, messages) == f"a {role} message that the chat template does not render"
+        assert len(render_conversation(tokenizer_of(CHATML), messages).renderings) == 1
 
 
 def test_an_answer_with_more_white_space_does_not_take_the_place_of_a_longer_prompt() -> None:
-    [rendering] = render_conversation(tokenizer_of(CHATML), chat("0000", "00  0")).renderings
-    assert generated_parts(rendering) == ["00  0<|im_end|>\n"]
+    assert generated_parts(CHATML, chat("0000", "00  0")) == [["00  0<|im_end|>\n"]]

@@ -1,3 +1,5 @@
+"""Tests that every answer is supervised once, after the prompt that a server sends, in the fewest texts."""
+
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import combinations
@@ -9,17 +11,19 @@ from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
 from data_prep.renderings import encode_conversations, render_conversation
-from mtptrain.data.conversation import ConversationRefused, Message
+from mtptrain.data.conversation import Message
 from tests.data_prep.templates import (
     BLOCK,
     CHATML,
     CLOSED,
     LAST_ANSWER,
     LLAMA3,
+    NO_PROMPT,
     QWEN3,
     QWEN3_BLOCKS,
     chat,
     generated_parts,
+    refusal,
     tokenizer_of,
 )
 
@@ -102,6 +106,9 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
         messages = without_reasoning(messages)
     [item] = encode_conversations(tokenizer, [render_conversation(tokenizer, messages)])
     encodings = item.encodings
+    if FAMILIES[family][1] is content_alone:  # nothing rewrites it
+        assert [encoding.turn for encoding in encodings] == [0]
+        assert tokenizer.decode(encodings[0].input_ids) == tokenizer.apply_chat_template(messages, tokenize=False)
     supervised = [np.zeros_like(encoding.loss_mask) for encoding in encodings]
     for prompt, answer in generated_answers(family, messages):
         prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -143,18 +150,6 @@ def test_no_smaller_set_of_documents_holds_every_answer(
     assert [rendering.turn for rendering in renderings[1:]] == sorted({r.turn for r in renderings} - {0}, reverse=True)
 
 
-@pytest.mark.parametrize("family", ["chatml", "llama3", "closed"])
-@settings(max_examples=10, deadline=None)
-@given(_conversations)
-def test_a_conversation_that_nothing_rewrites_is_one_document_as_the_template_renders_it(
-    family: str, messages: list[Message]
-) -> None:
-    messages = without_reasoning(messages)
-    [rendering] = render_conversation(TOKENIZERS[family], messages).renderings
-    assert rendering.text == TOKENIZERS[family].apply_chat_template(messages, tokenize=False)
-    assert (rendering.turn, rendering.answers) == (0, sum(message["role"] == "assistant" for message in messages))
-
-
 def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> None:
     inside = chat("1?", "<think>\nodd\n</think>\n\none", "2?", "<think>\neven\n</think>\n\ntwo")
     assert render_conversation(TOKENIZERS["qwen3"], inside) == render_conversation(
@@ -162,15 +157,15 @@ def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> Non
     )
 
 
-@pytest.mark.parametrize(("tools", "end"), [({}, "\n"), ({"tools": [{"function": {"name": "weather"}}]}, "")])
-def test_the_template_for_tools_says_what_the_assistant_generates_where_there_are_tools(
-    tools: Message, end: str
-) -> None:
+def test_the_template_for_tools_says_what_the_assistant_generates_where_there_are_tools() -> None:
     tokenizer = tokenizer_of(QWEN3)
     tokenizer.chat_template = {"default": QWEN3, "tool_use": "{{ tools[0].function.name }}" + QWEN3_BLOCKS}
     [question, answer] = chat("1?", "odd|one")
-    [rendering] = render_conversation(tokenizer, [{**question, **tools}, answer]).renderings
-    assert generated_parts(rendering) == [f"<think>\nodd\n</think>\n\none<|im_end|>{end}"]
+    with_tools: Message = {**question, "tools": [{"function": {"name": "weather"}}]}
+    for first, end in ((question, "\n"), (with_tools, "")):
+        [rendering] = render_conversation(tokenizer, [first, answer]).renderings
+        [(start, stop)] = rendering.spans
+        assert rendering.text[start:stop] == f"<think>\nodd\n</think>\n\none<|im_end|>{end}"
 
 
 def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_answers() -> None:
@@ -181,25 +176,14 @@ def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_ans
     assert plain.text.endswith("bye<|im_end|>\n")
 
 
-@pytest.mark.parametrize(
-    ("template", "parts"), [(CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])]
-)
-def test_an_answer_before_the_first_question_is_left_out_if_the_template_cannot_render_an_empty_history(
-    template: str, parts: list[str]
-) -> None:
-    tokenizer = tokenizer_of("{% if messages[0].role == 'system' %}{% endif %}" + template)
-    greeting: Message = {"role": "assistant", "content": "Hello"}
-    rendered = render_conversation(tokenizer, [greeting, *chat("1?", "one", "2?", "two")])
-    renderings = rendered.renderings
-    generated = [part.strip() for rendering in renderings for part in generated_parts(rendering)]
-    assert generated == [part + "<|im_end|>" for part in parts]
-    assert (sum(rendering.answers for rendering in renderings), rendered.trained) == (2, 3)
-
-
-def test_a_conversation_of_nothing_but_an_answer_without_a_prompt_is_refused() -> None:
-    tokenizer = tokenizer_of("{% if messages[0].role == 'system' %}{% endif %}" + CHATML)
-    with pytest.raises(ConversationRefused, match="renders no answer as the continuation of its prompt"):
-        render_conversation(tokenizer, [{"role": "assistant", "content": "Hello"}])
+def test_an_answer_before_the_first_question_is_left_out_if_the_template_cannot_render_an_empty_history() -> None:
+    needs_message, greeting = "{% if messages[0].role == 'system' %}{% endif %}", chat("", "Hello")[1]
+    for template, parts in ((CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])):
+        messages = [greeting, *chat("1?", "one", "2?", "two")]
+        rendered = generated_parts(needs_message + template, messages)
+        assert [part.strip() for text in rendered for part in text] == [part + "<|im_end|>" for part in parts]
+        assert refusal(needs_message + template, [greeting]) == NO_PROMPT
+    assert render_conversation(tokenizer_of(needs_message + CHATML), messages).trained == 3
 
 
 def test_an_answer_that_quotes_the_prompt_is_left_out_where_its_beginning_cannot_be_told() -> None:
@@ -207,32 +191,22 @@ def test_an_answer_that_quotes_the_prompt_is_left_out_where_its_beginning_cannot
     messages[3]["content"] = "<|im_start|>assistant\ntwo"
     rendered = render_conversation(TOKENIZERS["last answer"], messages, is_generated=True)
     [rendering] = rendered.renderings
-    assert generated_parts(rendering) == ["<think>odd</think>one<|im_end|>\n"]
+    [(start, end)] = rendering.spans
+    assert rendering.text[start:end] == "<think>odd</think>one<|im_end|>\n"
     assert (rendering.answers, rendered.trained) == (1, 2)
 
 
-@pytest.mark.parametrize("is_marked", [True, False])
-def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own(is_marked: bool) -> None:
-    marks = ("{% generation %}", "{% endgeneration %}") if is_marked else ("", "")
-    answer = marks[0] + "{{ m.content + '<|im_end|>' }}" + marks[1]
-    template = (
-        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}"
-        + answer
-        + "{% endif %}{% endfor %}"
-    )
-    messages = [*chat("1?", "one"), *chat("", "two")[1:], *chat("2?", "three")]
-    renderings = render_conversation(tokenizer_of(template), messages).renderings
-    assert [generated_parts(rendering) for rendering in renderings] == [
-        ["two<|im_end|>", "three<|im_end|>"],
-        ["one<|im_end|>"],
-    ]
+def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own() -> None:
+    messages = [*chat("1?", "one"), chat("", "two")[1], *chat("2?", "three")]
+    for begin, end in (("{% generation %}", "{% endgeneration %}"), ("", "")):
+        answer = begin + "{{ m.content + '<|im_end|>' }}" + end
+        template = "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}" + answer
+        parts = generated_parts(template + "{% endif %}{% endfor %}", messages)
+        assert parts == [["two<|im_end|>", "three<|im_end|>"], ["one<|im_end|>"]]
 
 
-@pytest.mark.parametrize("renderings_before_midnight", range(1, 8))
-def test_a_conversation_rendered_at_midnight_has_one_date(
-    renderings_before_midnight: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times = [datetime(2026, 1, 1)] * renderings_before_midnight
+def test_a_conversation_rendered_at_midnight_has_one_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[datetime] = []
 
     class Clock:
         @staticmethod
@@ -240,6 +214,7 @@ def test_a_conversation_rendered_at_midnight_has_one_date(
             return times.pop() if times else datetime(2026, 1, 2)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    [rendering] = render_conversation(TOKENIZERS["llama3"], chat("1?", "one", "2?", "two")).renderings
-    assert "Today: 0" in rendering.text
-    assert generated_parts(rendering) == ["one<|im_end|>", "two<|im_end|>"]
+    for renderings_before_midnight in range(1, 8):
+        times += [datetime(2026, 1, 1)] * renderings_before_midnight
+        [rendering] = render_conversation(TOKENIZERS["llama3"], chat("1?", "one", "2?", "two")).renderings
+        assert "Today: 0" in rendering.text and rendering.answers == 2
