@@ -4,23 +4,15 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data_prep.renderings import Encoding, check_chat_template, encode_conversations, render_conversation
 from mtptrain.data.conversation import ConversationRefused, Message
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
+from tests.data_prep.templates import CHATML, NO_PROMPT, QWEN3, tokenizer_of
 
 PLAIN_TEMPLATE = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-# Like Qwen3's, this removes the reasoning of earlier turns and adds a line feed after the end-of-turn token.
-REASONING_TEMPLATE = (
-    "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
-    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
-    "{% else %}{{ m['content'] }}{% endif %}"
-    "<|end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 CHAT: list[Message] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2 + 2?"},
@@ -63,28 +55,6 @@ def test_tokens_and_mask_are_those_of_transformers() -> None:
     encoding, _ = encode(tokenizer, CHAT)
     assert encoding.input_ids.tolist() == reference["input_ids"]
     assert encoding.loss_mask.tolist() == reference["assistant_masks"]
-
-
-_words = st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"]), max_size=12)
-_turns = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(["system", "user"]), _words),
-        st.tuples(st.just("assistant"), _words.filter(str.strip)),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(max_examples=20, deadline=None)
-@given(_turns)
-def test_comparing_prefixes_finds_what_generation_blocks_mark(turns: list[tuple[str, str]]) -> None:
-    messages = [{"role": role, "content": content} for role, content in [*turns, ("assistant", "end")]]
-    (by_blocks, _), (by_prefixes, _) = (
-        encode(make_tokenizer(template), messages) for template in (GENERATION_TEMPLATE, PLAIN_TEMPLATE)
-    )
-    assert by_blocks.input_ids.tolist() == by_prefixes.input_ids.tolist()
-    assert by_blocks.loss_mask.tolist() == by_prefixes.loss_mask.tolist()
 
 
 def test_a_span_that_ends_in_a_character_of_several_tokens_keeps_all_of_them() -> None:
@@ -145,38 +115,27 @@ def test_an_answer_whose_border_cannot_be_split_is_left_out_and_counted() -> Non
     assert generated_parts(tokenizer, [{"role": role, "content": text} for role, text in turns]) == (["no;"], 1)
 
 
-THINKING_TEMPLATE = PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>{{ '\n' }}{% endif %}")
-
-
 def test_templates_that_mark_or_continue_answers_pass_the_check() -> None:
-    for template in (GENERATION_TEMPLATE, PLAIN_TEMPLATE, REASONING_TEMPLATE, THINKING_TEMPLATE):
+    for template in (GENERATION_TEMPLATE, PLAIN_TEMPLATE):
         check_chat_template(make_tokenizer(template))
+    for template in (QWEN3, CHATML.replace("assistant\n'", "assistant\n<think>\n'")):  # the latter needs reasoning
+        check_chat_template(tokenizer_of(template))
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
+def test_a_template_that_cannot_be_masked_does_not_pass_the_check() -> None:
+    block = "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    empty_block = "{{ message['content'] }}{% generation %}{% endgeneration %}<|end|>"
+    for template, message in (
         (None, "the tokenizer must have a chat template to render messages"),
         (
-            GENERATION_TEMPLATE.replace(
-                "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}",
-                "{{ message['content'] }}{% generation %}{% endgeneration %}<|end|>",
-            ),
+            GENERATION_TEMPLATE.replace(block, empty_block),
             r"'What is two and two\?', the chat template's \{% generation %\} block contains no text",
         ),
-        (
-            "{{ 1 // 0 }}",
-            r"the chat template of .* must show .* but .*, the chat template fails: ZeroDivisionError: ",
-        ),
-        (
-            PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant>>{% endif %}"),
-            "the chat template renders no answer as the continuation of its prompt; correct the template",
-        ),
-    ],
-)
-def test_a_template_that_cannot_be_masked_does_not_pass_the_check(template: str | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_chat_template(make_tokenizer(template))
+        ("{{ 1 // 0 }}", "the chat template of .* must show .* but .*, the chat template fails: ZeroDivisionError: "),
+        (PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant>>{% endif %}"), f"{NO_PROMPT}; correct the temp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_chat_template(make_tokenizer(template))
 
 
 def test_a_tokenizer_that_cannot_relate_tokens_to_text_does_not_pass_the_check() -> None:

@@ -18,12 +18,8 @@ def text_config(tmp_path: Path, config_for: ConfigFor) -> ConfigFor:
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(text)
     (tmp_path / "texts" / "latin.py").write_bytes(b"# gr\xf6\xdfe\n")
-    settings = (
-        f"prompts.paths=[{tmp_path}/texts]",
-        "prompts.validation_fraction=0.2",
-        "prompts.max_document_tokens=128",
-    )
-    return lambda *overrides: config_for(*settings, *overrides)
+    settings = ("prompts.validation_fraction=0.2", "prompts.max_document_tokens=128")
+    return lambda *overrides: config_for(f"prompts.paths=[{tmp_path}/texts]", *settings, *overrides)
 
 
 @pytest.fixture
@@ -31,12 +27,10 @@ def chat_config(tmp_path: Path, config_for: ConfigFor) -> Callable[..., Pipeline
     """Returns a function that makes a config for a jsonl file of the given rows."""
 
     def build(rows: list[Any], *overrides: str) -> PipelineConfig:
-        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings = (
-            "prompts=conversations",
-            f"prompts.paths=[{tmp_path}/chats.jsonl]",
-            "prompts.validation_fraction=0.3",
+        path = tmp_path / "chats.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return config_for(
+            "prompts=conversations", f"prompts.paths=[{path}]", "prompts.validation_fraction=0.3", *overrides
         )
-        return config_for(*settings, *overrides)
 
     return build

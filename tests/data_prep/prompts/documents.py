@@ -1,24 +1,18 @@
 """Provides text files and conversations for the prompts stage, and reads the documents that it writes."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mtptrain.config import PipelineConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
+from mtptrain.target.hub import load_tokenizer
 
 ConfigFor = Callable[..., PipelineConfig]
 FILES = {f"file_{i:02}.py": f"value_{i} = {i}\n" * (i + 1) for i in range(40)} | {
     "sub/long.py": "x = 1\n" * 90,
     "empty.py": "",
 }
-DATA_FILES = [
-    "train.safetensors",
-    "validation.safetensors",
-    "documents.jsonl",
-    "report.json",
-    "manifest.json",
-    "config.yaml",
-]
 
 
 def chat(name: str, *turns: str) -> dict[str, Any]:
@@ -46,3 +40,18 @@ def read_output(config: PipelineConfig) -> dict[str, list[tuple[DocumentEntry, l
             window = (entries[document_id], documents.token_ids(i).tolist(), documents.mask(i).tolist())
             found.setdefault(entries[document_id].name, []).append(window)
     return found
+
+
+def read_texts(config: PipelineConfig) -> dict[str, list[tuple[str, str]]]:
+    """Returns the whole text and the supervised text of each window in order, by document name."""
+    tokenizer = load_tokenizer(Path(config.target.path))
+    return {
+        name: [
+            (
+                str(tokenizer.decode(ids)),
+                str(tokenizer.decode([token for token, is_set in zip(ids, mask, strict=True) if is_set])),
+            )
+            for _, ids, mask in windows
+        ]
+        for name, windows in read_output(config).items()
+    }

@@ -1,22 +1,27 @@
 """Tests that conversations become documents with supervised answers, and that each question is in one split only."""
 
+import json
 from collections import defaultdict
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.prompts_report import DuplicatesReport
+from data_prep.prompts_report import DuplicatesReport, RewrittenReport
+from data_prep.responses.regenerate import prepare_responses
 from mtptrain.config import PipelineConfig
-from mtptrain.data.prompt_files import Split
+from mtptrain.data.conversation import question_group
+from mtptrain.data.prompt_files import Split, is_held_out
 from mtptrain.run import Run
-from tests.conftest import make_tokenizer
-from tests.data_prep.prompts.documents import CHATS, chat, read_output
+from tests.conftest import GENERATION_TEMPLATE, make_target
+from tests.data_prep.hidden_states.stage import ONE_RANK
+from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output, read_texts
+from tests.data_prep.responses.conftest import answered
+from tests.data_prep.speaking import fake_server, make_speaking_target
 
 
-def test_the_training_limit_stops_the_tokenizing_of_a_large_source(
-    chat_config: Callable[..., PipelineConfig],
-) -> None:
+def test_the_training_limit_stops_the_tokenizing_of_a_large_source(chat_config: ConfigFor) -> None:
     rows = [chat(f"chat{i}", f"question {i}", "answer" if i % 4 else "") for i in range(400)]
     report = prepare_prompts(Run(chat_config(rows, "prompts.max_train_tokens=200")))
     train, validation = report.splits[Split.train], report.splits[Split.validation]
@@ -26,39 +31,25 @@ def test_the_training_limit_stops_the_tokenizing_of_a_large_source(
     assert train.documents + validation.documents + refused + report.beyond_max_train_tokens == 400
 
 
-def test_conversations_are_written_with_the_answers_supervised(chat_config: Callable[..., PipelineConfig]) -> None:
-    config = chat_config(CHATS)
-    prepare_prompts(Run(config))
-    tokenizer, output = make_tokenizer(), read_output(config)
-    assert len(output) == 20
-    for i in range(20):
-        [(_, ids, mask)] = output[f"chat{i}"]
-        assert tokenizer.decode(ids) == f"<user>question {i}<|end|><assistant>answer {i}<|end|>"
-        assert tokenizer.decode(np.array(ids)[np.array(mask) == 1]) == f"answer {i}<|end|>"
-
-
 def splits_of_questions(config: PipelineConfig) -> dict[str, set[Split]]:
     """Returns, for each first question as the target reads it, the splits that its documents are in."""
-    tokenizer, sides = make_tokenizer(), defaultdict[str, set[Split]](set)
-    for windows in read_output(config).values():
-        for entry, ids, _ in windows:
-            sides[tokenizer.decode(ids).split("<assistant>")[0]].add(entry.split)
+    sides, texts = defaultdict[str, set[Split]](set), read_texts(config)
+    for name, windows in read_output(config).items():
+        for (entry, _, _), (text, _) in zip(windows, texts[name], strict=True):
+            sides[text.split("<assistant>")[0]].add(entry.split)
     return sides
 
 
-def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(
-    chat_config: Callable[..., PipelineConfig],
-) -> None:
+def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(chat_config: ConfigFor) -> None:
     """Regression test: rows used to be split by their ids (abc_0, ...), which put 20 questions into both splits."""
-    rows = [chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)]
-    config = chat_config(rows)
+    config = chat_config([chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)])
     prepare_prompts(Run(config))
     sides = splits_of_questions(config)
     assert len(sides) == 20 and all(len(split) == 1 for split in sides.values())
     assert {split for side in sides.values() for split in side} == set(Split)
 
 
-def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
+def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: ConfigFor) -> None:
     rows = [*CHATS, *({"messages": row["messages"]} for row in CHATS * 2), chat("other answer", "question 0", "no")]
     config = chat_config(rows)
     report = prepare_prompts(Run(config))
@@ -67,9 +58,8 @@ def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Call
     assert report.duplicates == DuplicatesReport(questions=20, largest=4, same_question=41, dropped=40)
 
 
-def test_windows_without_an_answer_are_left_out_and_counted(chat_config: Callable[..., PipelineConfig]) -> None:
-    rows = [*CHATS, chat("long", "q" * 300, "a" * 100)]
-    config = chat_config(rows, "prompts.max_document_tokens=64")
+def test_windows_without_an_answer_are_left_out_and_counted(chat_config: ConfigFor) -> None:
+    config = chat_config([*CHATS, chat("long", "q" * 300, "a" * 100)], "prompts.max_document_tokens=64")
     report = prepare_prompts(Run(config))
     windows = read_output(config)["long"]
     assert report.windows_unsupervised == 302 // 64 == windows[0][0].window
@@ -77,13 +67,9 @@ def test_windows_without_an_answer_are_left_out_and_counted(chat_config: Callabl
     assert (report.items_cut, report.windows_cut) == (1, -(-404 // 64))
 
 
-def test_questions_that_nearly_repeat_each_other_are_on_one_side_and_counted(
-    chat_config: Callable[..., PipelineConfig],
-) -> None:
+def test_questions_that_nearly_repeat_each_other_are_on_one_side_and_counted(chat_config: ConfigFor) -> None:
     topics = [" ".join(f"topic{i}word{j}" for j in range(40)) for i in range(30)]
-    rows = [
-        chat(f"{i}.{copy}", f"{topic} {copy}", f"answer {copy}") for i, topic in enumerate(topics) for copy in range(4)
-    ]
+    rows = [chat(f"{i}.{copy}", f"{topics[i]} {copy}", f"answer {copy}") for i in range(30) for copy in range(4)]
     sides: dict[float, list[set[str]]] = {}
     for least in (1.0, 0.8):
         config = chat_config(rows, f"prompts.near_duplicate_similarity={least}")
@@ -93,5 +79,135 @@ def test_questions_that_nearly_repeat_each_other_are_on_one_side_and_counted(
     assert len(splits) == 120 and all(len(found) == 1 for found in sides[0.8])
     assert {split for [split] in sides[0.8]} == {"train", "validation"}
     assert sum(len(found) == 2 for found in sides[1.0]) > 10, "without the setting, the copies are on both sides"
-    assert (report.duplicates.questions, report.duplicates.near) == (120, 120)
-    assert report.duplicates.near_moved > 10
+    assert (report.duplicates.questions, report.duplicates.near) == (120, 120) and report.duplicates.near_moved > 10
+
+
+@pytest.fixture
+def rewriting_target(tmp_path: Path) -> Path:
+    """A target whose chat template shows the reasoning of the last answer alone."""
+    answer = "{{ m.content if loop.last else m.content.split('|')[-1] }}"
+    text = "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}" + answer
+    text += "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    text += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    return make_target(tmp_path / "rewriting", chat_template=text)
+
+
+REASON = "so " * 23
+ANSWERS = [f"{REASON}|answer {i}" for i in range(3)]
+"""Reasoning that is nearly nine times as long as the answer."""
+REASONED = [chat(f"chat{c}", f"what {c:>2}", ANSWERS[0], "go on", ANSWERS[1], "go on", ANSWERS[2]) for c in range(20)]
+BEGINNINGS = [
+    len("Uwhat 10EA"),
+    len("Uwhat 10EAanswer 0EUgo onEA"),
+    len("Uwhat 10EAanswer 0EUgo onEAanswer 1EUgo onEA"),
+]
+"""Numbers of tokens before each answer: a role and the end of a turn are one token each."""
+GENERATED = len(ANSWERS[0]) + 1
+
+
+def test_rewritten_answers_are_written_beside_their_conversation_and_counted(
+    chat_config: ConfigFor, rewriting_target: Path
+) -> None:
+    config = chat_config(REASONED, f"target.path={rewriting_target}")
+    report = prepare_prompts(Run(config))
+    output, texts = read_output(config), read_texts(config)
+    for i, row in enumerate(REASONED):
+        side = Split.validation if is_held_out(question_group(row["messages"]), 0.3) else Split.train
+        entries = [(entry.window, entry.turn, entry.split) for entry, _, _ in output[f"chat{i}"]]
+        assert entries == [(0, 0, side), (0, 4, side), (0, 2, side)]
+        beginning = f"<user>what {i:>2}<|end|><assistant>"
+        middle = "answer 0<|end|><user>go on<|end|><assistant>"
+        end = "answer 1<|end|><user>go on<|end|><assistant>"
+        generated = [answer + "<|end|>" for answer in ANSWERS]
+        assert texts[f"chat{i}"] == [
+            (beginning + middle + end + generated[2], generated[2]),
+            (beginning + middle + generated[1], generated[1]),
+            (beginning + generated[0], generated[0]),
+        ]
+    history = 20 * sum(BEGINNINGS[:2])
+    assert report.rewritten == RewrittenReport(40, 40, history + 40 * GENERATED, history)
+    assert report.answers_left_out == 0
+    total = sum(split.tokens for split in report.splits.values())
+    assert total == report.rewritten.tokens + 20 * (BEGINNINGS[2] + GENERATED)
+    config = chat_config(REASONED)  # with a template that rewrites nothing
+    assert prepare_prompts(Run(config)).rewritten == RewrittenReport()
+    assert all(len(documents) == 1 for documents in read_output(config).values())
+
+
+def test_rewritten_answers_are_cut_and_limited_as_their_conversation_is(
+    chat_config: ConfigFor, rewriting_target: Path
+) -> None:
+    settings = (f"target.path={rewriting_target}", "prompts.max_document_tokens=100")
+    config = chat_config(REASONED, *settings)
+    report = prepare_prompts(Run(config))
+    lengths = [beginning + GENERATED for beginning in BEGINNINGS]
+    assert [length > 100 for length in lengths] == [False, True, True]
+    assert (report.items_cut, report.windows_cut) == (20, 20 * sum(-(-length // 100) for length in lengths[1:]))
+    windows = read_output(config)["chat0"]
+    assert [(entry.turn, entry.window) for entry, _, _ in windows] == [(0, 0), (0, 1), (4, 0), (4, 1), (2, 0)]
+    assert report.rewritten.documents == 20 * 3
+    limited = prepare_prompts(Run(chat_config(REASONED, *settings, "prompts.max_train_tokens=1000")))
+    assert 900 < limited.splits[Split.train].tokens <= 1000
+    kept = {name for name, documents in read_output(config).items() if len(documents) == 5}
+    assert limited.beyond_max_train_tokens == 20 - len(kept) > 0
+    assert limited.splits[Split.validation] == report.splits[Split.validation]
+
+
+def said(*turns: tuple[str, str], keys: tuple[str, str] = ("role", "content")) -> list[dict[str, str]]:
+    return [dict(zip(keys, turn, strict=True)) for turn in turns]
+
+
+def test_one_file_may_mix_schemas_and_names_of_roles(chat_config: ConfigFor) -> None:
+    def row(i: int) -> dict[str, Any]:
+        own, keys = (("client", f"q {i}"), ("bot", f"a {i}")), ("from", "value")
+        shapes: list[dict[str, Any]] = [
+            {"messages": said(("user", f"q {i}"), ("assistant", f"a {i}"))},
+            {"conversations": said(("human", f"q {i}"), ("gpt", f"a {i}"), keys=keys)},
+            {"conversation": said(*own)},
+            {"conversations": json.dumps(said(*own, keys=keys))},
+        ]
+        return {"id": f"c{i}", "note": i, **shapes[i % 4]}
+
+    rows = [row(i) for i in range(20)]
+    config = chat_config(rows, "+prompts.roles={bot: assistant, client: user}")
+    report = prepare_prompts(Run(config))
+    assert (report.refused, report.passed_over) == ([], ["note"])
+    assert read_texts(config) == {
+        f"c{i}": [(f"<user>q {i}<|end|><assistant>a {i}<|end|>", f"a {i}<|end|>")] for i in range(20)
+    }
+    refused = prepare_prompts(Run(chat_config(rows))).refused
+    assert [(group.reason, group.count) for group in refused] == [("unknown role 'client'", 10)]
+
+
+def test_a_question_without_an_answer_ends_a_conversation_and_gets_one_from_the_target(
+    chat_config: ConfigFor, tmp_path: Path
+) -> None:
+    target = make_speaking_target(tmp_path / "target")
+    turns = ("user", "one?"), ("assistant", "one"), ("user", "two?")
+    rows = [{"id": f"c{i}", "messages": said(("system", f"Be {i}."), *turns)} for i in range(12)]
+    config = chat_config(rows, f"target.path={target}")
+    assert prepare_prompts(Run(config)).refused == []
+    whole = "<user>one?<|end|><assistant>one<|end|><user>two?<|end|>"
+    assert read_texts(config) == {f"c{i}": [(f"<system>Be {i}.<|end|>{whole}", "one<|end|>")] for i in range(12)}
+    with fake_server() as server:
+        config = chat_config(rows, f"target.path={target}", "prompts.source=responses", f"responses.url={server.url}")
+        config.responses.max_new_tokens = 16
+        prepare_responses(Run(config), ONE_RANK)
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    assert [[message["role"] for message in row["messages"]] for row in answered(config)] == [roles] * 12
+
+
+def test_a_conversation_that_begins_with_an_answer_is_read_or_refused_as_the_template_says(
+    chat_config: ConfigFor, tmp_path: Path
+) -> None:
+    turns = (("assistant", "hello"), ("user", "q"), ("assistant", "yes"))
+    rows = [{"id": f"c{i}", "messages": said(*turns[:1], ("user", f"q {i}"), turns[2])} for i in range(12)]
+    config = chat_config([*rows, *CHATS])
+    assert prepare_prompts(Run(config)).refused == []
+    assert {read_texts(config)[f"c{i}"][0][1] for i in range(12)} == {"hello<|end|>yes<|end|>"}
+    user_first = "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user must begin') }}{% endif %}"
+    target = make_target(tmp_path / "target", chat_template=user_first + GENERATION_TEMPLATE)
+    config = chat_config([*rows, *CHATS], f"target.path={target}")
+    [refused] = prepare_prompts(Run(config)).refused
+    assert (refused.reason, refused.count) == ("the chat template fails: the user must begin", 12)
+    assert read_texts(config).keys() == {row["id"] for row in CHATS}

@@ -11,7 +11,7 @@ from mtptrain.data.prompt_files import PromptsManifest
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.data_prep.hidden_states.stage import ONE_RANK
-from tests.data_prep.prompts.documents import ConfigFor, chat, read_output
+from tests.data_prep.prompts.documents import ConfigFor, chat, read_texts
 from tests.data_prep.speaking import fake_server, make_speaking_target
 from tests.data_prep.templates import BLOCK, QWEN3
 
@@ -29,33 +29,21 @@ def target(tmp_path: Path) -> Path:
     return make_speaking_target(tmp_path / "target", chat_template=MODES)
 
 
-def test_a_closed_think_block_is_part_of_each_prompt_and_not_supervised(chat_config: ConfigFor, target: Path) -> None:
-    config = chat_config(CHATS, f"target.path={target}", NOT_THINKING)
-    report = prepare_prompts(Run(config))
-    tokenizer, supervised = load_tokenizer(target), []
-    for documents in read_output(config).values():
-        for entry, tokens, mask in documents:
-            start, number = mask.index(1), int(entry.name.removeprefix("chat"))
-            messages = CHATS[number]["messages"][: 1 if entry.turn else 3]
-            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            assert tokenizer.decode(tokens[:start]) == prompt + BLOCK
-            supervised.append(tokenizer.decode([token for token, is_set in zip(tokens, mask, strict=True) if is_set]))
-    assert sorted(supervised) == sorted(f"{word} {i}<|end|>" for i in range(12) for word in ("answer", "end"))
-    assert report.answers_inserted == 0
-    assert PromptsManifest.read(config.stage_dir("prompts")).tokenizer.template_kwargs == '{"enable_thinking": false}'
-
-
-def test_without_the_setting_an_inserted_think_block_is_counted_and_not_supervised(
-    chat_config: ConfigFor, target: Path, capsys: pytest.CaptureFixture[str]
+def test_an_empty_think_block_is_not_supervised_and_is_counted_only_where_the_prompt_does_not_hold_it(
+    chat_config: ConfigFor, target: Path
 ) -> None:
-    config = chat_config(CHATS, f"target.path={target}")
-    report = prepare_prompts(Run(config))
-    tokenizer = load_tokenizer(target)
-    for documents in read_output(config).values():
-        for _, tokens, mask in documents:
-            supervised = tokenizer.decode([token for token, is_set in zip(tokens, mask, strict=True) if is_set])
-            assert supervised.startswith(("answer", "end")) and BLOCK in tokenizer.decode(tokens)
-    assert report.answers_inserted == 24
+    for mode, num_inserted in ((NOT_THINKING, 0), ("prompts.schema=auto", 24)):
+        config = chat_config(CHATS, f"target.path={target}", mode)
+        report = prepare_prompts(Run(config))
+        texts = read_texts(config)
+        for i, row in enumerate(CHATS):
+            parts = dict(texts[row["id"]])
+            assert sorted(parts.values()) == [f"answer {i}<|end|>", f"end {i}<|end|>"]
+            assert all(text.removesuffix("\n").endswith(BLOCK + supervised) for text, supervised in parts.items())
+        assert report.answers_inserted == num_inserted
+        if mode == NOT_THINKING:
+            stored = PromptsManifest.read(config.stage_dir("prompts")).tokenizer.template_kwargs
+            assert stored == '{"enable_thinking": false}'
 
 
 def test_hidden_states_of_prompts_in_another_mode_are_refused_with_both_modes(

@@ -7,40 +7,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.prompts import prepare_prompts
+from data_prep.prompts import main, prepare_prompts
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.data.prompt_files import DocumentEntry, Documents, PromptsManifest, Split, is_held_out, name_hash
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
-from tests.conftest import make_target, make_tokenizer, run_program
-from tests.data_prep.prompts.documents import DATA_FILES, FILES, ConfigFor, read_output
+from tests.conftest import make_target, make_tokenizer
+from tests.data_prep.prompts.documents import FILES, ConfigFor, read_output, read_texts
+
+DATA_FILES = [
+    *("config.yaml", "documents.jsonl", "manifest.json", "report.json", "train.safetensors", "validation.safetensors"),
+]
 
 
-def test_every_token_of_every_file_is_written_on_the_side_of_its_name(text_config: ConfigFor) -> None:
-    config = text_config()
-    prepare_prompts(Run(config))
-    tokenizer, output = make_tokenizer(), read_output(config)
-    assert output.keys() == FILES.keys() - {"empty.py"}
-    for name, windows in output.items():
-        assert tokenizer.decode([token_id for _, ids, _ in windows for token_id in ids]) == FILES[name]
-        assert all(all(mask) for _, _, mask in windows)
-        assert {entry.split for entry, _, _ in windows} == {Split.validation if is_held_out(name, 0.2) else Split.train}
-
-
-def test_long_files_become_windows_that_are_counted(text_config: ConfigFor) -> None:
+def test_every_token_of_every_file_is_written_in_windows_on_the_side_of_its_name(text_config: ConfigFor) -> None:
     config = text_config()
     report = prepare_prompts(Run(config))
+    texts, windows = read_texts(config), read_output(config)
+    assert texts.keys() == FILES.keys() - {"empty.py"}
+    for name, found in texts.items():
+        assert "".join(text for text, _ in found) == "".join(text for _, text in found) == FILES[name]
+        side = Split.validation if is_held_out(name, 0.2) else Split.train
+        assert {entry.split for entry, _, _ in windows[name]} == {side}
     lengths = {name: len(text) for name, text in FILES.items() if len(text) > 128}
-    assert report.items_cut == len(lengths) > 10
-    assert report.windows_cut == sum(-(-length // 128) for length in lengths.values())
-    windows = read_output(config)["sub/long.py"]
-    assert [entry.window for entry, _, _ in windows] == [0, 1, 2, 3, 4]
-    assert [entry.tokens for entry, _, _ in windows] == [128, 128, 128, 128, 28] == [len(ids) for _, ids, _ in windows]
+    assert (report.items_cut, report.windows_cut) == (len(lengths), sum(-(-each // 128) for each in lengths.values()))
+    entries = [(entry.window, entry.tokens) for entry, _, _ in windows["sub/long.py"]]
+    assert entries == [*((i, 128) for i in range(4)), (4, 28)]
+    assert {(group.reason, group.count, *group.first) for group in report.refused} == {
+        ("not UTF-8", 1, "latin.py"),
+        ("empty", 1, "empty.py"),
+    }
 
 
 def test_the_beginning_of_text_token_stands_before_a_file_once(tmp_path: Path, text_config: ConfigFor) -> None:
-    target_dir = make_target(tmp_path / "target", bos_token_id=256)
-    tokenizer = make_tokenizer()
+    target_dir, tokenizer = make_target(tmp_path / "target", bos_token_id=256), make_tokenizer()
     tokenizer.bos_token = "<|end|>"
     tokenizer.save_pretrained(target_dir)
     config = text_config(f"target.path={target_dir}")
@@ -51,15 +51,9 @@ def test_the_beginning_of_text_token_stands_before_a_file_once(tmp_path: Path, t
         assert all(all(mask) for _, _, mask in windows)
 
 
-def test_refused_files_are_reported_with_the_reason(text_config: ConfigFor) -> None:
-    report = prepare_prompts(Run(text_config()))
-    assert {(group.reason, group.count, *group.first) for group in report.refused} == {
-        ("not UTF-8", 1, "latin.py"),
-        ("empty", 1, "empty.py"),
-    }
-
-
-def test_documents_stand_in_the_order_of_their_ids_and_the_report_agrees_with_the_files(text_config: ConfigFor) -> None:
+def test_documents_stand_in_the_order_of_their_ids_and_report_and_manifest_agree_with_the_files(
+    text_config: ConfigFor, tiny_target: Path
+) -> None:
     config = text_config()
     prepare_prompts(Run(config))
     stage_dir = config.stage_dir("prompts")
@@ -67,27 +61,15 @@ def test_documents_stand_in_the_order_of_their_ids_and_the_report_agrees_with_th
     manifest = PromptsManifest.read(stage_dir)
     entries = DocumentEntry.read_all(stage_dir)
     assert [entry.id for entry in entries] == list(range(len(entries)))
-    for split, documents, tokens in (
-        (Split.train, manifest.train_documents, manifest.train_tokens),
-        (Split.validation, manifest.validation_documents, manifest.validation_tokens),
+    for split, counts in (
+        (Split.train, (manifest.train_documents, manifest.train_tokens)),
+        (Split.validation, (manifest.validation_documents, manifest.validation_tokens)),
     ):
-        written = Documents.load(stage_dir / f"{split}.safetensors")
+        written, reported = Documents.load(stage_dir / f"{split}.safetensors"), report["splits"][split]
         assert np.all(np.diff(written.document_ids) > 0)
-        assert report["splits"][split]["documents"] == documents == len(written)
-        assert (
-            report["splits"][split]["tokens"]
-            == tokens
-            == report["splits"][split]["supervised_tokens"]
-            == len(written.input_ids)
-        )
-        assert sum(report["splits"][split]["lengths"].values()) == documents
-        assert tokens == sum(entry.tokens for entry in entries if entry.split is split)
-
-
-def test_the_manifest_names_the_tokenizer_and_the_limits(text_config: ConfigFor, tiny_target: Path) -> None:
-    config = text_config()
-    prepare_prompts(Run(config))
-    manifest = PromptsManifest.read(config.stage_dir("prompts"))
+        assert (len(written), len(written.input_ids)) == counts == (reported["documents"], reported["tokens"])
+        assert reported["supervised_tokens"] == counts[1] and sum(reported["lengths"].values()) == counts[0]
+        assert counts[1] == sum(entry.tokens for entry in entries if entry.split is split)
     assert manifest.tokenizer == TokenizerIdentity.of(load_tokenizer(tiny_target))
     assert (manifest.vocab_size, manifest.max_document_tokens) == (260, 128)
 
@@ -121,44 +103,35 @@ def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
 def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_validation_split(
     text_config: ConfigFor,
 ) -> None:
-    whole = text_config()
+    whole, config = text_config(), text_config("prompts.max_train_tokens=700")
     prepare_prompts(Run(whole))
     all_documents, everything = read_output(whole), DocumentEntry.read_all(whole.stage_dir("prompts"))
-    config = text_config("prompts.max_train_tokens=700")
     report = prepare_prompts(Run(config))
     kept = DocumentEntry.read_all(config.stage_dir("prompts"))
     assert kept == everything[: len(kept)]
     train = [entry for entry in kept if entry.split is Split.train]
-    next_tokens = everything[len(kept)].tokens
-    assert 700 - next_tokens < sum(entry.tokens for entry in train) <= 700
+    assert 700 - everything[len(kept)].tokens < sum(entry.tokens for entry in train) <= 700
     assert [name_hash(entry.name) for entry in train] == sorted(name_hash(entry.name) for entry in train)
     assert report.splits[Split.validation].documents == sum(entry.split is Split.validation for entry in everything)
-    complete = {name for name in all_documents if all_documents[name] == read_output(config).get(name)}
+    output = read_output(config)
+    complete = [name for name, windows in all_documents.items() if output.get(name) == windows]
     assert report.beyond_max_train_tokens == len(all_documents) - len(complete) > 0
 
 
-def test_equal_files_are_kept_once_and_never_trained_on_if_one_is_held_out(
-    text_config: ConfigFor, tmp_path: Path
-) -> None:
-    names = [f"license_{i}.py" for i in range(40)]
+def test_equal_files_are_kept_once_and_never_trained_on_if_one_is_held_out(text_config: ConfigFor) -> None:
+    names, config = [f"license_{i}.py" for i in range(40)], text_config()
     assert {is_held_out(name, 0.2) for name in names} == {True, False}
-    config = text_config()
     for name in names:
-        (Path(config.prompts.paths[0]) / name).write_text("every copy has this text\n")
+        Path(config.prompts.paths[0], name).write_text("every copy has this text\n")
     report = prepare_prompts(Run(config))
     [(name, [(entry, _, _)])] = [item for item in read_output(config).items() if item[0].startswith("license_")]
-    assert entry.split is Split.validation and is_held_out(name, 0.2)
-    assert report.duplicates.dropped == 39
+    assert entry.split is Split.validation and is_held_out(name, 0.2) and report.duplicates.dropped == 39
 
 
 def test_the_program_prints_the_report_and_where_it_wrote(
-    tmp_path: Path, text_config: ConfigFor, tiny_target: Path
+    text_config: ConfigFor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text_config()
-    overrides = [f"run_dir={tmp_path}/cli", f"target.path={tiny_target}", f"prompts.paths=[{tmp_path}/texts]"]
-    result = run_program("prompts", "prompts.validation_fraction=0.2", *overrides)
-    assert result.returncode == 0, result.stderr
-    assert "supervised tokens" in result.stdout
-    assert f"written to {tmp_path}/cli/prompts" in result.stdout
-    provenance = json.loads((tmp_path / "cli" / "prompts" / "provenance.json").read_text())
-    assert provenance["argv"][1:] == result.args[4:]
+    config = text_config()
+    main(config)
+    printed = capsys.readouterr().out
+    assert "supervised tokens" in printed and f"written to {config.stage_dir('prompts')}" in printed

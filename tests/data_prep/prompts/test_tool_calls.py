@@ -12,9 +12,9 @@ from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK
-from tests.data_prep.prompts.documents import ConfigFor, read_output
+from tests.data_prep.prompts.documents import ConfigFor, read_texts
 from tests.data_prep.speaking import fake_server, make_speaking_target
-from tests.mtptrain.data.test_tool_calls import CALL, PARSED, TEXT_CALL, TOOL, hermes_row, openai_row, sharegpt_row
+from tests.mtptrain.data.test_tool_calls import PARSED, TEXT_CALL, TOOL, hermes_row, openai_row, sharegpt_row
 
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 # Like Qwen's template, this writes calls between tags and results into a user turn.
@@ -34,25 +34,17 @@ LLAMA = (
     "{{ m.tool_calls[0].function.arguments | tojson }}}<|end|>"
     "{% else %}{{ '<' + m.role + '>' + m.content + '<|end|>' }}{% endif %}{% endfor %}" + PROMPT
 )
-WITHOUT_TOOLS = QWEN[QWEN.index("{% for m in messages %}") :]
-WITHOUT_CALLS = QWEN.replace("m.tool_calls or []", "[]")
 GENERATED = {
     QWEN: f"<tool_call>\n{TEXT_CALL}\n</tool_call><|end|>",
     LLAMA: TEXT_CALL.replace('"arguments"', '"parameters"') + "<|end|>",
 }
 
 
-def asking(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """Returns the row with another question."""
-    return json.loads(
-        json.dumps({"id": f"chat{number}", **row}).replace("How is Rome?", f"How is Rome on day {number}?")
-    )
-
-
 def rows() -> list[dict[str, Any]]:
-    """Returns a file in which OpenAI's, ShareGPT's and Hermes' rows follow one another."""
-    kinds = [openai_row(content=None, tool_calls=[CALL]), sharegpt_row(TEXT_CALL, json.dumps([TOOL])), hermes_row()]
-    return [asking(kinds[i % 3], i) for i in range(18)]
+    """Returns a file in which OpenAI's, ShareGPT's and Hermes' rows follow one another, with different questions."""
+    kinds = [openai_row(), sharegpt_row(TEXT_CALL, json.dumps([TOOL])), hermes_row()]
+    texts = (json.dumps({"id": f"chat{i}", **kinds[i % 3]}).replace("Rome?", f"Rome on day {i}?") for i in range(18))
+    return [json.loads(text) for text in texts]
 
 
 @pytest.mark.parametrize("template", GENERATED)
@@ -62,37 +54,26 @@ def test_calls_are_supervised_as_the_template_renders_them_after_the_prompt_of_a
     target = make_target(tmp_path / "target", chat_template=template, max_position_embeddings=2048)
     config = chat_config(rows(), f"target.path={target}")
     assert prepare_prompts(Run(config)).refused == []
-    tokenizer = load_tokenizer(target)
-    documents = read_output(config)
-    assert len(documents) == 18
-    for name, [(_, tokens, mask)] in documents.items():
-        messages = [{key: value for key, value in message.items() if key != "tools"} for message in PARSED]
-        messages[0]["content"] = f"How is Rome on day {name.removeprefix('chat')}?"
-        whole = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
-        prompt = tokenizer.apply_chat_template(messages[:1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
-        assert tokenizer.decode(tokens) == whole and tokenizer.decode(tokens[: mask.index(1)]) == prompt
-        supervised = tokenizer.decode([token for token, is_set in zip(tokens, mask, strict=True) if is_set])
+    tokenizer, texts = load_tokenizer(target), read_texts(config)
+    assert len(texts) == 18
+    for name, [(text, supervised)] in texts.items():
+        asked = {"role": "user", "content": f"How is Rome on day {name.removeprefix('chat')}?"}
+        prompt = tokenizer.apply_chat_template([asked], tools=[TOOL], tokenize=False, add_generation_prompt=True)
+        assert text == tokenizer.apply_chat_template([asked, *PARSED[1:]], tools=[TOOL], tokenize=False)
+        assert text.startswith(str(prompt) + GENERATED[template])
         assert supervised == GENERATED[template] + "Sunny.<|end|>"
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (WITHOUT_TOOLS, "tools that the chat template does not render"),
-        (WITHOUT_CALLS, "a tool call that the chat template does not render"),
-        (
-            QWEN.replace("m.content }}\n</tool", "'' }}\n</tool"),
-            "a tool message that the chat template does not render",
-        ),
-    ],
-)
-def test_what_the_template_leaves_out_of_tools_refuses_the_rows(
-    chat_config: ConfigFor, tmp_path: Path, template: str, reason: str
-) -> None:
+def test_what_the_template_leaves_out_of_tools_refuses_the_rows(chat_config: ConfigFor, tmp_path: Path) -> None:
     plain = [{"messages": [{"role": "user", "content": f"q {i}"}, PARSED[-1]]} for i in range(12)]
-    target = make_target(tmp_path / "target", chat_template=template, max_position_embeddings=2048)
-    report = prepare_prompts(Run(chat_config([*rows(), *plain], f"target.path={target}")))
-    assert [(group.reason, group.count) for group in report.refused] == [(reason, 18)]
+    for template, dropped in (
+        (QWEN[QWEN.index("{% for m in messages %}") :], "tools"),
+        (QWEN.replace("m.tool_calls or []", "[]"), "a tool call"),
+        (QWEN.replace("m.content }}\n</tool", "'' }}\n</tool"), "a tool message"),
+    ):
+        target = make_target(tmp_path / dropped, chat_template=template, max_position_embeddings=2048)
+        [refused] = prepare_prompts(Run(chat_config([*rows(), *plain], f"target.path='{target}'"))).refused
+        assert (refused.reason, refused.count) == (f"{dropped} that the chat template does not render", 18)
 
 
 def test_the_target_answers_with_the_tools_in_its_prompt_and_its_calls_are_supervised(
