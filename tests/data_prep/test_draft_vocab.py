@@ -31,13 +31,14 @@ from mtptrain.training.batches import draft_spans, make_batch
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
 from tests.conftest import make_target, write_text_files
+from tests.data_prep.prompts.documents import ConfigFor
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,2]")
 SETTINGS = (*EAGLE3, "prompts.max_document_tokens=128", "prompts.validation_fraction=0.2", "head.draft_vocab_size=40")
 
 
 @pytest.fixture
-def config(tmp_path: Path, config_for: Callable[..., PipelineConfig]) -> PipelineConfig:
+def config(tmp_path: Path, config_for: ConfigFor) -> PipelineConfig:
     """Returns the config of a run with finished prompts, for a head with 40 of the target's 260 tokens."""
     config = config_for(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]", *SETTINGS)
     prepare_prompts(Run(config))
@@ -133,9 +134,7 @@ def test_the_program_prints_the_coverage_of_both_splits_and_what_it_filled_up(
     assert f"written to {config.stage_dir('draft_vocab')}" in printed
 
 
-def test_a_head_without_a_draft_vocabulary_to_choose_or_prompts_to_count_is_refused(
-    config_for: Callable[..., PipelineConfig],
-) -> None:
+def test_a_head_without_a_draft_vocabulary_to_choose_or_without_prompts_is_refused(config_for: ConfigFor) -> None:
     for overrides, message in (
         (
             ("head=mtp",),

@@ -14,7 +14,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.data.conversation import question_group
 from mtptrain.data.prompt_files import Split, is_held_out
 from mtptrain.run import Run
-from tests.conftest import GENERATION_TEMPLATE, make_target
+from tests.conftest import make_target
 from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output, read_texts
 from tests.data_prep.responses.conftest import answered
@@ -182,32 +182,15 @@ def test_one_file_may_mix_schemas_and_names_of_roles(chat_config: ConfigFor) -> 
 def test_a_question_without_an_answer_ends_a_conversation_and_gets_one_from_the_target(
     chat_config: ConfigFor, tmp_path: Path
 ) -> None:
-    target = make_speaking_target(tmp_path / "target")
-    turns = ("user", "one?"), ("assistant", "one"), ("user", "two?")
-    rows = [{"id": f"c{i}", "messages": said(("system", f"Be {i}."), *turns)} for i in range(12)]
-    config = chat_config(rows, f"target.path={target}")
+    target = f"target.path={make_speaking_target(tmp_path / 'target')}"
+    rows = [chat(f"c{i}", f"one {i}?", "one", "two?") for i in range(12)]
+    config = chat_config(rows, target)
     assert prepare_prompts(Run(config)).refused == []
-    whole = "<user>one?<|end|><assistant>one<|end|><user>two?<|end|>"
-    assert read_texts(config) == {f"c{i}": [(f"<system>Be {i}.<|end|>{whole}", "one<|end|>")] for i in range(12)}
+    whole = "<user>one {}?<|end|><assistant>one<|end|><user>two?<|end|>"
+    assert read_texts(config) == {f"c{i}": [(whole.format(i), "one<|end|>")] for i in range(12)}
     with fake_server() as server:
-        config = chat_config(rows, f"target.path={target}", "prompts.source=responses", f"responses.url={server.url}")
+        config = chat_config(rows, target, "prompts.source=responses", f"responses.url={server.url}")
         config.responses.max_new_tokens = 16
         prepare_responses(Run(config), ONE_RANK)
-    roles = ["system", "user", "assistant", "user", "assistant"]
+    roles = ["user", "assistant", "user", "assistant"]
     assert [[message["role"] for message in row["messages"]] for row in answered(config)] == [roles] * 12
-
-
-def test_a_conversation_that_begins_with_an_answer_is_read_or_refused_as_the_template_says(
-    chat_config: ConfigFor, tmp_path: Path
-) -> None:
-    turns = (("assistant", "hello"), ("user", "q"), ("assistant", "yes"))
-    rows = [{"id": f"c{i}", "messages": said(*turns[:1], ("user", f"q {i}"), turns[2])} for i in range(12)]
-    config = chat_config([*rows, *CHATS])
-    assert prepare_prompts(Run(config)).refused == []
-    assert {read_texts(config)[f"c{i}"][0][1] for i in range(12)} == {"hello<|end|>yes<|end|>"}
-    user_first = "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user must begin') }}{% endif %}"
-    target = make_target(tmp_path / "target", chat_template=user_first + GENERATION_TEMPLATE)
-    config = chat_config([*rows, *CHATS], f"target.path={target}")
-    [refused] = prepare_prompts(Run(config)).refused
-    assert (refused.reason, refused.count) == ("the chat template fails: the user must begin", 12)
-    assert read_texts(config).keys() == {row["id"] for row in CHATS}

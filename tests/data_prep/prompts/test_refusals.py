@@ -78,7 +78,9 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
     assert sum(split.without_drafts for split in report.splits.values()) == 20
 
 
-def test_answers_that_are_not_to_be_trained_are_counted(chat_config: ChatConfig) -> None:
+def test_answers_that_are_not_trained_or_have_inserted_text_and_dates_are_reported(
+    chat_config: ChatConfig, tmp_path: Path
+) -> None:
     row = chat("mixed", "a?", "SKIP", "b?", "keep")
     row["messages"][1]["weight"] = 0
     config = chat_config([*CHATS, row])
@@ -86,9 +88,6 @@ def test_answers_that_are_not_to_be_trained_are_counted(chat_config: ChatConfig)
     [(whole, supervised)] = read_texts(config)["mixed"]
     assert "SKIP" in whole and supervised == "keep<|end|>"
     assert (report.answers_untrained, report.answers_inserted, report.is_dated) == (1, 0, False)
-
-
-def test_text_that_the_template_inserts_and_its_date_are_reported(chat_config: ChatConfig, tmp_path: Path) -> None:
     template = GENERATION_TEMPLATE.replace("{% generation %}", "{% generation %}<think></think>")
     target_dir = make_target(tmp_path / "target", chat_template="{{ strftime_now('%Y') }}" + template)
     report = prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
