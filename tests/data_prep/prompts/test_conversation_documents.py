@@ -149,7 +149,8 @@ def test_rewritten_answers_are_cut_and_limited_as_their_conversation_is(
     limited = prepare_prompts(Run(chat_config(REASONED, *settings, "prompts.max_train_tokens=1000")))
     assert 900 < limited.splits[Split.train].tokens <= 1000
     kept = {name for name, documents in read_output(config).items() if len(documents) == 5}
-    assert limited.beyond_max_train_tokens == 20 - len(kept) > 0
+    assert limited.beyond_max_train_tokens == 20 - len(kept) > 1
+    assert limited.rewritten.answers == 2 * (len(kept) + 1), "those of the items that were read"
     assert limited.splits[Split.validation] == report.splits[Split.validation]
 
 

@@ -52,5 +52,7 @@ def test_tools_are_rendered_by_the_template_for_tools() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"default": "without", "tool_use": "{{ tools[0].function.name }}{{ messages | tojson }}"}
     tools = [{"type": "function", "function": {"name": "f"}}]
-    prompts = [render_prompt(tokenizer, messages) for messages in (QUESTION, [{**QUESTION[0], "tools": tools}])]
+    prompts = [
+        render_prompt(tokenizer, messages) for messages in (QUESTION, [{**QUESTION[0], "weight": "0", "tools": tools}])
+    ]
     assert [tokenizer.decode(prompt) for prompt in prompts] == ["without", 'f[{"role": "user", "content": "hi"}]']

@@ -59,7 +59,7 @@ def test_sharegpt_names_become_roles() -> None:
     ("odd", "passed_over"),
     [
         (row(id=3, source="x", num_turns=2, Model="m", conversation_id="z"), {"source", "num_turns", "Model"}),
-        (row(custom=None, tools="[]", functions=[], images=[], system="", system_prompt=" ", extra={}), set()),
+        (row(custom=None, tools="[]", functions=[], images="[]", audio="null", system_prompt=" "), set()),
         (row(prompt="hi", chosen=PARSED, response="no", num_tools=2, has_image=False), {
             "prompt", "chosen", "response", "num_tools", "has_image",
         }),

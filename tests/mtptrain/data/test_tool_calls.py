@@ -118,6 +118,8 @@ def test_a_result_that_is_not_all_between_tags_is_kept_as_it_is(result: str) -> 
     row = openai_row()
     row["messages"][2] = {**RESULT, "content": result}
     assert parse_row(row)[0] == [*PARSED[:2], {**RESULT, "content": result}, SAID]
+    row["messages"][1]["content"] = "Like <tool_call>"  # beside calls in their own key
+    assert parse_row(row)[0][1] == {**CALLING, "content": "Like <tool_call>"}
 
 
 def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
@@ -147,6 +149,7 @@ def test_tools_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
         ("an answer with an empty list of tool calls", sharegpt_row("[]", [TOOL])),
         ("a tool or call with a value that JSON does not have (Out of", calling(name="f", arguments='{"a": NaN}')),
         ("a tool or call with a value that JSON does not have ('utf-8'", calling(name="f", arguments=SURROGATE)),
+        ("a tool or call with a value that JSON does not have (Out of", openai_row('{"name": "f", "default": NaN}')),
         ("a tool of type custom, which is not read", openai_row([{**TOOL, "type": "custom"}])),
         ("a tool of type custom, which is not read", openai_row([{**FUNCTION, "type": "custom"}])),
         ("a tool without a name", openai_row([{"description": "x"}])),
