@@ -29,6 +29,7 @@ def test_the_training_limit_stops_the_tokenizing_of_a_large_source(chat_config: 
     assert 0 < train.tokens <= 200
     assert 0 < refused < 100, "an empty answer is refused only where it is tokenized"
     assert train.documents + validation.documents + refused + report.beyond_max_train_tokens == 400
+    assert validation == prepare_prompts(Run(chat_config(rows))).splits[Split.validation], "it is complete"
 
 
 def splits_of_questions(config: PipelineConfig) -> dict[str, set[Split]]:
