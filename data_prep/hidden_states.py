@@ -14,7 +14,6 @@ of an uninterrupted run.
 import hashlib
 import re
 import shutil
-import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +24,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import stage_command
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.convert.formats import warn_of_limits
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
@@ -35,15 +33,14 @@ from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.hidden_states.store import MANIFEST, HiddenStore, StoreManifest, find_damage
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, STREAM, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
-from mtptrain.planning.costs import worthwhile_cpu_ranks
 from mtptrain.planning.plan import streams_bytes_per_token
 from mtptrain.planning.planner import print_plan
-from mtptrain.run import Run
+from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.run_dir import claim_stage_dir, was_made_with, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.loading import check_placement, load_target
-from mtptrain.utils.distributed import CPU_THREADS, Ranks, continue_on_ranks, init_ranks, is_alone_on_cpu
+from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
 
 from .extraction import Extraction, prepare_extraction
@@ -53,12 +50,15 @@ def main(config: PipelineConfig) -> None:
     if config.plan:
         print_plan(config)
         return
-    ranks, store_dir = init_ranks(config.distributed_timeout_hours), config.stage_dir("hidden_states")
+    run, store_dir = Run(config), config.stage_dir("hidden_states")
+    if not (config.verify or config.train.stream or run.backend is Backend.vllm):
+        become_cpu_ranks(run, config.hidden_states.dtype)
+    ranks = init_ranks(config.distributed_timeout_hours)
     if config.verify:
         verify_store(store_dir, ranks)
         return
     with writing(store_dir, ranks, part=config.hidden_states.part):
-        extract_hidden_states(Run(config), ranks)
+        extract_hidden_states(run, ranks)
 
 
 def extract_hidden_states(run: Run, ranks: Ranks) -> None:
@@ -80,8 +80,6 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
         check_placement(run.target.directory, getattr(torch, config.hidden_states.dtype.value), ranks.device)
     if config.target.verify and ranks.is_first:
         verify_weights(run.target.directory)
-    if is_alone_on_cpu():
-        continue_on_ranks(stage_command("hidden-states", sys.argv[1:]), worthwhile_ranks(extraction))
     if ranks.local_rank == 0:
         remove_scratch(config)
     if not begin_unless_finished(extraction, ranks):
@@ -116,20 +114,6 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
             num_tokens(extraction.documents, extraction.select(missing)),
             time.monotonic() - started,
         )
-
-
-def worthwhile_ranks(extraction: Extraction) -> int:
-    """Returns how many ranks to start on a CPU.
-
-    These are `cpu_ranks`, or if that is 0 one per missing shard, as far as cores and memory allow. With vLLM or
-    streaming there is one.
-    """
-    settings = extraction.config.hidden_states
-    if extraction.backend is Backend.vllm or extraction.windows:
-        return 1
-    missing = len(extraction.own) - len(finished_shards(extraction.store_dir, extraction.own))
-    dtype, num_ranks = getattr(torch, settings.dtype.value), extraction.config.cpu_ranks
-    return worthwhile_cpu_ranks(extraction.target.config, dtype, num_ranks, missing)
 
 
 def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:

@@ -41,7 +41,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
 from mtptrain.init_from.start import RunHead, load_draft_model
-from mtptrain.run import Run
+from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.run_dir import write_provenance, writing_output
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
@@ -59,10 +59,12 @@ from .report_page import MEASURED_WITH, Section, held_out_section, write_run_pag
 
 
 def main(config: PipelineConfig) -> None:
+    run = Run(config)
+    become_cpu_ranks(run, config.acceptance.dtype)
     ranks = init_ranks(config.distributed_timeout_hours)
     given, default = config.acceptance.output_dir, config.stage_dir("acceptance")
     with writing_output(given, "acceptance.output_dir", default, ranks) as output_dir:
-        measure_head(Run(config), ranks, output_dir)
+        measure_head(run, ranks, output_dir)
 
 
 def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:

@@ -99,8 +99,9 @@ class PipelineConfig:
     """How long ranks wait for each other before the run fails: extraction may finish hours earlier on one rank than on
     another. A rank that fails ends the run at once, regardless of the timeout."""
     cpu_ranks: int = at_least(0, default=0)
-    """On a CPU, the number of ranks that mtptrain responses and mtptrain hidden-states start themselves if torchrun
-    has not started them; 0 for one per core, as far as there are work and memory for them."""
+    """On a CPU, the number of ranks that responses, hidden-states, train and acceptance become if torchrun has not
+    started several; 0 for one per core, as far as memory allows. Training takes the largest number up to this one that
+    divides `train.micro_batches_per_step`."""
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = MISSING
     prompts: PromptsConfig = field(default_factory=PromptsConfig)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from mtptrain.config import Backend, PipelineConfig
+from mtptrain.config import Backend, Dtype, PipelineConfig
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
 from mtptrain.data.rows import RowFormat
@@ -18,8 +18,9 @@ from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.init_from.start import RunHead, trained_or_initial_head
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import resolve_target
+from mtptrain.target.loading import weights_bytes
 from mtptrain.target.template_kwargs import override_of
-from mtptrain.utils.distributed import Ranks, StopSignal
+from mtptrain.utils.distributed import Ranks, StopSignal, become_ranks, cpu_ranks, is_alone_on_cpu
 from mtptrain.utils.files import file_sha256, read_sealed
 
 
@@ -137,3 +138,19 @@ class Run:
         serving, export = self.config.serving, self.config.export
         chosen = export.output_dir if export.engine.value == serving.engine.value else None
         return Path(serving.head_dir or chosen or self.stage_dir("export") / serving.engine)
+
+
+def become_cpu_ranks(run: Run, dtype: Dtype, divides: int | None = None) -> None:
+    """On a CPU, go on as one rank per core, as far as memory allows and `cpu_ranks` does not say otherwise.
+
+    Call this before anything else that takes long; see `become_ranks`.
+
+    Args:
+        run: the run.
+        dtype: that of the target, of which every rank may hold a copy.
+        divides: a number that the number of ranks must divide.
+    """
+    if not is_alone_on_cpu():
+        return
+    most = cpu_ranks(run.config.cpu_ranks, weights_bytes(run.target.directory, getattr(torch, dtype)))
+    become_ranks(most if divides is None else max(n for n in range(1, most + 1) if divides % n == 0))

@@ -19,19 +19,17 @@ from typing import TextIO
 
 import torch
 
-from mtptrain.command_line.program import stage_command
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import RowFormat
-from mtptrain.planning.costs import worthwhile_cpu_ranks
-from mtptrain.run import Run
+from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
-from mtptrain.utils.distributed import CPU_THREADS, Ranks, continue_on_ranks, init_ranks, is_alone_on_cpu
+from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.progress import ProgressBar
 
@@ -52,9 +50,12 @@ _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
 
 def main(config: PipelineConfig) -> None:
+    run = Run(config)
+    if config.responses.url is None:
+        become_cpu_ranks(run, config.responses.dtype)
     ranks = init_ranks(config.distributed_timeout_hours)
     with writing(config.stage_dir("responses"), ranks):
-        manifest = prepare_responses(Run(config), ranks)
+        manifest = prepare_responses(run, ranks)
     if manifest and manifest.failed:
         sys.exit(f"{manifest.failed:,} conversations failed; run mtptrain responses again to retry them")
 
@@ -105,9 +106,6 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     # again.
     batches = [rows for rows in survey.batches(settings.batch_size) if not done.issuperset(rows)]
     dtype = getattr(torch, settings.dtype.value)
-    if missing and server is None and is_alone_on_cpu():
-        num_ranks = worthwhile_cpu_ranks(target.config, dtype, config.cpu_ranks, len(batches))
-        continue_on_ranks(stage_command("responses", sys.argv[1:]), num_ranks)
     if missing and ranks.is_first:
         if server is None:
             announce_precision("responses.dtype", settings.dtype)

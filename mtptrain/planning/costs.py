@@ -23,7 +23,6 @@ from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import eager
-from mtptrain.utils.distributed import cpu_ranks
 
 COUNTED_STEPS = ((1024, 1.0), (512, 0.25), (1024, 1 / 16))
 """Number of tokens and supervised share of the steps from which `step_flops` derives those of all others. With two of
@@ -62,11 +61,6 @@ def target_costs(config: PreTrainedConfig) -> TargetCosts:
     value_dim = getattr(config, "v_head_dim", None) or head_dim(config)
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * (query_dim + value_dim)
     return TargetCosts(sum(sizes.values()), round(active), attention)
-
-
-def worthwhile_cpu_ranks(target_config: PreTrainedConfig, dtype: torch.dtype, num_ranks: int, num_jobs: int) -> int:
-    """Returns how many ranks that run the target in `dtype` to start on this machine's CPU: see `cpu_ranks`."""
-    return cpu_ranks(num_ranks, num_jobs, target_costs(target_config).num_parameters * dtype.itemsize)
 
 
 def head_parameters(config: HeadConfig, target_config: PreTrainedConfig) -> int:

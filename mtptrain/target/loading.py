@@ -114,11 +114,15 @@ def needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.de
     """
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return False
+    return weights_bytes(target_dir, dtype) > FITTING_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def weights_bytes(target_dir: Path, dtype: torch.dtype) -> int:
+    """Returns the memory that a target's weights take in `dtype`; quantised ones are as large as on disk."""
     files = weight_files(target_dir)
     stored = [each for path in files for each in tensor_shapes(path).values()]
-    weights_bytes = sum(path.stat().st_size for path in files) + sum(
+    return sum(path.stat().st_size for path in files) + sum(
         math.prod(shape) * (dtype.itemsize - int(kind[-2:]) // 8)  # such as 16 of BF16
         for kind, shape in stored
         if kind in PLAIN_DTYPES
     )
-    return weights_bytes > FITTING_SHARE * torch.cuda.get_device_properties(device).total_memory

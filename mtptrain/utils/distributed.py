@@ -5,12 +5,11 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mtptrain.utils.errors import UserError
+from mtptrain.utils.errors import FORKED, UserError
 from mtptrain.utils.locks import release_locks
 
 T = TypeVar("T")
@@ -141,20 +140,22 @@ def init_ranks(timeout_hours: float) -> Ranks:
     return ranks
 
 
-def cpu_ranks(num_ranks: int, num_jobs: int, weights_bytes: int) -> int:
-    """Returns how many ranks of one thread each a program should start on this machine's CPU.
+def cpu_ranks(num_ranks: int, weights_bytes: int) -> int:
+    """Returns how many ranks a program should become on this machine's CPU.
 
     Args:
         num_ranks: the setting `cpu_ranks`; 0 for as many as are worth it.
-        num_jobs: number of pieces into which the work is divided.
         weights_bytes: size of the target's weights, of which every rank holds a copy. All copies together may take half
             of the memory that is available.
     """
     if num_ranks:
         return num_ranks
-    cores = min(len(os.sched_getaffinity(0)), _container_limit("cpu.max"))
     memory_bytes = min(psutil.virtual_memory().available, _container_limit("memory.max"))
-    return max(1, int(min(cores, num_jobs, memory_bytes // (2 * max(1, weights_bytes)))))
+    return max(1, int(min(_cores(), memory_bytes // (2 * max(1, weights_bytes)))))
+
+
+def _cores() -> int:
+    return max(1, int(min(len(os.sched_getaffinity(0)), _container_limit("cpu.max"))))
 
 
 def _container_limit(name: str) -> float:
@@ -174,48 +175,54 @@ def is_alone_on_cpu() -> bool:
     return "RANK" not in os.environ and not torch.cuda.is_available()
 
 
-def continue_on_ranks(command: Sequence[str], num_ranks: int) -> None:
-    """Run a command, that of this process, on `num_ranks` ranks of one thread each, then exit as they do.
+def become_ranks(num_ranks: int) -> None:
+    """Go on as `num_ranks` forked copies of this process, the ranks, each with its share of the CPU's threads.
 
-    Does nothing for one rank, on a GPU, or in a process that torchrun has started. Unlike torchrun, this shows nothing
-    but what the ranks print.
+    The ranks return. The process that called this waits for them, then exits as they do. It must not have computed
+    anything with torch yet, whose threads a fork does not copy. Does nothing for one rank, on a GPU, or in a process
+    that torchrun or another program has made a rank. Unlike torchrun, this shows nothing but what the ranks print.
     """
     if num_ranks == 1 or not is_alone_on_cpu():
         return
     release_locks()
-    of_all = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", FORKED), str(num_ranks))
     of_all |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    threads = max(1, _cores() // num_ranks)
     sys.stdout.flush()
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(num_ranks)
-    ]
+    ranks: dict[int, int] = {}  # by process id
+    for rank in range(num_ranks):
+        if (process := os.fork()) == 0:
+            os.environ |= of_all | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            torch.set_num_threads(threads)
+            return
+        ranks[process] = rank
+    sys.exit(_wait_for(ranks))
+
+
+def _wait_for(ranks: dict[int, int]) -> int:
+    """Waits for processes, given as their ranks by process id; if one fails, ends the others. Returns an exit code."""
 
     def terminate(*_: object) -> None:
-        for process in processes:
-            process.terminate()
+        for process in ranks:
+            os.kill(process, signal.SIGTERM)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get Ctrl-C too, and say what they keep
     signal.signal(signal.SIGTERM, terminate)
-    rank = code = 0  # the first rank that fails, and its exit code
-    is_running = True
-    while is_running:
-        is_running = any(process.poll() is None for process in processes)
-        failed = [(number, status) for number, each in enumerate(processes) if (status := each.poll())]
-        if failed and not code:
-            rank, code = failed[0]
-            terminate()  # the others would wait for it
-        time.sleep(0.1)
-    if code == -signal.SIGKILL:
-        print(
-            f"rank {rank}: must run to the end, but was killed, perhaps for want of memory; start fewer ranks with "
-            f"cpu_ranks={max(1, num_ranks // 2)}",
-            file=sys.stderr,
-        )
-    sys.exit(code if code >= 0 else 128 - code)
+    num_ranks, code = len(ranks), 0  # that of the first rank that fails
+    while ranks:
+        process, status = os.wait()
+        rank, ended = ranks.pop(process), os.waitstatus_to_exitcode(status)
+        if ended == 0 or code:
+            continue
+        code = ended
+        terminate()  # the others would wait for it
+        if ended == -signal.SIGKILL:
+            print(
+                f"rank {rank}: must run to the end, but was killed, perhaps for want of memory; start fewer ranks with "
+                f"cpu_ranks={max(1, num_ranks // 2)}",
+                file=sys.stderr,
+            )
+    return code if code >= 0 else 128 - code
 
 
 def _set_default_timeout(timeout: timedelta) -> None:
@@ -230,7 +237,18 @@ def close_at_exit(group: dist.ProcessGroup | None = None) -> None:
     Otherwise gloo's threads may abort the process at exit (right after a collective, 3 of 8 runs with two ranks ended
     in SIGABRT), and NCCL's group of one process ends it with a warning.
     """
-    atexit.register(dist.destroy_process_group, group)
+    if not _exit_functions:
+        atexit.register(run_exit_functions)
+    _exit_functions.append(partial(dist.destroy_process_group, group))
+
+
+_exit_functions: list[Callable[[], None]] = []
+
+
+def run_exit_functions() -> None:
+    """Run what `close_at_exit` has registered. A forked process that ends by `os._exit` must call this before."""
+    while _exit_functions:
+        _exit_functions.pop()()
 
 
 def prepare_single_process() -> None:

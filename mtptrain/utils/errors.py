@@ -1,7 +1,9 @@
 """Reports the error that ends a program: one line on stderr if the input was refused, the stack otherwise."""
 
 import os
+import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,10 @@ from mtptrain.utils.startup import imports_are_done
 
 DEBUG = "MTPTRAIN_DEBUG"
 """Environment variable that shows the stack of every error if it is 1."""
+FORKED = "MTPTRAIN_FORKED_RANKS"
+"""Environment variable of ranks that a program has forked. They are one program to its user: the first reports without
+its rank, and ends the others before they report the same."""
+SECONDS_FOR_THE_FIRST_RANK = 5.0
 EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
 """Exit codes: the input was refused or the program failed; the command line is wrong; Ctrl-C (130 by convention)."""
 
@@ -68,9 +74,15 @@ def exit_with_line(line: str, code: int) -> NoReturn:
     """Write a line to stderr, below all progress bars, and exit. With several ranks, the line begins with the rank."""
     for bar in list(getattr(ProgressBar, "_instances", ())):
         bar.close()  # otherwise it would be drawn again after the line
-    rank = f"rank {os.environ.get('RANK', '0')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    rank, is_forked = int(os.environ.get("RANK", "0")), FORKED in os.environ
+    names_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not (is_forked and rank == 0)
     sys.stdout.flush()
-    print(rank + line, file=sys.stderr, flush=True)
+    if is_forked and rank > 0:
+        if code == EXIT_INTERRUPTED:
+            sys.exit(code)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+    print(f"rank {rank}: {line}" if names_rank else line, file=sys.stderr, flush=True)
     sys.exit(code)
 
 

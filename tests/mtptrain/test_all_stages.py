@@ -215,32 +215,48 @@ def test_outputs_that_settings_move_elsewhere_are_found(tmp_path: Path) -> None:
     assert found == [tmp_path / "a/report.json", tmp_path / "b/provenance.json"]
 
 
-@pytest.mark.parametrize(("code", "ended"), [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137)])
-def test_a_run_ends_with_the_exit_code_of_the_stage_that_fails(code: str, ended: int) -> None:
+@pytest.mark.parametrize(("code", "ended"), [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)])
+def test_a_run_ends_with_the_exit_code_of_the_stage_that_fails(
+    code: str, ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.getsignal(signal.SIGINT)
-    all_stages.run_stage([sys.executable, "-c", "pass"])
+    monkeypatch.setattr(all_stages.command_line, "run_stage", lambda name: None)
+    all_stages.run_stage("prompts", [], 1)
     assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setattr(all_stages.command_line, "run_stage", lambda name: exec(code))
     with pytest.raises(SystemExit) as failure:
-        all_stages.run_stage([sys.executable, "-c", f"import os, sys; {code}"])
+        all_stages.run_stage("prompts", [], 1)
     assert failure.value.code == ended
 
 
 def test_ctrl_c_is_left_to_the_stage(tmp_path: Path) -> None:
-    """A terminal sends SIGINT to the run and to its stage; the stage says what it keeps."""
-    stage = (
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGINT, lambda *_: (print('kept'), sys.exit(130)))\n"
-        f"open({str(tmp_path / 'began')!r}, 'w').close()\n"
-        "time.sleep(60)"
-    )
-    program = f"import sys; from mtptrain.all_stages import run_stage; run_stage([sys.executable, '-c', {stage!r}])"
+    """A terminal sends SIGINT to the run, to its stage and to the ranks of the stage; the first says what it keeps."""
+    program = f"""
+import time
+from pathlib import Path
+from mtptrain import all_stages
+from mtptrain.utils.distributed import become_ranks
+from mtptrain.utils.errors import errors_as_lines
+
+def stage(name):
+    become_ranks(2)
+    with errors_as_lines():
+        Path({str(tmp_path)!r}, "began").touch()
+        time.sleep(60)
+
+all_stages.command_line.run_stage = stage
+all_stages.run_stage("train", [], 1)
+"""
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", program], cwd=ROOT, env=alone, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     while not (tmp_path / "began").exists():
         time.sleep(0.05)
+    time.sleep(0.5)  # until both ranks wait
     os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == "kept\n" and process.returncode == 130
+    line = "stopped by Ctrl-C; the same command starts again\n"
+    assert (process.communicate(timeout=60)[1], process.returncode) == (line, 130)
 
 
 def test_streaming_needs_two_programs_at_a_time_and_only_its_plan_is_a_whole_run() -> None:

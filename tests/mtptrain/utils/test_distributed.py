@@ -29,13 +29,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("setting", "num_jobs", "weights_bytes", "expected"),
-    [(0, 100, 1, 4), (0, 3, 1, 3), (0, 0, 1, 1), (0, 100, 10**9, 2), (0, 100, 10**12, 1), (7, 1, 10**12, 7)],
+    ("setting", "weights_bytes", "expected"), [(0, 1, 4), (0, 10**9, 2), (0, 10**12, 1), (7, 10**12, 7)]
 )
-def test_a_cpu_gets_a_rank_per_core_as_far_as_work_and_memory_allow_unless_the_config_says_how_many(
-    setting: int, num_jobs: int, weights_bytes: int, expected: int
+def test_a_cpu_gets_a_rank_per_core_as_far_as_memory_allows_unless_the_config_says_how_many(
+    setting: int, weights_bytes: int, expected: int
 ) -> None:
-    assert cpu_ranks(setting, num_jobs, weights_bytes) == expected
+    assert cpu_ranks(setting, weights_bytes) == expected
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_a_container_gets_no_more_ranks_than_its_limits_allow(
 ) -> None:
     (machine / "cpu.max").write_text(cpu + "\n")
     (machine / "memory.max").write_text(memory + "\n")
-    assert cpu_ranks(0, num_jobs=100, weights_bytes=5 * 10**8) == expected
+    assert cpu_ranks(0, weights_bytes=5 * 10**8) == expected
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +119,10 @@ def test_every_group_has_the_timeout_whoever_makes_it() -> None:
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from mtptrain.utils.distributed import continue_on_ranks
-continue_on_ranks([sys.executable, "-m", "program", *sys.argv[1:]], 2)
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+from mtptrain.utils.distributed import become_ranks
+from mtptrain.utils.errors import UserError, errors_as_lines
+become_ranks(2)
+os.write(1, f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n".encode())
 if os.environ["RANK"] == "0" and sys.argv[1] == "fails":
     time.sleep(600)  # as if it waited for the other rank
 if sys.argv[1] == "is killed":
@@ -130,6 +130,9 @@ if sys.argv[1] == "is killed":
     while not all(Path(rank).exists() for rank in "01"):  # until both have printed
         time.sleep(0.05)
     os.kill(os.getpid(), 9)
+with errors_as_lines():
+    if sys.argv[1] == "is refused":
+        raise UserError("run_dir: must be right, but is wrong; correct it")
 sys.exit(3 if sys.argv[1] == "fails" else 0)
 """
 
@@ -140,9 +143,10 @@ sys.exit(3 if sys.argv[1] == "fails" else 0)
         pytest.param("succeeds", 0, marks=pytest.mark.slow),
         pytest.param("fails", 3, marks=pytest.mark.slow),
         ("is killed", 128 + 9),
+        ("is refused", 1),
     ],
 )
-def test_a_program_that_continues_on_ranks_ends_as_they_do(tmp_path: Path, argument: str, code: int) -> None:
+def test_a_program_that_becomes_ranks_ends_as_they_do(tmp_path: Path, argument: str, code: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     root = Path(__file__).parents[3]
     # A test that trained in this process has set the variables of torchrun, which would make the program a rank.
@@ -160,4 +164,5 @@ def test_a_program_that_continues_on_ranks_ends_as_they_do(tmp_path: Path, argum
     assert ("was killed, perhaps for want of memory; start fewer ranks with cpu_ranks=1" in result.stderr) == (
         code > 128
     )
+    assert code != 1 or result.stderr == "error: run_dir: must be right, but is wrong; correct it\n"
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2 ['{argument}']" for rank in range(2)]
