@@ -1,7 +1,7 @@
 """Reports the error that ends a program: one line on stderr if the input was refused, the stack otherwise."""
 
+import mmap
 import os
-import signal
 import sys
 import time
 import warnings
@@ -15,10 +15,12 @@ from mtptrain.utils.startup import imports_are_done
 
 DEBUG = "MTPTRAIN_DEBUG"
 """Environment variable that shows the stack of every error if it is 1."""
+FIRST_REPORTS = mmap.mmap(-1, 1)
+"""A byte that forks of this process share: 1 once the first of the ranks that it became has reported its error."""
 FORKED = "MTPTRAIN_FORKED_RANKS"
-"""Environment variable of ranks that a program has forked. They are one program to its user: the first reports without
-its rank, and ends the others before they report the same."""
-SECONDS_FOR_THE_FIRST_RANK = 5.0
+"""Environment variable of such ranks. They are one program to its user: the first reports without its rank, and the
+others wait `WAIT_FOR_FIRST_S` for it, so that all of them report the same error once."""
+WAIT_FOR_FIRST_S = 5.0
 EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
 """Exit codes: the input was refused or the program failed; the command line is wrong; Ctrl-C (130 by convention)."""
 
@@ -77,13 +79,19 @@ def exit_with_line(line: str, code: int) -> NoReturn:
     rank, is_forked = int(os.environ.get("RANK", "0")), FORKED in os.environ
     names_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not (is_forked and rank == 0)
     sys.stdout.flush()
-    if is_forked and rank > 0:
-        if code == EXIT_INTERRUPTED:
-            sys.exit(code)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+    if is_forked and rank == 0:
+        FIRST_REPORTS[0] = 1
+    elif is_forked and _first_has_reported():
+        sys.exit(code)
     print(f"rank {rank}: {line}" if names_rank else line, file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def _first_has_reported() -> bool:
+    deadline = time.monotonic() + WAIT_FOR_FIRST_S
+    while not FIRST_REPORTS[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(FIRST_REPORTS[0])
 
 
 def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFUSED) -> NoReturn:
