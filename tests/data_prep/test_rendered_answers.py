@@ -79,6 +79,7 @@ def tags(rendered: str, written: str) -> str:
         (FILLED, "<think>odd</think>one", tags("( ) ( )", "( )")),
         (ALWAYS_OPEN, "<think>odd</think>one", tags("( ( )", "( )")),
         (ALWAYS_OPEN, "one", tags("(", "none")),
+        (ALWAYS_OPEN.replace("m.content", "m.content.replace('<think>', '')"), "one <think>", tags("(", "(")),
         (CLOSED_BLOCK, "<think>odd</think>one", tags("( )", "( )")),
         (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), "<think>odd</think>one", CHANGED),
         (
