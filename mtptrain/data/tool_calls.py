@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.utils.errors import UserError
@@ -40,10 +40,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     for each in _listed(value, "tools"):
         tool = _parsed(each, "a tool")
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not _is_name(function.get("name")):
-            raise ConversationRefused("a tool without a name")
-        if tool.get("type", "function") != "function":
-            raise ConversationRefused(f"a tool of type {tool['type']}, which is not read")
+        if not _has_name(function) or tool.get("type", "function") != "function":
+            raise ConversationRefused("a tool that is not a function with a name")
         nested = tool if "function" in tool else {}
         function = {key: part for key, part in function.items() if nested or key != "type"}
         if "parameters" in function:
@@ -65,27 +63,21 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
     """
     calls = []
     for call in _listed(value, "a tool call"):
-        if not isinstance(call, Mapping):
-            raise ConversationRefused("a tool call that is not an object")
-        outer = {key: each for key, each in call.items() if each is not None and key != "index"}
+        outer = {key: each for key, each in call.items() if each is not None} if isinstance(call, Mapping) else {}
         function = outer.pop("function", None) or {
             key: outer.pop(key) for key in ("name", "arguments", "parameters") if key in outer
         }
-        if not isinstance(function, Mapping) or not _is_name(function.get("name")):
-            raise ConversationRefused("a tool call without a name")
-        function = {key: each for key, each in function.items() if each is not None}
-        if {"arguments", "parameters"} <= function.keys():
-            raise ConversationRefused("a tool call with both arguments and parameters")
-        arguments = function.get("arguments", function.get("parameters", ""))
+        outer.pop("index", None)
+        if not _has_name(function) or outer.setdefault("type", "function") != "function":
+            raise ConversationRefused("a tool call that is not a function with a name")
+        items = {**outer, **function}.items()
+        given = {key: each for key, each in items if key not in ("id", "type", "name") and each is not None}
+        if len(given) > 1 or not given.keys() <= {"arguments", "parameters"}:
+            raise ConversationRefused(f"a tool call with {' and '.join(given)}, of which only arguments are read")
+        [arguments] = given.values() or [""]
         arguments = {} if arguments == "" else _parsed(arguments, "the arguments of a tool call")
         if not isinstance(arguments, Mapping):
             raise ConversationRefused("arguments of a tool call that are not an object")
-        outer.setdefault("type", "function")
-        unread = {*outer} - {"id", "type"} | {*function} - {"name", "arguments", "parameters"}
-        if unread or outer["type"] != "function":
-            raise ConversationRefused(
-                f"a tool call with {', '.join(sorted(unread)) or outer['type']}, which is not read"
-            )
         calls.append({**outer, "function": {"name": function["name"], "arguments": dict(arguments)}})
     if not calls:
         raise ConversationRefused("an answer with an empty list of tool calls")
@@ -162,8 +154,9 @@ def _refuse_non_json(found: list[dict[str, Any]]) -> None:
         raise ConversationRefused(f"a tool or call with a value that JSON does not have ({error})") from None
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value.strip() != ""
+def _has_name(function: Any) -> TypeGuard[Mapping[str, Any]]:
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return isinstance(name, str) and name.strip() != ""
 
 
 def _tools_in_text(text: str) -> list[dict[str, Any]]:

@@ -11,10 +11,6 @@ from mtptrain.run import Run
 from tests.data_prep.prompts.documents import ConfigFor
 
 
-def messages(i: int) -> list[dict[str, Any]]:
-    return [{"content": f"question {i}", "role": "user"}, {"content": f"answer {i}", "role": "assistant"}]
-
-
 def turns(i: int) -> list[dict[str, Any]]:
     return [{"from": "human", "value": f"question {i}"}, {"from": "gpt", "value": f"answer {i}"}]
 
@@ -31,18 +27,15 @@ DESCRIBED = (
     "language",
 )
 SCHEMAS: dict[str, Any] = {
-    "ultrachat_200k": lambda i: {"prompt": f"question {i}", "prompt_id": f"p{i}", "messages": messages(i)},
     "sharegpt": lambda i: {"id": f"c_{i}", "conversations": turns(i) if i % 2 else [*turns(i), *SHARED]},
-    "open_perfectblend": lambda i: {"conversations": turns(i), "source": "meta-math/MetaMathQA"},
     "magpie": lambda i: {
         **dict.fromkeys(DESCRIBED, "x"), "uuid": f"u{i}", "instruction": f"question {i}", "response": f"answer {i}",
         "gen_input_configs": {"temperature": 1.0, "input_generator": "x", "seed": None, "pre_query_template": "<|x|>"},
         "other_task_category": [], "instruct_reward": 0.5, "repeat_count": 0, "conversations": turns(i),
     },
-    "nemotron": lambda i: {"uuid": f"u{i}", "reasoning": "on" if i % 2 else "off", "messages": messages(i)},
-    "tulu_3": lambda i: {"id": f"t{i}", "messages": messages(i), "source": "ai2-adapt-dev/oasst1_converted"},
+    "nemotron": lambda i: {"uuid": f"u{i}", "reasoning": "on" if i % 2 else "off", "conversations": turns(i)},
 }  # fmt: skip
-"""Rows by number, for each choice of `prompts` that names a data set."""
+"""Rows by number, for the choices of `prompts` whose data sets have columns of their own."""
 
 
 def test_no_row_of_a_data_set_is_refused(config_for: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:

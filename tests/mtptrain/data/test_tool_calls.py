@@ -128,49 +128,53 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
     assert parse_row(row)[0] == row["messages"]
 
 
+CALL_TEXT = f"<tool_call>{TEXT_CALL}</tool_call>"
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "content must be text, but is null": [openai_row(content=None)],
+    "a tool call that is not a function with a name": [
+        calling(function={"arguments": "{}"}), sharegpt_row("{}", [TOOL]), calling(name="f", type="custom"),
+        openai_row(content=None, tool_calls=["weather"]),
+    ],
+    "a tool call in text that is not JSON": [
+        openai_row(content=None, tool_calls="weather"), sharegpt_row("I call it", [TOOL]),
+    ],
+    "the arguments of a tool call in text that is not JSON": [calling(name="f", arguments="{")],
+    "the arguments of a tool call in text whose key 'a' occurs twice": [calling(name="f", arguments=TWICE)],
+    "arguments of a tool call that are not an object": [calling(name="f", arguments="[1]")],
+    "a tool call with retries, of which": [calling(name="f", retries=3)],
+    "a tool call with arguments and parameters, of which": [calling(name="f", arguments={"a": 1}, parameters={})],
+    "an answer with an empty list of tool calls": [answering("<tool_call>[]</tool_call>"), sharegpt_row("[]", [TOOL])],
+    "a tool or call with a value that JSON does not have": [
+        calling(name="f", arguments='{"a": NaN}'), calling(name="f", arguments=SURROGATE),
+        openai_row('{"name": "f", "default": NaN}'),
+    ],
+    "a tool that is not a function with a name": [
+        *map(openai_row, ([{**TOOL, "type": "custom"}], [{**FUNCTION, "type": "custom"}], [{"description": "x"}])),
+    ],
+    "tools in text that is not JSON": [openai_row("weather")],
+    "a tool in text that is not JSON": [openai_row(["weather"])],
+    "the parameters of a tool in text that is not JSON": [openai_row([{**FUNCTION, "parameters": "none"}])],
+    "different tools in two places": [{**openai_row(), "functions": [{"name": "f"}]}],
+    "tools in a message after the first": [{"messages": [ASKED, {**SAID, "tools": [TOOL]}]}],
+    "a user message that calls tools, has": [{"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}],
+    "an answer with text after a tool call": [answering(f"{CALL_TEXT} Y")],
+    "an answer with a tool call that is not closed": [
+        answering(f"<tool_call>{TEXT_CALL}"), answering(f"{CALL_TEXT}</tool_call>"),
+    ],
+    "a system prompt with <tools>, which the chat": [{**openai_row(), "system": "Choose one of <tools>.</tools>"}],
+    "text after Hermes' system prompt, which": [
+        hermes_row(f"{TOOLS_BEFORE_CALLS}\nBe kind."), hermes_row(f"{TOOLS_AFTER_CALLS}\nBe kind.", tools=[TOOL]),
+    ],
+    "no messages": [{"conversations": hermes_row()["conversations"][:1]}],
+}  # fmt: skip
+
+
 def test_tools_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
-    not_json, no_arguments = "in text that is not JSON", "the arguments of a tool call"
-    not_closed = "an answer with a tool call that is not closed, or closed twice"
-    call = f"<tool_call>{TEXT_CALL}</tool_call>"
-    cases = [
-        ("content must be text, but is null", openai_row(content=None)),
-        ("a tool call without a name", calling(function={"arguments": "{}"})),
-        ("a tool call without a name", sharegpt_row("{}", [TOOL])),
-        ("a tool call that is not an object", openai_row(content=None, tool_calls=["weather"])),
-        (f"a tool call {not_json}", openai_row(content=None, tool_calls="weather")),
-        (f"a tool call {not_json}", sharegpt_row("I call it", [TOOL])),
-        (f"{no_arguments} {not_json}", calling(name="f", arguments="{")),
-        (f"{no_arguments} in text whose key 'a' occurs twice in an object", calling(name="f", arguments=TWICE)),
-        ("arguments of a tool call that are not an object", calling(name="f", arguments="[1]")),
-        ("a tool call with custom, which is not read", calling(name="f", type="custom")),
-        ("a tool call with retries, which is not read", calling(name="f", retries=3)),
-        ("a tool call with both arguments and parameters", calling(name="f", arguments={"a": 1}, parameters={"b": 2})),
-        ("an answer with an empty list of tool calls", answering("<tool_call>[]</tool_call>")),
-        ("an answer with an empty list of tool calls", sharegpt_row("[]", [TOOL])),
-        ("a tool or call with a value that JSON does not have (Out of", calling(name="f", arguments='{"a": NaN}')),
-        ("a tool or call with a value that JSON does not have ('utf-8'", calling(name="f", arguments=SURROGATE)),
-        ("a tool or call with a value that JSON does not have (Out of", openai_row('{"name": "f", "default": NaN}')),
-        ("a tool of type custom, which is not read", openai_row([{**TOOL, "type": "custom"}])),
-        ("a tool of type custom, which is not read", openai_row([{**FUNCTION, "type": "custom"}])),
-        ("a tool without a name", openai_row([{"description": "x"}])),
-        (f"tools {not_json}", openai_row("weather")),
-        (f"a tool {not_json}", openai_row(["weather"])),
-        (f"the parameters of a tool {not_json}", openai_row([{**FUNCTION, "parameters": "none"}])),
-        ("different tools in two places", {**openai_row(), "functions": [{"name": "f"}]}),
-        ("tools in a message after the first", {"messages": [ASKED, {**SAID, "tools": [TOOL]}]}),
-        ("a user message that calls tools, has", {"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}),
-        ("an answer with text after a tool call", answering(f"{call} Y")),
-        (not_closed, answering(f"<tool_call>{TEXT_CALL}")),
-        (not_closed, answering(f"{call}</tool_call>")),
-        ("a system prompt with <tools>, which the chat", {**openai_row(), "system": "Choose one of <tools>.</tools>"}),
-        ("text after Hermes' system prompt, which", hermes_row(f"{TOOLS_BEFORE_CALLS}\nAnswer in French.")),
-        ("text after Hermes' system prompt, which", hermes_row(f"{TOOLS_AFTER_CALLS}\nBe kind.", tools=[TOOL])),
-        ("no messages", {"conversations": hermes_row()["conversations"][:1]}),
-    ]
-    for reason, row in cases:
-        with pytest.raises(ConversationRefused) as refused:
-            parse_row(row)
-        assert str(refused.value).startswith(reason)
+    for reason, rows in REFUSED.items():
+        for row in rows:
+            with pytest.raises(ConversationRefused) as refused:
+                parse_row(row)
+            assert str(refused.value).startswith(reason)
 
 
 def test_nulls_that_parquet_fills_into_tools_and_calls_are_left_out_and_those_of_jsonl_are_kept(tmp_path: Path) -> None:
