@@ -16,16 +16,7 @@ def turns(i: int) -> list[dict[str, Any]]:
 
 
 SHARED = [{"from": ("human", "bing")[i % 2], "value": f"turn {i}", "markdown": None} for i in range(4)]
-DESCRIBED = (
-    "model",
-    "task_category",
-    "difficulty",
-    "intent",
-    "knowledge",
-    "input_quality",
-    "llama_guard_2",
-    "language",
-)
+DESCRIBED = ("model", "task_category", "knowledge", "input_quality", "llama_guard_2", "language")
 SCHEMAS: dict[str, Any] = {
     "sharegpt": lambda i: {"id": f"c_{i}", "conversations": turns(i) if i % 2 else [*turns(i), *SHARED]},
     "magpie": lambda i: {
