@@ -30,13 +30,18 @@ class Ending(StrEnum):
     complete = "complete"
     """Every question has a response. Also the value while the conversation goes on."""
     length = "length"
-    """The last response was cut off at responses.max_new_tokens."""
+    """The last response was cut off at responses.max_new_tokens. It is kept."""
     empty = "empty"
-    """The next response has no text."""
     context = "context"
-    """The next prompt plus responses.max_new_tokens does not fit into the context."""
     template = "template"
-    """The chat template rejects the messages."""
+
+
+ENDINGS = {
+    Ending.empty: "the target's response is empty",
+    Ending.context: "the prompt plus responses.max_new_tokens exceeds the context",
+    Ending.template: "the chat template rejects the messages",
+}
+"""Reasons why the next response of a conversation is missing."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,10 @@ class Response:
     """Whether the response was cut off at `max_new_tokens`."""
     token_ids: list[int] | None
     """Without the end-of-sequence token; None if the server returns only text."""
-    end_ids: Sequence[int] = ()
+    end_ids: list[int] = field(default_factory=list)
     """The end-of-sequence token; empty if the response was cut off or the token is unknown."""
-    text: str = ""
-    """The response, if the server returns only text."""
+    text: str | None = None
+    """The response as text; None if it is still to be decoded from `token_ids`."""
 
 
 @dataclass
@@ -166,8 +171,8 @@ class Dialogue:
         A response that is empty, or that the chat template rejects, is not appended.
         """
         text = response.text
-        if response.token_ids is not None:
-            text = decode_response(self._tokenizer, self._prompt_ids, response.token_ids)
+        if text is None:
+            text = decode_response(self._tokenizer, self._prompt_ids, response.token_ids or [])
         if response.is_cut:
             text = text.rstrip(INCOMPLETE)
         if not text.strip():
@@ -216,13 +221,14 @@ class Dialogue:
         return render_text(self._tokenizer, [*self._history, {"role": "assistant", "content": answer}])
 
 
-def decode_response(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
+def decode_response(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], token_ids: list[int]) -> str:
     """Returns the text of a response.
 
     It is decoded together with its prompt, since some tokenizers decode a token differently at the start of a text.
     """
-    prompt, whole, alone = (
-        str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for token_ids in (list(prompt_ids), [*prompt_ids, *response_ids], list(response_ids))
-    )
-    return whole[len(prompt) :] if whole.startswith(prompt) else alone
+    prompt, whole = decode(tokenizer, prompt_ids), decode(tokenizer, [*prompt_ids, *token_ids])
+    return whole[len(prompt) :] if whole.startswith(prompt) else decode(tokenizer, token_ids)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], without_special: bool = False) -> str:
+    return str(tokenizer.decode(token_ids, skip_special_tokens=without_special, clean_up_tokenization_spaces=False))

@@ -21,7 +21,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable
 
-from .dialogue import INCOMPLETE, Dialogue, Prompt, RegeneratedConversation, Response, Sampling, decode_response
+from .dialogue import INCOMPLETE, Dialogue, Prompt, RegeneratedConversation, Response, Sampling, decode, decode_response
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 SHOWN_CHARACTERS = 200
@@ -33,11 +33,9 @@ MAX_BODY_BYTES = 64 * 2**20
 class RequestFailed(Exception):
     """A request failed. The message, which the report shows, has no secrets."""
 
-    def __init__(
-        self, message: str, may_retry: bool = False, status: int | None = None, retry_after_s: float = 0.0
-    ) -> None:
+    def __init__(self, message: str, may_retry: bool = False, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.may_retry, self.status, self.retry_after_s = may_retry, status, retry_after_s
+        self.may_retry, self.retry_after_s = may_retry, retry_after_s
 
 
 class CompletionServer:
@@ -86,19 +84,18 @@ class CompletionServer:
         """Returns the context length of each model by name; None if the server does not report it."""
         try:
             content = asyncio.run(self._fetch("/models"))
-            lengths = {model["id"]: model.get("max_model_len") for model in content["data"]}
+            lengths = {str(model["id"]): model.get("max_model_len") for model in content["data"]}
             if not all(type(length) is int and length > 0 for length in lengths.values() if length is not None):
                 raise TypeError
-            return {str(name): length for name, length in lengths.items()}
+            return lengths
         except RequestFailed as failure:
-            problem, is_key_wrong = str(failure), failure.status in (401, 403)
+            problem = str(failure)
         except (LookupError, TypeError, AttributeError):
-            problem, is_key_wrong = f"the server answers {self.quote(json.dumps(content))}", False
-        remedy = "set the environment variable that responses.api_key_variable names, " if is_key_wrong else ""
+            problem = f"the server answers {self.quote(json.dumps(content))}"
         raise UserError(
             "responses.url: must be the base URL of a running OpenAI-compatible server, such as "
-            f"http://localhost:8000/v1, but at {self._shown(address_below(self._url, '/models'))} {problem}; {remedy}"
-            "start the server or correct the address"
+            f"http://localhost:8000/v1, but at {self._shown(address_below(self._url, '/models'))} {problem}; start the "
+            "server, correct the address, or set the environment variable of the key (responses.api_key_variable)"
         )
 
     def _version(self) -> str | None:
@@ -183,32 +180,27 @@ class CompletionServer:
                 raise ValueError(f"the number of tokens must be in [0, {max_new_tokens}], but is {num_tokens}")
             text.encode()  # the tokenizer rejects a lone surrogate
             if token_ids is None:
-                return Response(num_tokens, reason == "length", None, text=text)
+                return Response(num_tokens, reason == "length", None, [], text)
             if not all(type(token) is int and 0 <= token < self._vocab_size for token in token_ids):
                 raise ValueError(f"token_ids must be integers in [0, {self._vocab_size})")
             has_end = reason == "stop" and token_ids[-1:] and token_ids[-1] in self._sampling.stop_token_ids
             kept, end = (token_ids[:-1], token_ids[-1:]) if has_end else (token_ids, [])
-            if not self._is_text_of(kept, end, prompt.token_ids, text):
+            decoded = decode_response(self._tokenizer, prompt.token_ids, kept)
+            # Another tokenizer would give another text. Servers differ in spaces, incomplete characters and special
+            # tokens, which do not count.
+            possible = (
+                decoded,
+                decoded + decode(self._tokenizer, end),
+                decode(self._tokenizer, kept, without_special=True),
+            )
+            if squashed(text) not in map(squashed, possible):
                 raise ValueError("the text must be that of token_ids with the target's tokenizer, but is another")
-            return Response(num_tokens, reason == "length", kept, end)
+            return Response(num_tokens, reason == "length", kept, end, decoded)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise RequestFailed(
                 f"the server's answer is not a completion ({type(error).__name__}: {self.quote(str(error))}): "
                 f"{self.quote(json.dumps(content))}"
             ) from None
-
-    def _is_text_of(self, token_ids: list[int], end_ids: list[int], prompt_ids: list[int], text: str) -> bool:
-        """Returns whether token ids are those of a text, which they are not if the server has another tokenizer.
-
-        Servers differ in spaces, incomplete characters and special tokens, which do not count.
-        """
-        decoded = (
-            decode_response(self._tokenizer, prompt_ids, token_ids),
-            decode_response(self._tokenizer, prompt_ids, [*token_ids, *end_ids]),
-            str(self._tokenizer.decode(token_ids, skip_special_tokens=True)),
-        )
-        given, *possible = ("".join(each.replace(INCOMPLETE, "").split()) for each in (text, *decoded))
-        return given in possible
 
     async def _fetch(self, path: str, request: dict[str, Any] | None = None, is_beside: bool = False) -> Any:
         """Returns the JSON that the server answers to a GET, or to a POST if there is a request.
@@ -244,7 +236,6 @@ class CompletionServer:
             raise RequestFailed(
                 f"the server answers {response.status_code}: {said}",
                 response.status_code == 429 or response.status_code >= 500,
-                response.status_code,
                 float(retry_after) if retry_after.isdecimal() else 0.0,
             )
         try:
@@ -285,6 +276,10 @@ def secrets_of(url: str, api_key: str | None) -> list[str]:
     quoted = [*user_info.split(":", 1), *in_query]
     secrets = [api_key or "", *quoted, *map(unquote, quoted), b64encode(unquote(user_info).encode()).decode()]
     return [form for secret in secrets for form in {secret, json.dumps(secret)[1:-1]}]
+
+
+def squashed(text: str) -> str:
+    return "".join(text.replace(INCOMPLETE, "").split())
 
 
 async def regenerate_with_server(

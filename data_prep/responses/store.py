@@ -18,19 +18,10 @@ from mtptrain.data.identity import refuse_other
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json, publish, sealed, unsealed, write_sealed, write_text
 
-from .dialogue import Ending, RegeneratedConversation
+from .dialogue import ENDINGS, Ending, RegeneratedConversation
 from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest
 
 FAILURES, PLAN = "failures.jsonl", "plan.json"
-ENDINGS = {
-    Ending.empty: "the target's response is empty",
-    Ending.context: "the prompt plus responses.max_new_tokens exceeds the context",
-    Ending.template: "the chat template rejects the messages",
-}
-"""Reasons why the next response of a conversation is missing.
-
-A response that was cut off also ends a conversation, but it is kept, so `Ending.length` is not a failure.
-"""
 
 
 class ResponsesStore:

@@ -56,7 +56,7 @@ def test_a_server_that_cannot_work_is_refused_by_name(by_server: ConfigFor, serv
         ({"data": [TINY]}, {"model": "other"}, MODEL + r".*, but is other, and \S+/v1 serves tiny; correct it"),
         ({"data": []}, {"model": "other"}, MODEL + ".* serves none;"),
         ({"data": [{"id": "a"}, {"id": "b"}]}, {}, MODEL + ".*, but is None, and .* serves a, b;"),
-        ({"hello": 1}, {}, BASE_URL + r'the server answers \{"hello": 1\}; start the server or correct the address$'),
+        ({"hello": 1}, {}, BASE_URL + r'the server answers \{"hello": 1\}; start the server, correct the address'),
         ({"data": [{"id": "a", "max_model_len": "512"}]}, {}, BASE_URL + "the server answers"),
         ({"data": [{"id": "a", "max_model_len": -5}]}, {}, BASE_URL + "the server answers"),
         (b"<html>", {}, BASE_URL + "the server's answer: must be JSON, but is not"),
@@ -65,7 +65,7 @@ def test_a_server_that_cannot_work_is_refused_by_name(by_server: ConfigFor, serv
     for server.models, settings, message in cases:
         assert re.search(message, refusal(by_server(**settings)))
     server.models, server.query = {"data": [TINY]}, "key=1"
-    assert re.search(BASE_URL + "the server answers 401: .*; set the env.*api_key_variable", refusal(by_server()))
+    assert re.search(BASE_URL + "the server answers 401: .* or set .*api_key_variable", refusal(by_server()))
 
 
 def test_a_server_that_does_not_complete_token_ids_as_the_target_is_refused_before_anything_is_asked(
