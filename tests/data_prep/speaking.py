@@ -73,12 +73,6 @@ class FakeServer:
         self._in_flight = 0
         self._lock = threading.Lock()
 
-    def settle(self) -> None:
-        """Wait for the requests of a killed client to end."""
-        time.sleep(0.2)
-        while self._in_flight:
-            time.sleep(0.01)
-
     def reply(self, path: str, request: dict[str, Any]) -> Reply:
         if path == "/version":
             return 200, {"version": "0.0.1"}

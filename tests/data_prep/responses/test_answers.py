@@ -112,10 +112,11 @@ def test_a_server_that_returns_only_text_is_enough(by_server: ConfigFor, server:
         del content["choices"][0]["token_ids"]
         return status, content
 
-    respond(by_server(run="ids"))
+    ids, text = (by_server(rows=CHATS[:6], run=run) for run in ("ids", "text"))
+    respond(ids)
     server.behave = in_text
-    respond(by_server(run="text"))
-    assert output(by_server(run="ids")) == output(by_server(run="text"))
+    respond(text)
+    assert output(ids) == output(text)
 
 
 def test_cut_empty_and_too_long_conversations_end_there_and_rows_without_a_question_are_refused(

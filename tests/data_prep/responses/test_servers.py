@@ -5,7 +5,7 @@ import re
 import time
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tests.data_prep.responses.conftest import (
     answered,
     chat,
     failures,
-    output,
+    read_lines,
     respond,
 )
 from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, fake_server, make_speaking_target
@@ -88,9 +88,6 @@ def test_settings_that_do_not_fit_are_refused(by_server: ConfigFor, tmp_path: Pa
     config = by_server()
     with pytest.raises(UserError, match=r"responses\.url: must be used by one process, but there are 2 ranks"):
         prepare_responses(Run(config), Ranks(rank=0, world_size=2, local_rank=0))
-    config.prompts.paths *= 2
-    with pytest.raises(UserError, match=r"prompts\.paths: must name each path once, but names \S+ more than once"):
-        respond(config)
     for source, paths in ((PromptSource.conversations, ["a.jsonl"]), (PromptSource.responses, [])):
         config.prompts.source, config.prompts.paths = source, paths
         with pytest.raises(UserError, match=rf"must be responses and at least one .*, but are {source} and \["):
@@ -159,13 +156,13 @@ def test_answers_that_hang_drip_or_never_end_are_left(
 ) -> None:
     monkeypatch.setattr(completion_server, "MAX_BODY_BYTES", 10_000)
     table: dict[str, Any] = {
-        "of chat0<": lambda prompt: (time.sleep(1.0), completion(prompt, [1, EOS]))[1],
+        "of chat0<": lambda prompt: (time.sleep(2.0), completion(prompt, [1, EOS]))[1],
         "of chat1<": lambda prompt: (200, drip(b" ", 0.05)),
         "of chat2<": lambda prompt: (200, drip(b" " * 1000, 0.0)),
         "of chat3<": lambda prompt: (400, drip(b" " * 1000, 0.0)),
     }
     server.behave = answer_by_question(table, speaking_target)
-    config = by_server(timeout_s=0.5, max_retries=0, rows=[chat(f"chat{i}", 1) for i in range(4)])
+    config = by_server(timeout_s=1.0, max_retries=0, rows=[chat(f"chat{i}", 1) for i in range(4)])
     with pytest.raises(
         UserError, match=r"at least one conversation must get a response, but none did; see failures\.j"
     ):
@@ -175,39 +172,41 @@ def test_answers_that_hang_drip_or_never_end_are_left(
     assert {headers["accept-encoding"] for headers in server.headers} == {"identity"}
 
 
-def test_a_server_that_is_gone_stops_the_run_which_then_goes_on(by_server: ConfigFor, server: FakeServer) -> None:
-    rows = [chat(f"chat{i}", 1) for i in range(60)]
-    respond(by_server(rows=rows, run="undisturbed"))
+def test_a_server_that_is_gone_stops_the_run(by_server: ConfigFor, server: FakeServer) -> None:
     numbers = count(1)
-
-    def dies(request: dict[str, Any]) -> Any:
-        return answer_by_prompt(request) if next(numbers) <= 10 else (503, b"")
-
-    server.behave, server.requests = dies, []
-    config = by_server(concurrency=2, max_retries=0, rows=rows)
+    server.behave = lambda request: answer_by_prompt(request) if next(numbers) <= 10 else (503, b"")
+    config = by_server(concurrency=2, max_retries=0, rows=[chat(f"chat{i}", 1) for i in range(60)])
     message = r"^mtptrain responses: conversations must not keep failing, but 16 in a row did, the last one with: the s"
     with pytest.raises(UserError, match=message + "erver answers 503: Service"):
         respond(config)
     assert len(server.requests) < 30
-    with pytest.raises(UserError, match=r"manifest\.json: must exist, but does not; run mtptrain responses"):
-        prepare_prompts(Run(config))
-    server.behave, server.requests = answer_by_prompt, []
-    respond(config)
-    assert len(server.requests) == 50
-    assert output(config) == output(by_server(rows=rows, run="undisturbed"))
+    assert len(read_lines(config.stage_dir("responses") / "answers_00000.jsonl")) == 10
 
 
-def test_the_program_fails_where_conversations_failed_and_prompts_say_how_many_are_missing(
-    by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
+def test_failed_conversations_fail_the_program_and_a_kill_with_new_settings_leaves_the_others_without_a_manifest(
+    by_server: ConfigFor,
+    server: FakeServer,
+    speaking_target: Path,
+    capsys: pytest.CaptureFixture[str],
+    interrupt_after_config: Callable[[], None],
 ) -> None:
     server.behave = answer_by_question({"of chat3<": lambda prompt: (400, {"error": "no"})}, speaking_target)
     config = by_server()
     with pytest.raises(SystemExit, match="1 conversations failed; run mtptrain responses again") as ended:
         regenerate.main(config)
     assert isinstance(ended.value.code, str), "Python then exits with 1"
-    assert len(answered(config)) == 19
+    before = answered(config)
+    assert len(before) == 19
     prepare_prompts(Run(config))
     assert "responses: 1 conversations failed and are missing; run mtptrain responses again" in capsys.readouterr().out
+    interrupt_after_config()
+    config.train.lr = 0.5
+    for _ in range(2):  # the second run does not refuse the responses
+        with pytest.raises(KeyboardInterrupt):
+            respond(config)
+    assert "lr: 0.5" in (config.stage_dir("responses") / "config.yaml").read_text()
+    assert not (config.stage_dir("responses") / "manifest.json").exists()
+    assert answered(config) == before
 
 
 def test_the_chosen_model_and_the_end_of_a_redirect_are_named(
