@@ -87,6 +87,8 @@ class ConfigJson:
                 self.refuse(section, "a section of settings")
             self.values |= {f"{section}.{key}": value for key, value in parts.items() if value is not None}
         self.known = {*DESCRIPTIONS, *SECTIONS}
+        self.is_of_model = False
+        """Whether the file is that of a whole model, of which the head is a part."""
         named = self.values.get("architectures") or "LlamaForCausalLM"  # heads of EAGLE's authors have a Llama's class
         self.architecture = str(named[0] if isinstance(named, list) else named)
 
@@ -151,10 +153,10 @@ class ConfigJson:
                 f"remove {', '.join(unknown)} from a copy of the file, otherwise choose another head"
             )
         path = self.path.with_name(MODEL_OPT_QUANTISATION)
-        algorithms = read_json(path, "copy or download it again").get("quantization") if path.is_file() else None
-        if algorithms is not None and not (isinstance(algorithms, dict) and not any(algorithms.values())):
+        named = read_json(path, "copy or download it again").get("quantization") if path.is_file() else None
+        if any(named.values()) if isinstance(named, dict) else named is not None:
             raise UserError(
-                f"{path}: must name no quantisation, because our heads are not quantised, but has {shown(algorithms)}; "
+                f"{path}: must name no quantisation, because our heads are not quantised, but has {shown(named)}; "
                 "choose another head"
             )
 
@@ -201,13 +203,7 @@ def read_config(path: Path) -> ConfigJson:
 def warn_of_other_rope_or_eps(config: ConfigJson, target: PreTrainedConfig, theta: float) -> None:
     """Warn if the RoPE or norm eps of a head differ from the target's, which our heads use.
 
-    Args:
-        config: the head's config.json.
-        target: the target's config.
-        theta: the engines' rope_theta for a head without one.
-
-    Raises:
-        UserError: the RoPE parameters contradict each other, or are not complete.
+    Engines take `theta` for a head without rope_theta. RoPE that contradicts itself or is not complete is refused.
     """
     names = (
         *ROPE_SECTIONS,

@@ -21,7 +21,7 @@ from mtptrain.heads.dflash import layer_types
 from mtptrain.heads.files import checked_weights, renamed, stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.init_from.config_json import ConfigJson, read_config, warn_of_other_rope_or_eps
-from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Found, Settings
+from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Settings
 from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig
 from mtptrain.target.files import TargetFiles
@@ -71,7 +71,9 @@ def read_published(path: str, target: TargetFiles) -> Published:
     """
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
-        return _own(directory, target.config)
+        own = stored_config(directory)
+        settings = {name: [value] for name, value in effective_settings(own, target.config).items()}
+        return Published(directory, own.name, settings, read_tensors([checked_weights(directory)]))
     refuse_changed_export(directory)
     files = weight_files(directory)
     if not (directory / "config.json").is_file():
@@ -82,9 +84,9 @@ def read_published(path: str, target: TargetFiles) -> Published:
     names = {name for path in files for name in tensor_shapes(path)}
     prefix = mtp_prefix(directory, config, names, target.config.num_hidden_layers)
     name = "mtp" if prefix else recognise(directory, config, names)
-    is_checkpoint = bool(prefix) and any(each.startswith("model.layers.") for each in names)
+    config.is_of_model = bool(prefix) and any(each.startswith("model.layers.") for each in names)
     tensors = renamed(read_tensors(files, prefix), lambda each: each.removeprefix(prefix or "model."))
-    settings, tensors = READERS[name](Found(name, config, tensors, target, is_checkpoint))
+    settings, tensors = READERS[name](name, config, tensors, target)
     config.refuse_unknown()
     if name in ("dflash", "dspark", "dflash2") and (directory / MASK_EMBEDDING).is_file():
         raise UserError(
@@ -193,13 +195,6 @@ def read_tensors(files: list[Path], prefixes: str | tuple[str, ...] = "") -> Ten
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in names}
     return {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}  # our heads compute it
-
-
-def _own(directory: Path, target_config: PreTrainedConfig) -> Published:
-    """Returns a head that `save_head` wrote. Sizes that its settings leave unset are the target's."""
-    config = stored_config(directory)
-    settings = {name: [value] for name, value in effective_settings(config, target_config).items()}
-    return Published(directory, config.name, settings, read_tensors([checked_weights(directory)]))
 
 
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:

@@ -6,7 +6,7 @@ import what the config.json of six projects means.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -74,24 +74,9 @@ ANCHOR_FIRST = tuple(
 """Keys that say whether the newest token drafts too, so that each token of a block predicts the next one."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """A head as others have stored it."""
-
-    name: str
-    """The name of such a head in `HEADS`."""
-    config: ConfigJson
-    tensors: Tensors
-    """Its tensors, without the prefix of the module that holds them all."""
-    target: TargetFiles
-    is_checkpoint: bool
-    """Whether the head is the MTP layer of a whole model, which has the config.json."""
-
-
-def read_mtp(found: Found) -> tuple[Settings, Tensors]:
-    config, target = found.config, found.target.config
-    if found.is_checkpoint:
-        config.must_be({"num_hidden_layers": target.num_hidden_layers}, "for this target")
+def read_mtp(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> tuple[Settings, Tensors]:
+    if config.is_of_model:
+        config.must_be({"num_hidden_layers": target.config.num_hidden_layers}, "for this target")
         config.must_be({"mtp_hidden_states_first": False}, "because eh_proj of head mtp reads the embedding first")
         if config.take("model_type") not in (None, *LIKE_LLAMA):
             config.refuse("model_type", f"one of {', '.join(LIKE_LLAMA)}, whose MTP layers are like head mtp")
@@ -100,80 +85,79 @@ def read_mtp(found: Found) -> tuple[Settings, Tensors]:
         config.must_be({"n_routed_experts": 0, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "num_hidden_layers": 1})
         config.describes("first_k_dense_replace", "moe_layer_freq", "n_group")
     config.must_be({"num_nextn_predict_layers": 1, "num_mtp_layers": 1})
-    settings, tensors = full_layers(found), dict(found.tensors)
+    settings, is_mimo = full_layers(name, config, tensors, target), "input_proj.weight" in tensors
     if (joined := tensors.pop(JOINED, None)) is not None:
         heads, kv_heads = settings["num_attention_heads"][0], settings["num_key_value_heads"][0]
         head_dim = len(joined) // (heads + 2 * kv_heads)
         parts = joined.tensor_split([heads * head_dim, (heads + kv_heads) * head_dim])
-        tensors |= {JOINED.replace("qkv", name): part for name, part in zip("qkv", parts, strict=True)}
-    tensors = renamed(tensors, lambda name: MTP_NAMES.get(own := ONE_LAYER.sub("", name), own))
-    if "input_proj.weight" in found.tensors:  # MiMo's layer
+        tensors |= {JOINED.replace("qkv", each): part for each, part in zip("qkv", parts, strict=True)}
+    tensors = renamed(tensors, lambda each: MTP_NAMES.get(own := ONE_LAYER.sub("", each), own))
+    if is_mimo:
         tensors["eh_proj.weight"] = swap_halves(tensors["eh_proj.weight"])
-        has_biases = any(bool(tensor.any()) for name, tensor in tensors.items() if name.endswith(".bias"))
+        has_biases = any(bool(tensor.any()) for each, tensor in tensors.items() if each.endswith(".bias"))
         # For a MiMo checkpoint, these are the settings of vLLM's MTP layer. An export for SGLang does not say them all.
         settings["attention_bias"] = [True] if has_biases else [False, True]
-        settings["zero_first_embedding"] = [True] if found.is_checkpoint else [False, True]
-        settings["prenorm_states"] = [found.is_checkpoint]
+        settings["zero_first_embedding"] = [True] if config.is_of_model else [False, True]
+        settings["prenorm_states"] = [config.is_of_model]
     return settings, tensors
 
 
-def read_eagle(found: Found) -> tuple[Settings, Tensors]:
-    found.config.must_be({"num_hidden_layers": 1})
-    found.config.must_be({"draft_vocab_size": found.target.config.vocab_size}, "for this target")
-    return full_layers(found), renamed(found.tensors, lambda name: ONE_LAYER.sub("", name))
+def read_eagle(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> tuple[Settings, Tensors]:
+    config.must_be({"num_hidden_layers": 1})
+    config.must_be({"draft_vocab_size": target.config.vocab_size}, "for this target")
+    return full_layers(name, config, tensors, target), renamed(tensors, lambda each: ONE_LAYER.sub("", each))
 
 
-def read_eagle3(found: Found) -> tuple[Settings, Tensors]:
+def read_eagle3(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> tuple[Settings, Tensors]:
     """Reads P-EAGLE too, which has a `mask_hidden`."""
-    config, target = found.config, found.target.config
     config.must_be({"num_hidden_layers": 1})
     config.must_be(MODEL_OPT_EAGLE3, places=("", "eagle_config."))
     config.must_be({"eh_proj_before_attn": False, "eh_proj_bias": False}, places=["eagle_config."])
     # The embeddings in the file tell the first; without parallel drafts, the second is not used.
     config.describes("embed_requires_grad", "eagle_config.parallel_draft_heads_num_layers")
-    tensors = renamed(found.tensors, lambda name: OLDER_NORMS.get(own := ONE_LAYER.sub("", name), own))
-    if "d2t" in tensors and len(tensors["d2t"]) == target.vocab_size and not tensors["d2t"].any():
+    tensors = renamed(tensors, lambda each: OLDER_NORMS.get(own := ONE_LAYER.sub("", each), own))
+    if "d2t" in tensors and len(tensors["d2t"]) == target.config.vocab_size and not tensors["d2t"].any():
         tensors.pop("d2t")  # it maps the whole vocabulary to itself
     before_fc = [config.flag(key) for key in ("norm_before_fc", "eagle_config.norm_before_fc")]
     fc_norm = [config.flag(key) for key in ("fc_norm", "use_aux_norm")]
-    settings: Settings = full_layers(found) | {
-        "draft_vocab_size": own_vocabulary(config, tensors, found.target),
+    settings: Settings = full_layers(name, config, tensors, target) | {
+        "draft_vocab_size": own_vocabulary(config, tensors, target),
         "norm_before_fc": [any(before_fc) or "input_norm.weight" in tensors],
         "fc_norm": [any(fc_norm) or "fc_norm.0.weight" in tensors],
         "norm_output": [bool(config.flag("norm_output"))],
         "norm_before_residual": [bool(config.flag("norm_before_residual"))],
-        "capture_layers": eagle3_layers(config, target),
+        "capture_layers": eagle3_layers(config, target.config),
     }
     ids, mask = ("mask_token_id", "pard_token", "ptd_token_id"), tensors.get("mask_hidden")
     if mask is not None:
         settings["mask_token_id"] = [config.whole(*ids, least=0)]
-        if mask.numel() % target.hidden_size == 0:
-            tensors["mask_hidden"] = mask.reshape(-1, target.hidden_size)
+        if mask.numel() % target.config.hidden_size == 0:
+            tensors["mask_hidden"] = mask.reshape(-1, target.config.hidden_size)
     elif config.take(*ids) is not None:
         config.refuse(ids, "left out, because the head has no mask_hidden")
     return settings, tensors
 
 
-def read_medusa(found: Found) -> tuple[Settings, Tensors]:
+def read_medusa(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> tuple[Settings, Tensors]:
     """Reads vLLM's layout and FasterDecoding's. The lm_heads of the depths are only compared with the target's."""
-    config, vocab_size = found.config, found.target.config.vocab_size
-    config.must_be(target_sizes(found.target.config) | {"truncated_vocab_size": vocab_size}, "for this target")
+    vocab_size = target.config.vocab_size
+    config.must_be(target_sizes(target.config) | {"truncated_vocab_size": vocab_size}, "for this target")
     config.must_be({"logit_scale": 1.0})
     # The tensors tell these (FasterDecoding's published heads have more tensors than their config says), or they shape
     # trees, which vLLM does not draft.
     config.describes("medusa_num_heads", "medusa_num_layers", "medusa_fc_bias", "original_lm_head", "version")
     config.describes("max_paths", "topk", "max_seq_len")
-    tensors = renamed(found.tensors, _medusa_name)
-    found_layers = [match for name in tensors if (match := re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name))]
-    num_depths, num_layers = (len({match[group] for match in found_layers}) for group in (1, 2))
+    tensors = renamed(tensors, _medusa_name)
+    layers = [match for each in tensors if (match := re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", each))]
+    num_depths, num_layers = (len({match[group] for match in layers}) for group in (1, 2))
     config.must_be({"num_heads": num_depths, "num_hidden_layers": num_layers}, "as many as have tensors")
-    for name, tensor in sorted(tensors.items()):
-        if name.startswith("lm_head") and len(tensor) != vocab_size:
+    for each, tensor in sorted(tensors.items()):
+        if each.startswith("lm_head") and len(tensor) != vocab_size:
             raise UserError(
-                f"head.init_from: {name} of {config.path.parent} must have {vocab_size} rows, the target's vocabulary, "
+                f"head.init_from: {each} of {config.path.parent} must have {vocab_size} rows, the target's vocabulary, "
                 f"but has {len(tensor)}; the head belongs to another target; set target.path to that target"
             )
-    has_biases = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
+    has_biases = any(each.startswith("blocks.") and each.endswith(".bias") for each in tensors)
     return {"ttt_steps": [num_depths], "num_layers": [num_layers], "fc_bias": [has_biases]}, tensors
 
 
@@ -185,12 +169,13 @@ def _medusa_name(name: str) -> str:
     return name.removeprefix("medusa_heads.")
 
 
-def read_block_drafter(found: Found) -> tuple[Settings, Tensors]:
+def read_block_drafter(
+    name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles
+) -> tuple[Settings, Tensors]:
     """Reads `dflash`, `dspark` and `dflash2`, and as `dflash` also a head in DSpark's class without its additions."""
-    name, config, target, nested = found.name, found.config, found.target.config, "dflash_config."
-    has_dspark_class = config.architecture in DSPARK_CLASSES
+    nested, has_dspark_class = "dflash_config.", config.architecture in DSPARK_CLASSES
     places = ("", nested) if has_dspark_class else (nested,)
-    settings = layer_sizes(found)
+    settings = layer_sizes(name, config, tensors, target)
     # 1. The layout of a block. DSpark's class counts the drafts alone, the others also the newest token.
     is_anchor_first = config.flag(*ANCHOR_FIRST)
     if not has_dspark_class:
@@ -207,11 +192,11 @@ def read_block_drafter(found: Found) -> tuple[Settings, Tensors]:
     settings |= {setting: [value] for setting, value in block_attention(config).items()}
     # 3. What chooses a draft.
     if name == "dflash2":
-        config.must_be({"draft_vocab_size": target.vocab_size}, "for this target")
+        config.must_be({"draft_vocab_size": target.config.vocab_size}, "for this target")
         settings["draft_vocab_size"] = [None]
         settings |= {key: [config.whole(nested + key)] for key in published_settings(Dflash2Config())}
     else:
-        settings["draft_vocab_size"] = own_vocabulary(config, found.tensors, found.target)
+        settings["draft_vocab_size"] = own_vocabulary(config, tensors, target)
     if has_dspark_class:
         confidence = dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), name == "dspark")
         config.must_be(confidence | {"markov_head_type": "vanilla"}, f"as in head {name}", places)
@@ -224,10 +209,10 @@ def read_block_drafter(found: Found) -> tuple[Settings, Tensors]:
         config.describes("num_anchors", f"{nested}confidence_head_alpha")
     config.must_be(PLAIN_BLOCKS, places=[nested])
     config.describes("max_anchors")  # the number of blocks per document in training
-    return settings, found.tensors
+    return settings, tensors
 
 
-READERS: dict[str, Callable[[Found], tuple[Settings, Tensors]]] = {
+READERS: dict[str, Callable[[str, ConfigJson, Tensors, TargetFiles], tuple[Settings, Tensors]]] = {
     "mtp": read_mtp,
     "eagle": read_eagle,
     **dict.fromkeys(("eagle3", "peagle"), read_eagle3),
@@ -242,14 +227,13 @@ def target_sizes(target: PreTrainedConfig) -> dict[str, object]:
     return {**sizes, "vocab_size": target.vocab_size, "num_target_layers": target.num_hidden_layers}
 
 
-def layer_sizes(found: Found) -> Settings:
+def layer_sizes(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> Settings:
     """Returns the sizes of a head's layers, and refuses layers that compute otherwise than ours."""
-    config, target = found.config, found.target.config
-    config.must_be(target_sizes(target), "for this target")
+    config.must_be(target_sizes(target.config), "for this target")
     config.must_be(PLAIN_ARITHMETIC)
     config.has_rope()
     for key, layer in (("attention_bias", "q_proj"), ("mlp_bias", "gate_proj"), ("bias", "fc")):
-        has_bias = found.is_checkpoint or any(name.endswith(f"{layer}.bias") for name in found.tensors)
+        has_bias = config.is_of_model or any(each.endswith(f"{layer}.bias") for each in tensors)
         if config.flag(key) and not has_bias:
             config.refuse(key, f"false, because the files have no {layer}.bias")
     heads = config.whole("num_attention_heads")
@@ -257,24 +241,23 @@ def layer_sizes(found: Found) -> Settings:
         "num_attention_heads": heads,
         "num_key_value_heads": config.whole("num_key_value_heads", default=heads),
         "intermediate_size": config.whole("intermediate_size"),
-        "head_dim": config.whole("head_dim", default=target.hidden_size // heads),
+        "head_dim": config.whole("head_dim", default=target.config.hidden_size // heads),
     }
-    known = {field.name for field in fields(HEADS[found.name].Config)}
+    known = {field.name for field in fields(HEADS[name].Config)}
     return {setting: [size] for setting, size in sizes.items() if setting in known}
 
 
-def full_layers(found: Found) -> Settings:
+def full_layers(name: str, config: ConfigJson, tensors: Tensors, target: TargetFiles) -> Settings:
     """Returns the sizes of layers that are causal and have no window."""
-    config = found.config
     config.must_be({"is_causal": True})
     types, is_on, window = config.take("layer_types"), config.flag("use_sliding_window"), config.take("sliding_window")
     if types is not None and not (isinstance(types, list) and all(each == FULL for each in types)):
-        config.refuse("layer_types", f"{FULL} in each layer, because head {found.name} has no window")
+        config.refuse("layer_types", f"{FULL} in each layer, because head {name} has no window")
     if is_on:
-        config.refuse("use_sliding_window", f"false, because head {found.name} has no window")
+        config.refuse("use_sliding_window", f"false, because head {name} has no window")
     if window is not None and is_on is None and types is None:
-        config.refuse("sliding_window", f"null or switched off, because head {found.name} has no window")
-    return layer_sizes(found)
+        config.refuse("sliding_window", f"null or switched off, because head {name} has no window")
+    return layer_sizes(name, config, tensors, target)
 
 
 def block_attention(config: ConfigJson) -> dict[str, object]:

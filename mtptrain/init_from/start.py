@@ -219,22 +219,25 @@ def without_redundant_tensors(published: Published, expected: Tensors, target: T
     Raises:
         UserError: such a bias is not zero.
     """
-    state, directory = {}, published.directory
+    state, repeated, directory = {}, {}, published.directory
     for name, tensor in published.tensors.items():
         part = next((part for pattern, part in REPEATED.items() if re.fullmatch(pattern, name)), None)
         if name in expected or (part is None and name != "t2d" and not name.endswith(".bias")):
             state[name] = tensor
         elif part is not None:
-            ours = getattr(load_frozen_parts(target.directory), part)
-            if differing := num_differing_rows(tensor, ours):
-                warnings.warn(
-                    f"{directory}: {name} should equal the target's, which is used, but differs in {differing:,} of "
-                    f"{len(ours):,} rows; the head may draft worse than published until it is trained",
-                    stacklevel=2,
-                )
+            repeated[name] = part
         elif name != "t2d" and tensor.any():
             raise UserError(
                 f"head.init_from: {name} of {directory} must be zero, because the head has no such bias, but is not; "
                 "choose another head"
+            )
+    parts = load_frozen_parts(target.directory) if repeated else None
+    for name, part in repeated.items():
+        ours = getattr(parts, part)
+        if differing := num_differing_rows(published.tensors[name], ours):
+            warnings.warn(
+                f"{directory}: {name} should equal the target's, which is used, but differs in {differing:,} of "
+                f"{len(ours):,} rows; the head may draft worse than published until it is trained",
+                stacklevel=2,
             )
     return state

@@ -32,7 +32,7 @@ from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
-from tests.conftest import FAMILIES, Run, make_config, make_target, run_program
+from tests.conftest import FAMILIES, Run, make_config, make_target, run_program, tiers
 from tests.families import IMAGE_MODELS, REFUSED, write_image_model, write_member
 from tests.mtptrain.train.runs import FP32, figures, train
 
@@ -51,9 +51,7 @@ def draft_model(target: Path, **settings: Any) -> DraftModelHead:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))]
-)
+@pytest.mark.parametrize("family", tiers(["llama", "qwen2", "qwen3"], core=["llama"]))
 @torch.no_grad()
 def test_training_computes_the_logits_of_the_published_model(family: str, tied: bool, tmp_path: Path) -> None:
     """Compares with transformers, which reads each document alone."""

@@ -15,7 +15,7 @@ from mtptrain.init_from.start import check_one_start
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
-from tests.conftest import FAMILIES, make_target
+from tests.conftest import FAMILIES, make_target, tiers
 
 CPU = torch.device("cpu")
 LAYER_HEADS = [name for name, head in HEADS.items() if issubclass(head, LayerHead)]
@@ -55,22 +55,21 @@ def test_a_head_starts_as_the_targets_last_layer_and_passes_its_states_on(name: 
     assert not passed[:, :-64].any()
 
 
-QWEN3, *NORMED = [FAMILIES["qwen3"], FAMILIES["gemma3_text"], ("olmo2", {}), ("cohere", {"use_qk_norm": True})]
+NORMED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: FAMILIES[name] for name in ("qwen3", "gemma3_text")},
+    "olmo2": ("olmo2", {}),
+    "cohere": ("cohere", {"use_qk_norm": True}),
+}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "settings"),
-    [QWEN3, *(pytest.param(*each, marks=pytest.mark.slow) for each in NORMED)],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(
-    model_type: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", tiers(NORMED, core=["qwen3"]))
+def test_a_head_attends_as_a_target_whose_queries_and_keys_are_normed(family: str, tmp_path: Path) -> None:
     """Compares the attention scores of random rows, which agree only approximately.
 
     The target divides each row by its own root mean square; the head's weights contain a constant divisor instead.
     The scores differ by about a tenth, and by about half if the projections are copied unchanged.
     """
+    model_type, settings = NORMED[family]
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     target_dir = make_target(tmp_path / "target", model_type, {**settings, **sizes})
     target = load_target(target_dir, torch.float32, CPU)

@@ -17,6 +17,7 @@ from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.native_mtp import NATIVE_MTP, NativeMtpHead
 from mtptrain.init_from.start import load_init, trained_or_initial_head
 from mtptrain.target.files import TargetFiles
+from tests.conftest import tiers
 from tests.families import IMAGE_MODELS, write_image_model
 from tests.mtptrain.init_from.written_heads import assert_equal, without
 from tests.native_modules import MODULES, NUM_LAYERS, published_names, write_checkpoint
@@ -49,11 +50,7 @@ def test_every_known_family_is_tested() -> None:
     assert MODULES.keys() == NATIVE_MTP.keys()
 
 
-CORE = ("glm4_moe", "qwen3_5_text")
-FAMILIES = [pytest.param(family, marks=() if family in CORE else pytest.mark.slow) for family in MODULES]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiers(MODULES, core=["glm4_moe"]))
 def test_a_published_module_is_read_and_written_back_as_it_was(tmp_path: Path, family: str) -> None:
     target = tmp_path / "target"
     _, state = write_checkpoint(target, family)
@@ -69,6 +66,7 @@ def test_a_published_module_is_read_and_written_back_as_it_was(tmp_path: Path, f
     assert json.loads((tmp_path / "export/config.json").read_text()) == json.loads((target / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_module_in_bf16_keeps_its_dtypes_and_the_exact_bias_of_its_router(tmp_path: Path) -> None:
     config, _ = write_checkpoint(tmp_path / "target", "glm4_moe")
     bias = f"{BEHIND}mlp.gate.e_score_correction_bias"

@@ -38,31 +38,24 @@ OF_ALL: Refusals = [
         r"config\.json: must hold only settings that mtptrain understands, .* but has attention_sink=\[4, 8\], "
         r"sink_bias=true; find out what they do: .* remove attention_sink, sink_bias from a copy",
     ),
-    ({"quantization_config": {"quant_method": "fp8"}}, r"but has quantization_config=\{"),
     ({"vocab_size": 261}, r"vocab_size must be 260 for this target, but is 261; choose another head"),
-    ({"hidden_size": 128}, r"hidden_size must be 64 for this target, but is 128"),
     ({"num_target_layers": "2"}, r'num_target_layers must be 2 for this target, but is "2"'),
     ({"logit_scale": 0.5}, r"logit_scale must be 1\.0 as in our heads, but is 0\.5"),
 ]
 OF_LAYERS: Refusals = [
     ({"is_neox_style": False}, r"is_neox_style must be true as in our heads, but is false"),
-    ({"rope_interleave": True}, r"rope_interleave must be false as in our heads"),
-    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1\.0"),
     ({"partial_rotary_factor": True}, r"partial_rotary_factor must be 1\.0 .*, but is true"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_parameters\.partial_rotary_factor must be 1\.0"),
     ({"rope_parameters": {"interleaved": True}}, r"rope_parameters\.interleaved must be false"),
     ({"rope_parameters": {"mrope_section": [8, 12, 12]}}, r"but has rope_parameters\.mrope_section=\[8, 12, 12\]"),
     ({"rope_parameters": None, "rope_scaling": "yarn"}, r'rope_scaling must be a section of settings, but is "yarn"'),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"rope_scaling must be the same as rope_parameters"),
     ({"rope_parameters": {"rope_type": "yarn"}}, r"must be readable by transformers, .*'factor'.*; download"),
     ({"rms_norm_eps": True}, r"must be readable by transformers, .*rms_norm_eps.*; download"),
-    ({"hidden_act": "gelu"}, r'hidden_act must be "silu" as in our heads, but is "gelu"'),
     ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number from 1"),
     ({"intermediate_size": None}, r"config\.json: must have intermediate_size, but does not; download the head again"),
 ]
 OF_HEADS_WITHOUT_WINDOWS: Refusals = [
     ({"layer_types": ["sliding_attention"]}, r"layer_types must be full_attention in each layer, .*\[\"sliding"),
-    ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types must be full_attention"),
     ({"use_sliding_window": True}, r"use_sliding_window must be false, because head \w+ has no window, but is true"),
     (
         {"sliding_window": 64, "layer_types": None, "use_sliding_window": None},
@@ -86,10 +79,7 @@ OF_KIND: dict[str, Refusals] = {
         ({"num_aux_hidden_states": 3}, r"num_aux_hidden_states must be 2 the number of captured layers, but is 3"),
         ({"draft_vocab_size": 96}, r"draft_vocab_size must be 48 the rows of the lm_head .*, but is 96"),
         ({"norm_output": "yes"}, r'norm_output must be true or false, but is "yes"'),
-        ({"target_hidden_size": 128}, r"target_hidden_size must be 64 for this target, but is 128"),
-        ({"eagle_config": {"eh_proj_before_attn": True}}, r"eagle_config\.eh_proj_before_attn must be false"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, r"eagle_config\.use_aux_hidden_state must be true"),
-        ({"use_last_layernorm": False}, r"use_last_layernorm must be true as in our heads, but is false"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}},
             r"must be the same as eagle_aux_hidden_state_",
@@ -118,7 +108,6 @@ OF_KIND: dict[str, Refusals] = {
         ),
         ({"truncated_vocab_size": 100}, r"truncated_vocab_size must be 260 .*, but is 100"),
         ({"num_heads": 5}, r"num_heads must be 3 as many as have tensors, but is 5"),
-        ({"num_hidden_layers": 1}, r"num_hidden_layers must be 2 as many as have tensors, but is 1"),
     ],
     "dflash": [
         ({"is_causal": "no"}, r"is_causal must be true or false"),
@@ -127,13 +116,11 @@ OF_KIND: dict[str, Refusals] = {
             {"dflash_config": {"use_swa": True}},
             r"must have a sliding_window, and use_sliding_window=true, for its slid",
         ),
-        ({"layer_types": ["sliding_attention"] * 2}, r"must have a sliding_window, and use_sliding_window=true"),
         (  # transformers' Qwen3Config drops this window
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64, "use_sliding_window": False},
             r"must have a sliding_window, and use_sliding_window=true",
         ),
         ({"layer_types": ["full_attention"] * 9}, r"layer_types must be full_attention or .* for each of 2 layers"),
-        ({"layer_types": ["chunked_attention"] * 2}, r"layer_types must be full_attention or sliding_attention"),
         ({"use_sliding_window": True, "layer_types": None}, r"use_sliding_window must be false, or stand with layer_t"),
         ({"dflash_config": {"use_swa": True, "swa_window_size": 9}}, r"set head\.layer_types=\[sliding_attention,sl"),
         ({"dflash_config": {"attention_value_scale": 0.5}}, r"dflash_config\.attention_value_scale must be 1\.0"),
@@ -151,7 +138,6 @@ OF_KIND: dict[str, Refusals] = {
             {"query_zero_predicts_next": True, "sample_from_anchor": False},
             r"query_zero_predicts_next must be the same as sample_from_anchor, false, but is true",
         ),
-        ({"dflash_config": {"shift_label": True}}, r"dflash_config\.shift_label must be false"),
         ({"dflash_config": {"projector_type": "domino"}}, r'but has dflash_config\.projector_type="domino"'),
         ({"architectures": ["Qwen3XPressModel"]}, r"holds a Qwen3XPressModel; choose another head"),
         (
@@ -164,7 +150,6 @@ OF_KIND: dict[str, Refusals] = {
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"set head\.capture_layers=\[2,2\]"),
         ({"dflash_config": {"mask_token_id": -1}}, r"mask_token_id must be a whole number from 0 on"),
         ({"target_layer_ids": [0, 1]}, r"but has target_layer_ids=\[0, 1\]"),
-        ({"markov_rank": 16}, r"but has markov_rank=16"),
         ({"dflash_config": "x"}, r"dflash_config must be a section of settings, but is \"x\""),
         (
             {"draft_vocab_size": 48},
@@ -179,8 +164,6 @@ OF_KIND: dict[str, Refusals] = {
             {"dflash_config": {"sample_from_anchor": False}},
             r"dflash_config\.sample_from_anchor must be the same as sam",
         ),
-        ({"block_size": 4}, r"head\.ttt_steps \(4 there, 3 here\); set head\.ttt_steps=4"),
-        ({"markov_rank": 8}, r"head\.markov_rank \(8 there, 4 here\)"),
         ({"markov_rank": None}, r"must have dflash_config\.markov_rank, but does not"),
         ({"markov_rank": 0}, r"enable_confidence_head must be false as in head dflash, but is true"),
         ({"dflash_config": {"markov_rank": 8}}, r"dflash_config\.markov_rank must be the same as markov_rank, 4"),
@@ -192,13 +175,11 @@ OF_KIND: dict[str, Refusals] = {
             {"dflash_config": {"output_multiplier": 2.0}},
             r"dflash_config\.output_multiplier must be 1\.0 .* but is 2\.0",
         ),
-        ({"dflash_config": {"final_logit_softcapping": 30.0}}, r"final_logit_softcapping must be 0\.0"),
         (
             {"dflash_config": {"selector_top_k": 6}},
             r"head\.selector_top_k \(6 there, 5 here\); set head\.selector_top_k",
         ),
         ({"dflash_config": {"selector_rank": None}}, r"must have dflash_config\.selector_rank, but does not"),
-        ({"dflash_config": {"candidate_width": 3}}, r"has dflash_config\.candidate_width=3"),
         ({"sample_from_anchor": True}, r"sample_from_anchor must be false"),
         ({"draft_vocab_size": 48}, r"draft_vocab_size must be 260 for this target"),
     ],
@@ -236,7 +217,6 @@ BEHIND = "model__layers__2__"
 WRONG_TENSORS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("eagle3", without("norm.weight"), r"norm\.weight of .* must be of shape \(64,\) for head eagle3 .* is absent"),
     ("eagle3", adding(fc__weight=torch.ones(64, 64)), r"fc\.weight of .* must be of shape \(64, 128\) .* is of shape"),
-    ("eagle3", adding(x__weight=torch.ones(1)), r"x\.weight of .* must be absent for head eagle3 and this target"),
     ("eagle3", adding(fc__bias=torch.ones(64)), r"fc\.bias of .* must be zero, because the head has no such bias"),
     ("eagle3", adding(mask_hidden=torch.ones(1, 3)), r"config\.json: must have ptd_token_id, but does not"),
     ("eagle3", adding(d2t=torch.arange(48) + 300), r"d2t of .* within the target's 0\.\.259, but lead to 48 tokens"),
