@@ -1,8 +1,10 @@
 """Lists tiny members of the model families of transformers, with their own kinds of layers, masks and norms."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -44,133 +46,90 @@ LLAMA4 = {
     "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 0], "floor_scale": 8,
 }  # fmt: skip
 
-EXACT: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "mistral": ("mistral", {"sliding_window": WINDOW}),
-    "qwen2": ("qwen2", {}),
-    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
-    "qwen3": ("qwen3", {}),
-    "mimo": ("mimo", {}),
-    "ministral": ("ministral", WINDOWS),
-    "ministral3": ("ministral3", {}),
-    "phi3": ("phi3", {"sliding_window": WINDOW}),
-    "phi": ("phi", {}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", WINDOWS),
-    "seed_oss": ("seed_oss", {}),
-    "smollm3": ("smollm3", {}),
-    "exaone4": ("exaone4", WINDOWS),
-    "apertus": ("apertus", {}),
-    "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
-    "ernie4_5": ("ernie4_5", {}),
-    "starcoder2": ("starcoder2", {"sliding_window": None}),
-    "gpt_neox": ("gpt_neox", {}),
-    "gpt2": ("gpt2", {}),
-    "cohere": ("cohere", {"logit_scale": 0.0625}),
-    "cohere2": ("cohere2", {"logit_scale": 0.25, **WINDOWS}),
-    "granite": ("granite", {**GRANITE, "logits_scaling": 8.0}),
-    "gemma2": ("gemma2", GEMMA3),
-    "gemma3_text": ("gemma3_text", GEMMA3),
-    "gemma4_text": ("gemma4_text", GEMMA4),
-    "gemma4_text with embeddings per layer and shared keys": (
-        "gemma4_text",
-        {
-            **GEMMA4,
-            "global_head_dim": 32,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": 260,
-            "num_kv_shared_layers": 2,
-        },
-    ),
-    "glm": ("glm", {}),
-    "glm4": ("glm4", {}),
+EXACT: dict[str, tuple[str, dict[str, Any]]] = {name: (name.split()[0], settings) for name, settings in {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {},
+    "qwen2 with windows": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen3": {},
+    "mimo": {},
+    "ministral": WINDOWS,
+    "ministral3": {},
+    "phi3": {"sliding_window": WINDOW},
+    "phi": {},
+    "olmo2": {},
+    "olmo3": WINDOWS,
+    "seed_oss": {},
+    "smollm3": {},
+    "exaone4": WINDOWS,
+    "apertus": {},
+    "hunyuan_v1_dense": {},
+    "ernie4_5": {},
+    "starcoder2": {"sliding_window": None},
+    "gpt_neox": {},
+    "gpt2": {},
+    "cohere": {"logit_scale": 0.0625},
+    "cohere2": {"logit_scale": 0.25, **WINDOWS},
+    "granite": {**GRANITE, "logits_scaling": 8.0},
+    "gemma2": GEMMA3,
+    "gemma3_text": GEMMA3,
+    "gemma4_text": GEMMA4,
+    "gemma4_text with embeddings per layer and shared keys": {
+        **GEMMA4, "global_head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 260,
+        "num_kv_shared_layers": 2,
+    },
+    "glm": {},
+    "glm4": {},
     # mixtures of experts
-    "mixtral": ("mixtral", LOCAL_EXPERTS),
-    "qwen2_moe": ("qwen2_moe", {**EXPERTS, **SHARED_EXPERT}),
-    "qwen3_moe": ("qwen3_moe", EXPERTS),
-    "gpt_oss": ("gpt_oss", {**EXPERTS, "num_local_experts": 8, **WINDOWS}),
-    "llama4_text": ("llama4_text", LLAMA4),
-    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
-    "granitemoe": ("granitemoe", {**GRANITE, "logits_scaling": 6.0, **LOCAL_EXPERTS}),
-    "phimoe": ("phimoe", {**LOCAL_EXPERTS, "sliding_window": None}),
-    "dots1": ("dots1", ROUTED),
-    "glm4_moe": ("glm4_moe", ROUTED),
-    "hy_v3": ("hy_v3", {**EXPERTS, **ROUTED}),
-    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1}),
-    "ernie4_5_moe": ("ernie4_5_moe", ERNIE_EXPERTS),
-    "minimax_m2": ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8}),
-    "mimo_v2_flash": (
-        "mimo_v2_flash",
-        {**ROUTED, "sliding_window": WINDOW, "v_head_dim": 16, "swa_num_key_value_heads": 2},
-    ),
+    "mixtral": LOCAL_EXPERTS,
+    "qwen2_moe": {**EXPERTS, **SHARED_EXPERT},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {**EXPERTS, "num_local_experts": 8, **WINDOWS},
+    "llama4_text": LLAMA4,
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": {**GRANITE, "logits_scaling": 6.0, **LOCAL_EXPERTS},
+    "phimoe": {**LOCAL_EXPERTS, "sliding_window": None},
+    "dots1": ROUTED,
+    "glm4_moe": ROUTED,
+    "hy_v3": {**EXPERTS, **ROUTED},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1},
+    "ernie4_5_moe": ERNIE_EXPERTS,
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "mimo_v2_flash": {**ROUTED, "sliding_window": WINDOW, "v_head_dim": 16, "swa_num_key_value_heads": 2},
     # latent attention
-    "deepseek_v2": ("deepseek_v2", {**LATENT, **ROUTED, "q_lora_rank": None}),
-    "deepseek_v3": ("deepseek_v3", {**LATENT, **ROUTED}),
-    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, **ROUTED}),
-    "minicpm3": ("minicpm3", LATENT),
+    "deepseek_v2": {**LATENT, **ROUTED, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, **ROUTED},
+    "glm4_moe_lite": {**LATENT, **ROUTED},
+    "minicpm3": LATENT,
     # layers that keep states
-    "qwen3_next": ("qwen3_next", {**EXPERTS, **DELTA, **SHARED_EXPERT}),
-    "qwen3_5_text": ("qwen3_5_text", DELTA),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**EXPERTS, **DELTA, **SHARED_EXPERT}),
-    "olmo_hybrid": ("olmo_hybrid", DELTA),
-    "kimi_linear": (
-        "kimi_linear",
-        {
-            **LATENT,
-            **ROUTED,
-            "q_lora_rank": None,
-            "linear_attn_config": {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4},
-            "layer_types": DELTA["layer_types"],
-        },
-    ),
-    "bailing_hybrid": ("bailing_hybrid", {**ROUTED, **LATENT, "layer_types": DELTA["layer_types"]}),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        {
-            **GRANITE,
-            "logits_scaling": 6.0,
-            **LOCAL_EXPERTS,
-            **MAMBA,
-            "shared_intermediate_size": 64,
-            "mamba_expand": 2,
-            "layer_types": ["mamba", "mamba", "attention", "mamba"],
-        },
-    ),
-    "nemotron_h": (
-        "nemotron_h",
-        {
-            "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 16,
-            "n_groups": 2,
-            "expand": 2,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "falcon_h1": (
-        "falcon_h1",
-        {**MAMBA, "mamba_d_ssm": 128, "lm_head_multiplier": 0.3, "embedding_multiplier": 5.6},
-    ),
-    "jamba": (
-        "jamba",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "mamba_d_state": 16,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "use_mamba_kernels": False,
-        },
-    ),
-    "bamba": ("bamba", {**MAMBA, "attn_layer_indices": [2]}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "conv", FULL, "conv"]}),
-    "lfm2_moe": ("lfm2_moe", {**EXPERTS, "layer_types": ["conv", "conv", FULL, "conv"]}),
-}
-"""Language models that mtptrain runs as transformers does."""
+    "qwen3_next": {**EXPERTS, **DELTA, **SHARED_EXPERT},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA, **SHARED_EXPERT},
+    "olmo_hybrid": DELTA,
+    "kimi_linear": {
+        **LATENT, **ROUTED, "q_lora_rank": None, "layer_types": DELTA["layer_types"],
+        "linear_attn_config": {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4},
+    },
+    "bailing_hybrid": {**ROUTED, **LATENT, "layer_types": DELTA["layer_types"]},
+    "granitemoehybrid": {
+        **GRANITE, "logits_scaling": 6.0, **LOCAL_EXPERTS, **MAMBA, "shared_intermediate_size": 64, "mamba_expand": 2,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "ssm_state_size": 16, "n_groups": 2, "expand": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    },
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 128, "lm_head_multiplier": 0.3, "embedding_multiplier": 5.6},
+    "jamba": {
+        "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 16, "attn_layer_period": 2,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False,
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [2]},
+    "lfm2": {"layer_types": ["conv", "conv", FULL, "conv"]},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "conv", FULL, "conv"]},
+}.items()}  # fmt: skip
+"""Language models that mtptrain runs as transformers does: the family of each, which its name begins with, and its
+settings beside `SIZES`."""
 
 KEEPS_STATES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
@@ -186,25 +145,17 @@ WITHOUT = {
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "deepseek_v32": (
-        "deepseek_v32",
-        {**LATENT, **ROUTED, **INDEX, "index_topk": 2048},
+        "deepseek_v32", {**LATENT, **ROUTED, **INDEX, "index_topk": 2048},
         "the forward of a text over a cache must run for a deepseek_v32",
     ),
     "glm_moe_dsa": (
-        "glm_moe_dsa",
-        {**LATENT, **ROUTED, **INDEX, "index_topk": 2048},
+        "glm_moe_dsa", {**LATENT, **ROUTED, **INDEX, "index_topk": 2048},
         "the forward of a text over a cache must run for a glm_moe_dsa",
     ),
     "deepseek_v4": (
         "deepseek_v4",
         {
-            **LATENT,
-            **ROUTED,
-            **INDEX,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "o_lora_rank": 32,
-            "index_topk": 64,
+            **LATENT, **ROUTED, **INDEX, "num_key_value_heads": 1, "head_dim": 32, "o_lora_rank": 32, "index_topk": 64,
             "sliding_window": WINDOW,
         },
         "a model must run with random states after its last layer",
@@ -212,46 +163,41 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3n_text": (
         "gemma3n_text",
         {
-            **WINDOWS,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": 260,
-            "laurel_rank": 8,
-            "num_kv_shared_layers": 0,
-            "activation_sparsity_pattern": [0.0] * LAYERS,
+            **WINDOWS, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 260, "laurel_rank": 8,
+            "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * LAYERS,
         },
         "a model must run with random states after its last layer",
     ),
     "longcat_flash": (
         "longcat_flash",
         {
-            **LATENT,
-            **ROUTED,
-            "num_layers": 2,
-            "zero_expert_num": 2,
-            "moe_topk": 2,
-            "expert_ffn_hidden_size": 32,
+            **LATENT, **ROUTED, "num_layers": 2, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32,
             "ffn_hidden_size": 64,
         },
         "num_hidden_layers must be the length of a list of decoder layers",
     ),
     "mamba2": (
-        "mamba2",
-        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+        "mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
         "the target must have the settings vocab_size, .*, but a mamba2 has no num_attention_heads",
     ),
     "minimax": (
-        "minimax",
-        {**LOCAL_EXPERTS, "block_size": 16, "layer_types": [LINEAR, FULL, LINEAR, FULL]},
+        "minimax", {**LOCAL_EXPERTS, "block_size": 16, "layer_types": [LINEAR, FULL, LINEAR, FULL]},
         "the forward of a text over a cache must run for a minimax",
     ),
     "opt with a projection": (
-        "opt",
-        {"ffn_dim": 128, "word_embed_proj_dim": 32},
+        "opt", {"ffn_dim": 128, "word_embed_proj_dim": 32},
         "lm_head must read what the final norm returns, but in the family 'opt' it reads something else",
     ),
     "nemotron": ("nemotron", {}, "a model must pass its arguments on to its attention"),
-}
+}  # fmt: skip
 """Language models that mtptrain does not run, with the reason that it gives."""
+
+
+def most_are_slow(names: Iterable[str], *kept: str) -> list[Any]:
+    """Returns names as parameters of a test, of which `make test` runs only those that are kept."""
+    assert set(kept) <= {*names}
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.slow) for name in names]
+
 
 VISION = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
