@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quantize
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFValueType, GGUFWriter, get_tensor_name_map, quantize
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 
@@ -16,23 +16,6 @@ Q8, F32 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.F32
 NORMAL, CONTROL = 1, 3
 MERGED = "\u0100\u0101"
 """The bytes 0 and 1, which no test writes, as one token instead of `<system>`. A GGUF file must have a merge."""
-
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def settings_of(target_dir: Path) -> dict[str, Any]:
@@ -75,18 +58,14 @@ def tokenizer_settings(eos_token_id: int) -> dict[str, Any]:
 def tensors_of(target_dir: Path) -> dict[str, np.ndarray]:
     """Returns the target's tensors with their names in GGUF, and in llama.cpp's order of rows."""
     config = AutoConfig.from_pretrained(target_dir)
+    names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
     tensors = {}
     for name, weights in load_file(target_dir / "model.safetensors").items():
-        module, _, parameter = name.rpartition(".")
-        prefix = ""
-        if module.startswith("model.layers."):
-            _, _, layer, module = module.split(".", 3)
-            prefix = f"blk.{layer}."
-        if config.model_type == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
-            heads = config.num_attention_heads if module == "self_attn.q_proj" else config.num_key_value_heads
+        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = weights.reshape(heads, 2, -1, weights.shape[-1])
             weights = halves.swapaxes(1, 2).reshape(weights.shape)
-        tensors[f"{prefix}{NAMES[module]}.{parameter}"] = weights
+        tensors[str(names.get_name(name, (".weight", ".bias")))] = weights
     return tensors
 
 

@@ -9,23 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP_SIZE = 32
+INTEGERS = {"type": "int", "symmetric": True}
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": (  # weights and activations
         "int-quantized",
         {
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
+            "weights": {**INTEGERS, "num_bits": 8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**INTEGERS, "num_bits": 8, "strategy": "token", "dynamic": True},
         },
     ),
     "int4": (  # weights only; llm-compressor saves its AWQ and GPTQ models in this format
         "pack-quantized",
-        {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE}},
+        {"weights": {**INTEGERS, "num_bits": 4, "strategy": "group", "group_size": GROUP_SIZE}},
     ),
 }
 

@@ -377,16 +377,14 @@ def _model_of(header: GGUFHeader) -> tuple[PreTrainedConfig, dict[str, str]]:
     names = {name: _translated(name) for name in header.tensors}
     if rope["rope_type"] == "llama3":
         del names[ROPE_FACTORS]
-    found = {translated: header.shape(name) for name, translated in names.items()}
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {translated: f"of shape {header.shape(name)}" for name, translated in names.items()}
+    expected = {name: f"of shape {tuple(tensor.shape)}" for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
     for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise UserError(
-                f"{path}: the shape of {name} must be {expected.get(name)}, as the settings say, but is "
-                f"{found.get(name)}; {CHOOSE_ANOTHER}"
-            )
+        must, does = expected.get(name, "missing"), found.get(name, "missing")
+        if must != does:
+            raise UserError(f"{path}: {name} must be {must}, as the settings say, but is {does}; {CHOOSE_ANOTHER}")
     for name in names:
         kind = header.tensors[name].tensor_type
         advice = "quantise the model in another type, such as Q4_K_M"

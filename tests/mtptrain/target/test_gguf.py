@@ -96,18 +96,11 @@ def test_a_gguf_file_has_the_logits_of_its_dequantised_weights(
     assert len(found) == 260 and max(found.encode("<|endoftext|>")) < 256
 
 
-def test_a_gguf_file_has_the_logits_that_transformers_computes_from_it(file: Path) -> None:
-    reference = logits_of(file.parent, gguf_file=file.name)
-    torch.testing.assert_close(logits_of(resolve_target(str(file))), reference, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "factor"), [(None, 4.0), ("linear", 4.0), ("none", None)])
-def test_a_rope_factor_counts_unless_the_scaling_is_none(
-    tmp_path: Path, target: Path, kind: str | None, factor: float | None
-) -> None:
-    settings = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
-    directory = resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target, settings=settings)))
-    assert read_target_config(directory).rope_parameters.get("factor") == factor
+def test_a_rope_factor_counts_unless_the_scaling_is_none(tmp_path: Path, target: Path) -> None:
+    for kind, factor in ((None, 4.0), ("linear", 4.0), ("none", None)):
+        settings = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+        directory = resolve_target(str(write_gguf(tmp_path / "tiny.gguf", target, settings=settings)))
+        assert read_target_config(directory).rope_parameters.get("factor") == factor
 
 
 def llama3_rope(factor: float) -> tuple[dict[str, Any], np.ndarray]:
@@ -268,19 +261,13 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda content: b"", "must be a GGUF file .* but begins with b''; choose another file"),
     "a text": (lambda content: b"a text\n", r"must be a GGUF file .* but begins with b'a text\\n'"),
     "another version": (lambda content: content[:4] + b"\1" + content[5:], "must be a GGUF file of version 2 or 3"),
-    "another byte order": (
-        lambda content: content[:4] + b"\0\0\0\3" + content[8:],
-        "must be .* in little-endian order",
-    ),
+    "another byte order": (lambda content: content[:4] + b"\0\0\0\3" + content[8:], "must be .* in little-endian"),
     "bytes in a name": (lambda content: content.replace(b"general.type", b"general.\xff\xffpe"), COMPLETE),
-    "nine dimensions": (lambda content: content.replace(UP, UP[:-4] + struct.pack("<I", 9)), COMPLETE),
     "a name twice": (lambda content: content.replace(b"blk.1.attn_k.", b"blk.0.attn_k."), COMPLETE),
-    "an unknown type": (lambda content: content.replace(UP + SHAPE + b"\10", UP + SHAPE + b"\xf0"), COMPLETE),
     "an integer type": (
         lambda content: content.replace(NORM + b"\0", NORM + b"\x1a"),
         "output_norm.weight must have a type that the package gguf can dequantise, but the library reports NotImpl",
     ),
-    "rows within a block": (lambda content: content.replace(UP + b"\x40", UP + b"\x3f"), COMPLETE),
     "an empty tensor": (
         lambda content: content.replace(UP + SHAPE, UP + SHAPE[:8] + bytes(8)),
         "tensors must follow one another",
@@ -302,18 +289,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(file: Path) -> None:
     content = file.read_bytes()
     data_start = min(tensor.data_offset for tensor in read_header(file).tensors.values())
     table = content.index(b"blk.0")
-    for cut in (
-        12,
-        30,
-        200,
-        data_start // 2,
-        table - 1,
-        table + 3,
-        table + 20,
-        data_start - 64,
-        data_start + 1000,
-        -100,
-    ):
+    for cut in (12, 30, 200, table - 1, table + 3, table + 20, data_start - 64, data_start + 1000, -100):
         file.write_bytes(content[:cut])
         assert_refused(file, COMPLETE)
 
@@ -332,27 +308,20 @@ def test_tensors_that_do_not_follow_one_another_are_refused(file: Path, begins: 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"general.type": "mmproj"}, "general.type must be model, but is 'mmproj'; give the file of the model itself"),
-    (
-        {"split.count": 3},
-        "split.count must be 1, a whole model in one file, but is 3; merge the parts with llama.cpp's",
-    ),
+    ({"split.count": 3}, "split.count must be 1, a whole model in one file, but is 3; merge the parts with"),
     ({"general.architecture": "rwkv7"}, "general.architecture must be one of llama, qwen2, qwen3, but is 'rwkv7'"),
     ({"llama.attention.sliding_window": 64}, "settings must be .*, but llama.attention.sliding_window is not; choose"),
-    ({"llama.rope.scale_linear": 2.0}, "settings must be among .*, but llama.rope.scale_linear is not"),
     ({"llama.block_count": None}, "llama.block_count must be a number above 0, but is None; download it again"),
-    ({"llama.attention.head_count": 0}, "llama.attention.head_count must be a number above 0, but is 0"),
     ({"llama.attention.head_count_kv": [2, 2]}, r"llama.attention.head_count_kv must be a number .* is \[2, 2\]"),
     ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base must be a number above 0, but is nan"),
-    ({"llama.rope.scaling.type": 3}, "llama.rope.scaling.type must be linear or none, but is 3"),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be linear or none, but is 'yarn'; choose"),
     ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count must be 16, but is 8"),
     ({"llama.attention.value_length": 32}, "llama.attention.value_length must be 16, but is 32"),
     ({"llama.expert_count": 8}, "llama.expert_count must be 0, but is 8"),
     ({"llama.attention.head_count": 3}, "settings must describe a model that transformers can build, but the library"),
-    ({"llama.attention.key_length": 7, "llama.attention.value_length": 7}, "llama.rope.dimension_count must be 7"),
-    ({"llama.vocab_size": 300}, r"the shape of model.embed_tokens.weight must be \(300, 64\), .*, but is \(260, 64\)"),
-    ({"llama.block_count": 1}, r"the shape of model.layers.1.input_layernorm.weight must be None, .*, but is \(64,\)"),
-    ({"llama.block_count": 3}, r"the shape of model.layers.2.input_layernorm.weight must be \(64,\), .*, but is None"),
+    ({"llama.vocab_size": 300}, r"model.embed_tokens.weight must be of shape \(300, 64\), .*, but is of shape \(260"),
+    ({"llama.block_count": 1}, r"model.layers.1.input_layernorm.weight must be missing, .*, but is of shape \(64,\)"),
+    ({"llama.block_count": 3}, r"model.layers.2.input_layernorm.weight must be of shape \(64,\), .*, but is missing"),
     ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model must be gpt2, but is None; choose another file, or the"),
     ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges must be a list, but is None; download it again"),
     ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, but the library reports"),
@@ -382,7 +351,7 @@ def test_tokens_and_tensors_that_cannot_be_honoured_are_refused(tmp_path: Path, 
     shutil.rmtree(tmp_path / "cache")
     both = {**theta, "llama.rope.scaling.factor": 4.0}
     file = write_gguf(tmp_path / "both.gguf", target, settings=both, tensors={"rope_freqs.weight": factors})
-    assert_refused(file, "the shape of rope_freqs.weight must be None, as the settings say, but is")
+    assert_refused(file, "rope_freqs.weight must be missing, as the settings say, but is")
     for wrong in (np.linspace(1, 8, 8).astype(np.float32), factors[:4]):
         file = write_gguf(tmp_path / "wrong.gguf", target, settings=theta, tensors={"rope_freqs.weight": wrong})
         assert_refused(file, r"rope_freqs\.weight must hold the RoPE factors of Llama 3\.1 or later, but holds others")

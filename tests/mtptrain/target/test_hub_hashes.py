@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.target.hub_hashes import verify_weights
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
 from tests.sealed import flip_bit
 
@@ -36,23 +37,16 @@ def test_a_flipped_byte_is_found_by_the_hubs_hash(
     tmp_path: Path, tiny_target: Path, download: Callable[[Path], Path]
 ) -> None:
     target = shutil.copytree(tiny_target, tmp_path / "target")
+    with pytest.raises(UserError, match=r"^target\.verify: the hub's hashes .* must be known, but .* has none"):
+        verify_weights(target)
     path = download(target)
     verify_weights(target)
-    flip_bit(path, -100)
-    with pytest.raises(ValueError, match=r"safetensors: must have the hub's sha256 \w{64}, but has \w{64}; down"):
-        verify_weights(target)
-
-
-def test_a_file_without_a_known_hash_is_pointed_out(tmp_path: Path, tiny_target: Path) -> None:
-    target = shutil.copytree(tiny_target, tmp_path / "target")
-    in_own_directory(target)
     shutil.copy(target / NAME, target / "other.safetensors")
-    weight_map = {"a": NAME, "b": "other.safetensors"}
-    (target / f"{NAME}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = target / f"{NAME}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": NAME, "b": "other.safetensors"}}))
     with pytest.warns(UserWarning, match=r"^target\.verify: all 2 weight files .*, but 1 have none, such as other"):
         verify_weights(target)
-
-
-def test_weights_without_known_hashes_cannot_be_verified(tiny_target: Path) -> None:
-    with pytest.raises(ValueError, match=r"^target\.verify: the hub's hashes .* must be known, but .* has none"):
-        verify_weights(tiny_target)
+    index.unlink()
+    flip_bit(path, -100)
+    with pytest.raises(UserError, match=r"safetensors: must have the hub's sha256 \w{64}, but has \w{64}; down"):
+        verify_weights(target)

@@ -16,7 +16,7 @@ from accelerate import cpu_offload
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
@@ -26,7 +26,6 @@ from mtptrain.target.loading import check_placement, load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import save_tensors
-from tests.conftest import FAMILIES, make_target
 from tests.mtptrain.target.inputs import CPU, write_config
 
 Damage = Callable[[Path], object]
@@ -82,7 +81,7 @@ def place(target: Path) -> None:
 
 
 ROPE = {"rope_type": "default"}
-WINDOWS = ["sliding_attention", "full_attention"]
+WINDOWS, FULL = ["sliding_attention", "full_attention"], ["full_attention"] * 2
 EVIL_TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
 EVIL_MODEL = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
 OWN_CLASS = "tokenizer_class must be a class of transformers, because mtptrain never runs .*, but is"
@@ -95,29 +94,22 @@ NOT_RUN = (
     r"target\.path: transformers must be able to run the quantised weights that quantization_config in .*/config\.json "
     "describes, but reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states.backend=vllm"
 )
+PARTIAL = "partial_rotary_factor must be 1, because transformers rotates whole attention heads"
 IN_CONFIG: dict[str, tuple[Damage, str]] = {
     "garbage": (write("config.json", GARBAGE), r"/config\.json: must be UTF-8, but is not \('utf-8' codec"),
     "a list": (write("config.json", b"[]"), r"/config\.json: must hold a JSON object, but holds a list; download it"),
     "nested": (write("generation_config.json", NESTED), r"/generation_config\.json: must be JSON, but is nested too"),
     "an adapter": (write("adapter_config.json", b"{}"), r"/adapter_config\.json: must not exist, .*; merge the ada"),
     "no type": (change(model_type=...), "/config.json: model_type must name a family of models, but is None; download"),
-    "a number": (change(model_type=3), "/config.json: model_type must name a family of models, but is 3; download it"),
     "no family": (change(model_type="nonsense"), "/config.json: must be readable by transformers, which .*nonsense"),
     "no language": (change(model_type="t5"), r"target\.path: transformers must have a language model .* none for 't5'"),
-    "no layers": (change(num_hidden_layers=-1), r"num_hidden_layers must be a whole number from 1 to 10000, but is -1"),
     "1e9 layers": (change(num_hidden_layers=10**9), r"num_hidden_layers must be .* to 10000, but is 1000000000"),
     "head_dim": (change(head_dim=-2), NOT_SIZE.format("head_dim")),
     "no context": (change(max_position_embeddings=-1), NOT_SIZE.format("max_position_embeddings")),
     "no key heads": (change(num_key_value_heads=0), NOT_SIZE.format("num_key_value_heads")),
     "MTP layers": (change(num_nextn_predict_layers="x"), NOT_SIZE.format("num_nextn_predict_layers")),
     "key heads": (change(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, but"),
-    "heads": (change(num_attention_heads=7), "/config.json: must be readable by transformers, .*not a multiple"),
-    "vocabulary": (change(vocab_size="many"), "readable by transformers, .*'vocab_size' expected int, got str"),
-    "theta": (
-        change(rope_parameters=ROPE | {"rope_theta": float("nan")}),
-        "rope_theta must be a number .*, but is nan",
-    ),
-    "negative": (change(rope_parameters=ROPE | {"rope_theta": -1.0}), "rope_theta must be a number above 0, but is -1"),
+    "theta": (change(rope_parameters=ROPE | {"rope_theta": float("nan")}), "rope_theta must be a number .* is nan"),
     "growing RoPE": (change(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "RoPE must be one of def"),
     "an end": (
         both(write("generation_config.json", None), change(eos_token_id=500)),
@@ -128,7 +120,7 @@ IN_CONFIG: dict[str, tuple[Damage, str]] = {
             write("generation_config.json", json.dumps({"eos_token_id": value}).encode()),
             "/generation_config.json: eos_token_id must be token ids below",
         )
-        for value in ({"a": 1}, [None], "abc", 1.5, [3, -1])
+        for value in ([None], "abc", [3, -1])
     },
     "later tokens": (
         change(model_type="gemma3_text", use_bidirectional_attention=True),
@@ -141,7 +133,11 @@ IN_CONFIG: dict[str, tuple[Damage, str]] = {
     "kernels": (change(attn_implementation="evil/kernels"), "attn_implementation must be unset, because"),
     "kernels by layer": (change(_attn_implementation={"": "a/b"}), "attn_implementation must be unset"),
     "experts": (change(experts_implementation="evil/moe"), "experts_implementation must be unset"),
-    "partial rotary": (change(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, because transformers rot"),
+    "partial rotary": (
+        change(model_type="gemma3_text", rope_parameters=..., layer_types=FULL, partial_rotary_factor=0.5),
+        PARTIAL,
+    ),
+    "partial RoPE": (change(rope_parameters=ROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}), PARTIAL),
 }
 IN_TOKENIZER: dict[str, tuple[Damage, str]] = {
     "garbage": (write("tokenizer.json", GARBAGE), r"/tokenizer\.json: must be UTF-8, but is not \('utf-8' codec"),
@@ -156,11 +152,9 @@ IN_TOKENIZER: dict[str, tuple[Damage, str]] = {
 }
 IN_WEIGHTS: dict[str, tuple[Damage, str]] = {
     "larger vocabulary": (change(vocab_size=1000), r"embed_tokens\.weight must have the shape \(1000, 64\) .*260"),
-    "smaller vocabulary": (change(vocab_size=258), r"embed_tokens\.weight must have the shape \(258, 64\) .*260"),
     "MLP": (change(intermediate_size=10), r"safetensors: model\.layers\.0\.mlp\.\w+\.weight must have the shape"),
     "fewer layers": (change(num_hidden_layers=1), "target: the weights must have num_hidden_layers=1 .*, but have 2"),
     "padding": (change(pad_token_id=10**6), r"config\.json: must describe a model .*AssertionError"),
-    "kernel": (change(attn_implementation="flash_attention_2"), r"config\.json: must describe .*FlashAttention2"),
     "activation": (change(hidden_act="nonsense"), r"config\.json: must describe a model that transformers .*nonsense"),
     "integers": (added(**{UP: torch.ones(96, 64).int()}), rf"{UP} must have one of the dtypes F64, .* but has I32"),
     "incomplete": (
@@ -182,7 +176,6 @@ IN_WEIGHTS: dict[str, tuple[Damage, str]] = {
     "none": (write(WEIGHTS, None), "weights must be safetensors files, but .* does not exist"),
     "garbage in the index": (write(INDEX, GARBAGE), rf"/{INDEX}: must be UTF-8, but is not \('utf-8' codec"),
     "no map": (index({}), NO_MAP),
-    "an empty map": (index({"weight_map": {}}), NO_MAP),
     "a list": (index({"weight_map": ["a"]}), NO_MAP),
     "another folder": (index({"weight_map": {"a": "/a.safetensors"}}), "must name files in its own .*, but names '/a"),
     "the folder above": (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
@@ -192,10 +185,8 @@ IN_WEIGHTS: dict[str, tuple[Damage, str]] = {
         both(added(**{EMBEDDINGS: torch.ones(260, 64).char()}), change(quantization_config={})),
         UNQUANTISED.format(*["model.embed_tokens"] * 2),
     ),
-    "GPTQ": (added(**{"lm_head.qweight": torch.zeros(1, 4).int()}), UNQUANTISED.format("lm_head", "lm_head")),
 }
 OTHERS: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
-    "layers": (change(num_hidden_layers=1), load_whole, "the weights must have num_hidden_layers=1 .*, but have 2"),
     "no norm": (IN_WEIGHTS["no norm"][0], load_whole, r"the checkpoint must hold model\.norm\.weight, but does not"),
     "an index": (index({}), weights_fingerprint, NO_MAP),
     "the last layer in fp8": (
@@ -207,7 +198,6 @@ OTHERS: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
         f"quantised: {reason}": (change(quantization_config=method), place, NOT_RUN.format(reason))
         for method, reason in (
             ({"quant_method": "gptq", "bits": 4}, "optimum|gptqmodel"),
-            ({"quant_method": "nf3"}, "nf3"),
             ({}, "no `quant_method`"),
             ({"quant_method": "compressed-tensors", "config_groups": 7}, "config_groups"),
         )
@@ -352,21 +342,3 @@ def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * size))
     check_placement(tiny_target, torch.float32, cuda)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("place", ["top", "rope_parameters"])
-def test_partial_rotary_embeddings_of_a_family_that_rotates_whole_heads_are_refused(
-    tmp_path: Path, family: str, place: str
-) -> None:
-    """Some of these models would rotate whole heads, where engines rotate a part of each; the others cannot run."""
-    config = AutoConfig.from_pretrained(make_target(tmp_path, *FAMILIES[family])).to_dict()
-    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
-    (config if place == "top" else rope)["partial_rotary_factor"] = 0.5
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"partial_rotary_factor must be 1, because|forward of transformers must run"):
-        load_whole(tmp_path)
-    (config if place == "top" else rope)["partial_rotary_factor"] = 1.0
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    load_whole(tmp_path)

@@ -6,25 +6,22 @@ import shlex
 import pytest
 
 from mtptrain.target.template_kwargs import override_of, set_template_kwargs
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, make_tokenizer
 
 QUESTION = [{"role": "user", "content": "hi"}]
 VALUES = [False, True, None, 7, 0.5, "plain", 'it\'s "odd" \\ \n {{ x }} é 😀', ["a", {"b": None}], {"c": [1, False]}]
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_a_template_reads_the_values_as_a_server_passes_them(value: object) -> None:
+def test_a_template_reads_the_values_as_a_server_passes_them() -> None:
     template = "\n{% macro shown() %}{{ mode | tojson }}{% endmacro %}{% for m in messages %}{{ shown() }}{% endfor %}"
-    passed = make_tokenizer(template).apply_chat_template(QUESTION, tokenize=False, mode=value)
-    tokenizer = make_tokenizer(template)
-    set_template_kwargs(tokenizer, {"mode": value})
-    assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == passed
-
-
-def test_without_values_the_template_stays_as_it_is() -> None:
-    tokenizer = make_tokenizer("{{ mode }}")
-    set_template_kwargs(tokenizer, {})
-    assert tokenizer.chat_template == "{{ mode }}"
+    for value in VALUES:
+        passed = make_tokenizer(template).apply_chat_template(QUESTION, tokenize=False, mode=value)
+        tokenizer = make_tokenizer(template)
+        set_template_kwargs(tokenizer, {})
+        assert tokenizer.chat_template == template
+        set_template_kwargs(tokenizer, {"mode": value})
+        assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == passed
 
 
 def test_each_of_several_templates_gets_the_values() -> None:
@@ -35,38 +32,26 @@ def test_each_of_several_templates_gets_the_values() -> None:
     assert str(tokenizer.apply_chat_template(QUESTION, tools=[{"n": 1}], tokenize=False)).startswith("x[")
 
 
-@pytest.mark.parametrize("template", ["{{ messages }}{{ enable_thinking }}", None])
-def test_a_variable_that_the_template_does_not_read_is_refused_by_name(template: str | None) -> None:
-    tokenizer = make_tokenizer(template)
-    with pytest.raises(ValueError, match=r"template_kwargs: must name variables that .* but names enable_thinkin, mes"):
-        set_template_kwargs(tokenizer, {"enable_thinkin": False, "messages": []})
-
-
-def test_a_template_that_cannot_be_read_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match=r"the chat template of .* must be valid, but Jinja reports TemplateSyntaxEr"):
-        set_template_kwargs(make_tokenizer("{{ 'a }}"), {"enable_thinking": False})
-
-
-@pytest.mark.parametrize("name", ["role", "upper", "if", "defined", "else", "set"])
-def test_attributes_filters_and_words_of_jinja_are_no_variables(name: str) -> None:
+def test_names_that_are_no_variables_of_the_template_are_refused() -> None:
     template = (
-        "{% for m in messages if m.role is defined %}{% set x = m.role | upper %}{% break %}"
+        "{{ messages }}{% for m in messages if m.role is defined %}{% set x = m.role | upper %}{% break %}"
         "{% generation %}{{ x if mode else x }}{% endgeneration %}{% endfor %}"
     )
     set_template_kwargs(make_tokenizer(template), {"mode": 1})
-    with pytest.raises(ValueError, match=rf"template_kwargs: must name variables that .* but names {name};"):
-        set_template_kwargs(make_tokenizer(template), {name: 1})
+    for given in (template, None):
+        for name in ("model", "messages", "role", "upper", "if", "defined", "else", "set"):
+            with pytest.raises(UserError, match=rf"template_kwargs: must name variables that .* but names {name};"):
+                set_template_kwargs(make_tokenizer(given), {name: 1})
+    with pytest.raises(UserError, match=r"the chat template of .* must be valid, but Jinja reports TemplateSyntaxEr"):
+        set_template_kwargs(make_tokenizer("{{ 'a }}"), {"enable_thinking": False})
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+def test_the_advice_of_an_error_can_be_typed() -> None:
+    for kwargs in (
         {"enable_thinking": False},
         {"effort": "high", "depth": 2, "tags": ["a b"]},
         {"line": "a\nb\t", "path": "C:\\x", "quoted": 'a\\"b'},
         {"effort": "1", "mark": 'it\'s "so", {x}', "empty": "", "none": None, "deep": {"share": 0.5}},
-    ],
-)
-def test_the_advice_of_an_error_can_be_typed(kwargs: dict[str, object]) -> None:
-    [override] = shlex.split(override_of(json.dumps(kwargs)))
-    assert make_config(override).prompts.template_kwargs == kwargs
+    ):
+        [override] = shlex.split(override_of(json.dumps(kwargs)))
+        assert make_config(override).prompts.template_kwargs == kwargs
