@@ -36,7 +36,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import StoredDocument
-from mtptrain.planning.costs import step_flops
+from mtptrain.planning.step import step_flops
 from mtptrain.settings.heads import DflashConfig, Eagle3Config, HeadConfig, MtpConfig
 from mtptrain.settings.precision import train_dtype
 from mtptrain.target.form import find_form
@@ -197,7 +197,9 @@ class OurStep:
         return time.perf_counter() - started
 
     def row(self, seconds: float) -> Row:
-        flops = step_flops(self.case.head, self.case.target, self.trainer.loss_settings).of(self.batch.packing)
+        flops = step_flops(self.trainer.engine.module, self.case.target, self.trainer.loss_settings).of(
+            self.batch.packing
+        )
         phases = self.trainer.clock.read()
         more = {"mfu": flops / seconds / matmul_peak(self.device, self.dtype)}
         more["optimizer_share"] = phases["optimizer"] / sum(phases.values())

@@ -33,8 +33,7 @@ from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token
 from mtptrain.hidden_states.store import MANIFEST, HiddenStore, StoreManifest, find_damage
 from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, STREAM, delete_shards, missing_open_shards
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
-from mtptrain.planning.plan import streams_bytes_per_token
-from mtptrain.planning.planner import print_plan
+from mtptrain.planning.plan import print_plan, streams_bytes_per_token
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.run_dir import claim_stage_dir, was_made_with, write_provenance, writing
 from mtptrain.settings.precision import announce_precision

@@ -45,7 +45,7 @@ from mtptrain.convert.formats import has_format
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
-from mtptrain.planning.planner import print_plan
+from mtptrain.planning.plan import print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
 from mtptrain.serving.exports import export_dir, refuse_changed_export

@@ -43,7 +43,7 @@ from mtptrain.heads.files import (
 from mtptrain.hidden_states.store import HiddenStates
 from mtptrain.init_from.from_target import start_from_target
 from mtptrain.init_from.start import check_one_start, load_init
-from mtptrain.planning.costs import step_flops
+from mtptrain.planning.step import step_flops
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.run_dir import write_provenance, writing
 from mtptrain.settings.precision import announce_precision, train_dtype
@@ -177,7 +177,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     progress = Progress() if checkpoint is None else load_checkpoint(trainer.engine, checkpoint)
     if ranks.is_first:
         remove_stale_heads(run.stage_dir("train"), progress.step)
-    flops = step_flops(config.head, run.target.config, trainer.loss_settings)
+    flops = step_flops(head, run.target.config, trainer.loss_settings)
     meter = StepMeter(ranks.device, trainer.clock, flops, matmul_peak(ranks.device, trainer.dtype))
     head_facts: dict[str, object] = {
         TARGET_WEIGHTS: identity.target.weights_sha256,

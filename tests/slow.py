@@ -32,8 +32,6 @@ SLOW = {
     r"tests/slurm/test_(pipeline|lost_nodes)\.py",
     # Whole programs. Kept: the pipeline on the tiny target, tests of their parts, and the wheel's list of files.
     r"tests/test_packaging\.py::test_(a_bare_checkout|an_installed_)",
-    # Plans. Kept: Llama 3.1 8B with both heads.
-    r"tests/test_recipe_plans\.py::test_every_plan\w*\[(?!llama3_1_8b_)",
 }
 
 

@@ -1,4 +1,10 @@
-"""Estimates the disk, GPU memory and time of a run before anything is loaded. `planner.py` prints the plan.
+"""Plans the disk, GPU memory and time of a run before anything is loaded, and warns of everything that will not fit.
+
+It reads the target's config.json (the only file downloaded for a hub name) and, if mtptrain prompts has been run, the
+documents that it wrote. It loads no weights and writes nothing, except that a GGUF file is first dequantised into the
+cache. `plan=true` prints the plan instead of running the program:
+
+    mtptrain hidden-states recipe=llama3_1_8b_mtp plan=true
 
 Until mtptrain prompts has been run, upper bounds stand in for unknown numbers: every document has
 `prompts.max_document_tokens` tokens, all supervised. The number of tokens is a guess (`UNKNOWN_TOKENS`) if
@@ -6,231 +12,408 @@ Until mtptrain prompts has been run, upper bounds stand in for unknown numbers: 
 """
 
 import math
+import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from hydra.core.hydra_config import HydraConfig
+from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.config import Backend, PipelineConfig, PlannerConfig, StoreDtype
+from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
 from mtptrain.convert.export_proof import proof_bytes
 from mtptrain.convert.formats import warn_of_limits
+from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.heads import HEADS
+from mtptrain.heads.draft_model import DraftModelHead
+from mtptrain.heads.files import build_head
+from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.vllm_streams import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
-from mtptrain.planning.costs import MicroBatch, StepCosts, TargetCosts, head_parameters, step_costs, target_costs
-from mtptrain.planning.decoding_memory import draft_model_bytes, validation_bytes
-from mtptrain.planning.workload import Workload, count_workload, estimate_steps, read_train_documents
+from mtptrain.hidden_states.stream import OPEN_WINDOWS
+from mtptrain.planning.step import activation_bytes, step_flops
+from mtptrain.planning.target import cached_values, target_costs, validation_bytes
+from mtptrain.serving.break_even import read_costs, verdicts
+from mtptrain.serving.found_engines import describe_engines
 from mtptrain.settings.precision import train_dtype
 from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir, weight_files
 from mtptrain.target.loading import FITTING_SHARE
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.losses import LossSettings
+from mtptrain.training.step_packing import pack_documents, shuffled
+from mtptrain.utils.masking import hide_passwords
 
 ENGINE_SHARE = 0.9
 """Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including a batch's activations."""
+UNKNOWN_TOKENS = 1_000_000
+"""Number of tokens assumed if the recipe sets no limit and mtptrain prompts has not been run."""
+RECOMPUTING = 1.15
+"""FLOPs of a step with activation checkpointing, relative to one without: 1.01 (`medusa`) to 1.26 (`dflash`)."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    """An estimate of a stage's time."""
+class Plan:
+    """The needs of a run, as rows of a table, with a warning and a remedy for everything that will not fit."""
 
-    tokens_per_s: float
-    """Tokens per second of all GPUs together."""
-    seconds: float
-    basis: str
-    """Text that says what limits the speed, or that tokens/s were given."""
+    def __init__(self, config: PipelineConfig, free_bytes: int | None = None) -> None:
+        """Plan a run.
 
+        Args:
+            config: the run's settings.
+            free_bytes: free bytes on the disk of run_dir; looked up by default.
 
-@dataclass(frozen=True)
-class TrainMemory:
-    """Bytes on each GPU during training."""
+        Raises:
+            UserError: the target does not exist, or mtptrain or the backend does not support the target's family, or
+                the head does not fit the target.
+        """
+        self.config = config
+        self.rows: dict[str, str] = {}
+        self.warnings: list[str] = []
+        target_dir, kind = config_dir(config.target.path, config.target.revision), HEADS[config.head.name]
+        self.target_config = read_target_config(target_dir)
+        self.backend = choose_backend(config.hidden_states.backend, self.target_config)
+        kind.check_trainable(config.head, self.target_config)
+        gguf = gguf_of(config.target.path, config.target.gguf)
+        warn_of_limits(config.export.engine, config.head, self.target_config, gguf)
+        self.captured = kind.resolve_capture_layers(config.head, self.target_config)
+        check_store_dtype(config.hidden_states.store_dtype, self.captured)
+        self.target = target_costs(self.target_config)
+        with torch.device("meta"):
+            self.head = build_head(config.head, self.target_config)
+        self.head.activation_checkpointing = config.train.activation_checkpointing
+        self._count_documents()
+        self._plan_disk(_free_disk(Path(config.run_dir)) if free_bytes is None else free_bytes)
+        self._plan_extraction(target_dir)
+        self._plan_training()
+        self._plan_time()
 
-    zero_stage: int
-    weights: int
-    gradients: int
-    optimizer: int
-    """Two Adam moments, and fp32 master weights with bf16 or ZeRO."""
-    frozen_parts: int
-    """The target's embeddings, final norm and lm_head."""
-    activations: int
-    """Peak of forward, loss and backward over one micro-batch."""
-    validation_target: int
-    """The whole target, in `acceptance.dtype`; 0 if `train.validation_prompts` is 0."""
-    validation: int
-    """Peak of validation, which runs between steps, when no activations are alive; 0 without validation."""
+    def _count_documents(self) -> None:
+        """Count the training documents of stage 1, or else take the recipe's bounds."""
+        path, prompts = self.config.stage_dir("prompts") / f"{Split.train}.safetensors", self.config.prompts
+        self.lengths = np.zeros(0, np.int64)
+        self.num_tokens = self.num_supervised = prompts.max_train_tokens or UNKNOWN_TOKENS
+        self.longest_tokens = self.mean_tokens = prompts.max_document_tokens
+        """The mean length is averaged over tokens, not documents. Attention costs are proportional to it."""
+        if not path.exists():
+            self.rows["documents"] = (
+                f"{'at most' if prompts.max_train_tokens else 'an assumed'} {self.num_tokens:,} tokens in documents of "
+                f"up to {self.longest_tokens:,}, all supervised (not counted yet: mtptrain prompts has not been run)"
+            )
+            return
+        documents = Documents.load(require_prompts(path.parent, path.name))
+        self.lengths, self.num_tokens = documents.lengths, len(documents.input_ids)
+        self.num_supervised, self.longest_tokens = int(documents.loss_mask.sum()), int(self.lengths.max(initial=1))
+        self.mean_tokens = round((self.lengths.astype(np.float64) ** 2).sum() / max(1, self.num_tokens))
+        self.rows["documents"] = (
+            f"{len(self.lengths):,} with {self.num_tokens:,} tokens, {self.num_supervised:,} supervised "
+            f"({self.num_supervised / max(1, self.num_tokens):.0%}); the longest has {self.longest_tokens:,}"
+        )
+
+    def _plan_disk(self, free_bytes: int) -> None:
+        config, chosen = self.config, self.config.hidden_states.store_dtype
+        dtypes = [dtype for dtype in StoreDtype if self.captured or dtype is not StoreDtype.fp8_aux]
+        hidden_size, num_captured = self.target_config.hidden_size, len(self.captured)
+        self.bytes_per_token = {dtype: bytes_per_token(hidden_size, num_captured, dtype) for dtype in dtypes}
+        document_bytes = DOCUMENT_BYTES * len(self.lengths)
+        whole = {dtype: size * self.num_tokens + document_bytes for dtype, size in self.bytes_per_token.items()}
+        window = OPEN_WINDOWS * config.train.stream_shards * config.hidden_states.shard_tokens
+        streamed = {dtype: min(whole[dtype], window * size) for dtype, size in self.bytes_per_token.items()}
+        self.store_bytes = whole
+        """Size of the whole store with each dtype."""
+        sizes = {
+            dtype: f"{dtype} {_gb(whole[dtype])} ({self.bytes_per_token[dtype]:,} bytes/token)" for dtype in dtypes
+        }
+        self.rows["hidden states"] = "; ".join([sizes.pop(chosen), *sizes.values()])
+        if config.train.stream:
+            self.rows["streamed"] = f"{_gb(streamed[chosen])} at a time"
+        self.rows["free disk"] = f"{_gb(free_bytes)} on the disk of run_dir"
+        needed = streamed if config.train.stream else whole
+        ways = [
+            (needed[StoreDtype.fp8], f"hidden_states.store_dtype=fp8 ({_gb(needed[StoreDtype.fp8])}), "),
+            (streamed[chosen], f"train.stream=true train.epochs=1 ({_gb(streamed[chosen])} at a time), "),
+            (free_bytes if config.train.stream else math.inf, "a lower train.stream_shards, "),
+        ]
+        smaller = "".join(way for size, way in ways if size <= free_bytes)
+        if needed[chosen] > free_bytes:
+            self.warnings.append(
+                f"run_dir: {_gb(needed[chosen])} must be free for the hidden states, but {config.run_dir} has "
+                f"{_gb(free_bytes)}; set {smaller}run_dir to a larger disk, or a lower prompts.max_train_tokens"
+            )
+
+    def _plan_extraction(self, target_dir: Path) -> None:
+        settings, planner, is_vllm = self.config.hidden_states, self.config.planner, self.backend is Backend.vllm
+        gpus, parallel = planner.num_gpus, settings.tensor_parallel_size
+        available, for_engine = FITTING_SHARE * planner.gpu_memory_gb * 1e9, ENGINE_SHARE * planner.gpu_memory_gb * 1e9
+        # 1. Weights as extraction loads them, of which those of local and quantised files have the size of the files.
+        total = self.target.num_parameters * getattr(torch, settings.dtype).itemsize
+        if hasattr(self.target_config, "quantization_config") and any(target_dir.glob("*.safetensors")):
+            total = sum(path.stat().st_size for path in weight_files(target_dir))
+        self.is_spread = not is_vllm and gpus > 1 and total > available
+        """Whether accelerate spreads the target over all GPUs, which then take turns. Never true with backend vllm."""
+        weights = total // (parallel if is_vllm else gpus if self.is_spread else 1)
+        how = f", spread by accelerate over {gpus} in one process" if self.is_spread else ""
+        how = f", tensor parallel over {parallel}" if is_vllm and parallel > 1 else how
+        # 2. States in flight: those of the longest document and of two batches, one of which runs while the other is
+        # written. vLLM allocates a page in every layer for each block of states, but fills only one of them, and tensor
+        # parallelism does not divide them (`get_kv_cache_groups` in vLLM 0.32).
+        streams = streams_bytes_per_token(self.config, self.target_config, self.captured)
+        self.written_bytes = streams if is_vllm else 0
+        num_in_flight = 2 * settings.batch_tokens + self.longest_tokens
+        states = self.target_config.num_hidden_layers * streams * num_in_flight
+        if is_vllm:
+            self.rows["scratch"] = f"{streams:,} bytes/token in vLLM's files, deleted after each shard"
+        self.rows["target"] = (
+            f"{self.target.num_parameters / 1e9:.2f} B parameters, {_gb(weights)} of weights on each GPU{how}, "
+            f"{self.backend}"
+        )
+        if is_vllm:
+            self.rows["extraction, each GPU"] = (
+                f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}"
+            )
+        # 3. The smallest power of two of GPUs that fits vLLM's weights and states, if one does.
+        left = min(available, for_engine - states)
+        ranks = 1 << (math.ceil(total / left) - 1).bit_length() if left > 0 else math.inf
+        set_ranks = f"hidden_states.tensor_parallel_size={ranks}"
+        with_vllm = f"{ranks} GPUs with hidden_states.backend=vllm {set_ranks}, or " if left > 0 else ""
+        if weights > available:
+            self.warnings.append(
+                f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take "
+                f"{_gb(weights)}; use {with_vllm}at least {math.ceil(total / available)} GPUs in one machine with "
+                "hidden_states.backend=transformers"
+            )
+        elif is_vllm and weights + states > for_engine:
+            self.warnings.append(
+                f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(for_engine)} of each GPU "
+                f"with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states, which tensor "
+                f"parallelism does not divide; set {set_ranks + ', ' if ranks <= gpus else ''}a lower "
+                "hidden_states.batch_tokens, a lower prompts.max_document_tokens, or "
+                "hidden_states.backend=transformers"
+            )
+        elif self.is_spread and ranks <= gpus:
+            self.warnings.append(
+                f"target.path: weights must fit into {_gb(available)} of one GPU for all GPUs to work at once, but "
+                f"take {_gb(total)}; start mtptrain hidden-states as one process, in which accelerate spreads them "
+                f"over all GPUs, or set hidden_states.backend=vllm {set_ranks}"
+            )
+        if is_vllm and gpus % parallel:
+            self.warnings.append(
+                f"hidden_states.tensor_parallel_size: must divide the {gpus} GPUs of planner.num_gpus, but is "
+                f"{parallel}; change one of them"
+            )
+
+    def _plan_training(self) -> None:
+        """Plan the memory of training and validation on each GPU, and check the settings of steps.
+
+        ZeRO 1 shards the optimizer state over the GPUs, and ZeRO 2 also shards the gradients. fp32 without ZeRO has no
+        master weights. Validation runs between steps, when no activations are alive.
+        """
+        config, train, gpus = self.config, self.config.train, self.config.planner.num_gpus
+        available, zero = config.planner.gpu_memory_gb * 1e9, config.deepspeed.get("zero_optimization", {})
+        self.dtype: torch.dtype = getattr(torch, train_dtype(config.deepspeed))
+        vocab_size, hidden_size = self.target_config.vocab_size, self.target_config.hidden_size
+        num_tables, stage = 1 if self.target_config.tie_word_embeddings else 2, int(zero.get("stage", 0))
+        width, num_parameters = self.dtype.itemsize, sum(parameter.numel() for parameter in self.head.parameters())
+        optimizer = num_parameters * (8 + (4 if width == 2 or stage else 0))  # two Adam moments, master weights
+        packing, loss = self._micro_batch(self.longest_tokens), LossSettings.of(train)
+        activations = activation_bytes(self.head, self.target_config, packing, width, loss)
+        self.memory = {
+            "weights": num_parameters * width,
+            "gradients": num_parameters * width // (gpus if stage >= 2 else 1),
+            f"optimizer (ZeRO {stage})": optimizer // (gpus if stage >= 1 else 1),
+            "frozen parts": hidden_size * (vocab_size * num_tables + 1) * width,
+            "activations": activations,
+        }
+        """Bytes on each GPU in training, by what takes them."""
+        training, target, validating = sum(self.memory.values()), 0, 0
+        if train.validation_prompts > 0:
+            target = self.target.num_parameters * getattr(torch, config.acceptance.dtype).itemsize
+            self.memory["target for validation"] = target
+            validating = validation_bytes(config, self.target_config, self.longest_tokens)
+        held = training + target - activations
+        parts = ", ".join(f"{name} {_gb(size)}" for name, size in self.memory.items())
+        self.rows["head"] = f"{config.head.name}, {num_parameters / 1e6:,.1f} M parameters"
+        self.rows["training, each GPU"] = f"{_gb(training + target)}: {parts}"
+        if validating:
+            self.rows["validation, each GPU"] = (
+                f"{_gb(held + validating)}, including {_gb(validating)} for KV caches and the forward pass over the "
+                "prompts; no training activations are alive then"
+            )
+        self.rows["training"] = (
+            f"{self.num_steps:,} steps of {train.batch_tokens * train.micro_batches_per_step:,} tokens"
+        )
+        if isinstance(self.head, DraftModelHead):
+            cached = f"{cached_values(self.head.config) * width:,} bytes of keys and values per token"
+            self.rows["serving"] = f"{_gb(num_parameters * width)} of weights, and {cached}"
+        exporting = proof_bytes(vocab_size, hidden_size, num_parameters, num_tables)
+        self.rows["export"] = f"{_gb(exporting)} of host memory; the target's decoder layers are not loaded"
+        advice = "" if train.activation_checkpointing else "set train.activation_checkpointing=true, or "
+        ways = ["acceptance.dtype=bfloat16"] * (config.acceptance.dtype != Dtype.bfloat16)
+        smaller = " or ".join([*ways, *["a lower train.batch_tokens"] * (held < available)])
+        if training > available:
+            self.warnings.append(
+                f"train.batch_tokens: training must fit into {_gb(available)} of each GPU, but takes {_gb(training)}, "
+                f"{_gb(activations)} of them for activations; {advice}lower train.batch_tokens from "
+                f"{train.batch_tokens:,} (and prompts.max_document_tokens with it), or lower head.ttt_steps from "
+                f"{config.head.ttt_steps}"
+            )
+        elif training + target > available:
+            self.warnings.append(
+                "train.validation_prompts: for validation, the target must fit on every GPU next to training, but "
+                f"takes {_gb(target)}, and only {_gb(available - training)} are left; "
+                f"{f'set {smaller}; or ' if smaller else ''}set train.validation_prompts=0 and run mtptrain "
+                "choose-head after training; or use GPUs with more memory"
+            )
+        elif held + validating > available:
+            self.warnings.append(
+                f"acceptance.batch_tokens: validation must fit into {_gb(available)} of each GPU, but takes "
+                f"{_gb(held + validating)}, {_gb(validating)} of them for KV caches and the forward pass over the "
+                f"prompts; lower acceptance.batch_tokens from {config.acceptance.batch_tokens:,}, lower "
+                "acceptance.batch_size, or set train.validation_prompts=0"
+            )
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Warn of settings of steps that do not fit the documents or the GPUs."""
+        train, gpus, num_documents = self.config.train, self.config.planner.num_gpus, len(self.lengths)
+        context, per_step = self.target_config.max_position_embeddings, train.micro_batches_per_step
+        again, longest = " and run mtptrain prompts again" if num_documents else "", self.longest_tokens
+        if longest > context:
+            self.warnings.append(
+                f"prompts.max_document_tokens: documents must have at most {context:,} tokens, the target's "
+                f"max_position_embeddings, but have up to {longest:,}; lower it{again}"
+            )
+        if longest > train.batch_tokens:
+            self.warnings.append(
+                f"train.batch_tokens: must be at least the {longest:,} tokens of the longest document, but is "
+                f"{train.batch_tokens:,}; raise it, or lower prompts.max_document_tokens{again}"
+            )
+        if 0 < num_documents < per_step:
+            self.warnings.append(
+                f"train.micro_batches_per_step: must be at most the {num_documents:,} documents, but is {per_step}; "
+                "lower it, or train on more documents"
+            )
+        if per_step % gpus:
+            self.warnings.append(
+                f"train.micro_batches_per_step: must be a multiple of the {gpus} GPUs of planner.num_gpus, but is "
+                f"{per_step}; set it to {-(-per_step // gpus) * gpus}"
+            )
 
     @property
-    def state(self) -> int:
-        """Bytes that stay allocated: everything but activations and the peak of validation."""
-        return self.weights + self.gradients + self.optimizer + self.frozen_parts + self.validation_target
+    def num_steps(self) -> int:
+        """Number of training steps.
+
+        The documents are packed as in training from a whole store, except that a document's length is taken as its
+        cost. If there are none yet, or one is longer than `batch_tokens`, all steps of an epoch but the last are
+        assumed to be full. It is 0 if there are fewer documents than a step has micro-batches, which training refuses.
+        """
+        train, lengths = self.config.train, self.lengths
+        sizes = train.batch_tokens, train.micro_batches_per_step
+        if train.max_steps:
+            return train.max_steps
+        if not 0 < lengths.max(initial=0) <= train.batch_tokens:
+            return train.epochs * math.ceil(self.num_tokens / math.prod(sizes))
+        order = shuffled(len(lengths), self.config.seed, epoch=0)
+        return train.epochs * len(pack_documents(lengths, lengths.astype(np.float64), *sizes, order))
+
+    def _micro_batch(self, document_tokens: int) -> Packing:
+        """Returns a full micro-batch of documents of this length, which end with their responses.
+
+        With `Head.drafts_per_document`, at most that many of their tokens, at equal distances, are draft positions.
+        """
+        size, most = self.config.train.batch_tokens, self.head.drafts_per_document
+        length = min(max(2, document_tokens), size)
+        lengths, rest = [length] * (size // length), size % length
+        lengths += [rest] * (rest > 1)  # one token has no draft position
+        share = self.num_supervised / max(1, self.num_tokens)
+        counts = [max(1, round((each - 1) * share)) for each in lengths]
+        spans = [(i, each - 1 - count, count) for i, (each, count) in enumerate(zip(lengths, counts, strict=True))]
+        if most is None:
+            return Packing.of_spans(lengths, spans, self.head.shared_window)
+        points = [first + np.arange(min(count, most)) * count // min(count, most) for _, first, count in spans]
+        return Packing.of_points(lengths, points, self.head.shared_window)
+
+    def _plan_time(self) -> None:
+        settings, train, planner = self.config.hidden_states, self.config.train, self.config.planner
+        stored, gpus = self.bytes_per_token[settings.store_dtype], planner.num_gpus
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        # 1. Extraction. A spread target keeps only one GPU busy at a time.
+        flops, written = self.target.flops_per_token(self.mean_tokens), stored + self.written_bytes
+        share, at_work = planner.hidden_states_peak_share, 1 if self.is_spread else gpus
+        given = planner.hidden_states_tokens_per_s
+        extraction_s, text = self._time(self.num_tokens, given, flops, share, at_work, dtype, written)
+        self.rows["time of hidden states"] = text
+        # 2. Training.
+        packing = self._micro_batch(self.mean_tokens)
+        flops = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing) / train.batch_tokens
+        flops *= RECOMPUTING if train.activation_checkpointing else 1
+        tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
+        given, share = planner.train_tokens_per_s, planner.train_peak_share
+        training_s, text = self._time(tokens, given, flops, share, gpus, self.dtype, stored)
+        self.rows["time of training"] = text
+        self.seconds = extraction_s + training_s
+        self.rows["time of both"] = _duration(self.seconds)
+
+    def _time(
+        self, tokens: int, given: float, flops: float, share: float, gpus: int, dtype: torch.dtype, disk_bytes: int
+    ) -> tuple[float, str]:
+        """Returns the seconds of a stage, and a text.
+
+        If tokens/s are not given, the slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak,
+        or on the CPU, and the disk, which reads or writes `disk_bytes` for a token.
+        """
+        planner, rate, basis = self.config.planner, given, "as given"
+        if not given:
+            num_devices, peak = gpus, planner.gpu_tflops * 1e12
+            where = f"{gpus} x {planner.gpu_tflops:g} TFLOP/s"
+            if not peak and torch.cuda.is_available():
+                peak = matmul_peak(torch.device("cuda"), dtype)
+                where = f"{gpus} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
+            elif not peak:
+                num_devices, peak = 1, matmul_peak(torch.device("cpu"), dtype)
+                where = f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
+            rate = share * num_devices * peak / flops
+            basis = f"limited by {flops / 1e9:,.3g} GFLOP/token at {share:.0%} of {where}"
+            disk_rate = planner.disk_gb_per_s * 1e9 / disk_bytes
+            if 0 < disk_rate < rate:
+                rate, basis = disk_rate, f"limited by a disk of {planner.disk_gb_per_s:g} GB/s"
+        return tokens / rate, f"{_duration(tokens / rate)} at {rate:,.0f} tokens/s, {basis}"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The resources that a run needs."""
-
-    workload: Workload
-    bytes_per_token: dict[StoreDtype, int]
-    store_bytes: dict[StoreDtype, int]
-    free_bytes: int
-    target: TargetCosts
-    backend: Backend
-    """The engine that runs the target in extraction: vllm or transformers."""
-    target_bytes: int
-    """Size of the target's weights as extraction loads them."""
-    target_bytes_per_gpu: int
-    states_in_flight_bytes: int
-    """Hidden states in vLLM's KV cache, on each GPU; with backend transformers, those that vLLM would hold."""
-    is_spread: bool
-    """Whether accelerate spreads the target over all GPUs, which then take turns. Never true with backend vllm."""
-    max_position_embeddings: int
-    head_parameters: int
-    memory: TrainMemory
-    num_steps: int
-    scratch_bytes_per_token: int
-    """Disk space of vLLM's files in `hidden_states.scratch_dir`. They are deleted once their states are stored."""
-    extraction_speed: Speed
-    training_speed: Speed
-    """Speed of training, over all epochs."""
-    export_bytes: int
-    """Host memory that the export needs to prove that the written head drafts the same tokens as the trained one."""
-    draft_model_bytes: tuple[int, int] | None
-    """Bytes that head `draft_model` takes in serving: its weights, and keys and values per token; None for others."""
-
-
-def make_plan(config: PipelineConfig, free_bytes: int | None = None) -> Plan:
-    """Returns the plan of a run.
-
-    Args:
-        config: the run's settings.
-        free_bytes: free bytes on the disk of run_dir; looked up by default.
+def print_plan(config: PipelineConfig) -> None:
+    """Print the plan of a run, and warn about everything that will not fit.
 
     Raises:
-        UserError: the target does not exist, or mtptrain or the backend does not support the target's family, or the
-            head does not fit the target.
+        UserError: the target does not exist or is refused, or the head does not fit the target.
     """
-    # 1. Check that the settings fit the target.
-    settings, planner = config.hidden_states, config.planner
-    target_dir = config_dir(config.target.path, config.target.revision)
-    target_config = read_target_config(target_dir)
-    backend = choose_backend(settings.backend, target_config)
-    HEADS[config.head.name].check_trainable(config.head, target_config)
-    gguf = gguf_of(config.target.path, config.target.gguf)
-    warn_of_limits(config.export.engine, config.head, target_config, gguf)
-    captured = HEADS[config.head.name].resolve_capture_layers(config.head, target_config)
-    check_store_dtype(settings.store_dtype, captured)
-    # 2. Extraction: disk, memory and time.
-    documents, target = read_train_documents(config), target_costs(target_config)
-    workload = count_workload(config, documents)
-    dtypes = [dtype for dtype in StoreDtype if captured or dtype is not StoreDtype.fp8_aux]
-    stored_bytes = {dtype: bytes_per_token(target_config.hidden_size, len(captured), dtype) for dtype in dtypes}
-    weights = target_weights_bytes(config, target_dir, target_config, target)
-    per_gpu, is_spread = extraction_bytes(config, weights, backend)
-    scratch = streams_bytes_per_token(config, target_config, captured) if backend is Backend.vllm else 0
-    # 3. Training: memory and time.
-    num_parameters = head_parameters(config.head, target_config)
-    costs_by_length = {
-        length: micro_batch_costs(config, target_config, length, workload)
-        for length in {workload.longest_tokens, round(workload.mean_tokens)}
-    }
-    activations = costs_by_length[workload.longest_tokens].peak_bytes
-    step_tokens = config.train.batch_tokens * config.train.micro_batches_per_step
-    trained_tokens = config.train.max_steps * step_tokens or config.train.epochs * workload.tokens
-    step_flops = costs_by_length[round(workload.mean_tokens)].flops
-    return Plan(
-        workload=workload,
-        bytes_per_token=stored_bytes,
-        store_bytes={
-            dtype: size * workload.tokens + DOCUMENT_BYTES * workload.documents for dtype, size in stored_bytes.items()
-        },
-        free_bytes=free_disk(Path(config.run_dir)) if free_bytes is None else free_bytes,
-        target=target,
-        backend=backend,
-        target_bytes=weights,
-        target_bytes_per_gpu=per_gpu,
-        states_in_flight_bytes=states_in_flight_bytes(config, target_config, captured, workload.longest_tokens),
-        is_spread=is_spread,
-        max_position_embeddings=target_config.max_position_embeddings,
-        head_parameters=num_parameters,
-        memory=train_memory(config, target_config, target, num_parameters, activations, workload.longest_tokens),
-        num_steps=estimate_steps(config, documents, workload.tokens),
-        scratch_bytes_per_token=scratch,
-        extraction_speed=estimate(
-            planner,
-            workload.tokens,
-            planner.hidden_states_tokens_per_s,
-            target.flops_per_token(workload.mean_tokens),
-            stored_bytes[settings.store_dtype] + scratch,
-            planner.hidden_states_peak_share,
-            1 if is_spread else planner.num_gpus,  # a spread target keeps only one GPU busy at a time
-            getattr(torch, settings.dtype.value),
-        ),
-        training_speed=estimate(
-            planner,
-            trained_tokens,
-            planner.train_tokens_per_s,
-            step_flops / config.train.batch_tokens,
-            stored_bytes[settings.store_dtype],
-            planner.train_peak_share,
-            planner.num_gpus,
-            getattr(torch, train_dtype(config.deepspeed)),
-        ),
-        export_bytes=proof_bytes(
-            target_config.vocab_size, target_config.hidden_size, num_parameters, _num_tables(target_config)
-        ),
-        draft_model_bytes=draft_model_bytes(config.head, target_config, getattr(torch, train_dtype(config.deepspeed))),
-    )
+    plan = Plan(config)
+    of_machine = {"does a draft pay?": describe_break_even(config), "engines here": describe_engines(config.serving)}
+    table = Table(title=f"plan of {config.run_dir}: memory and time are estimates", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path in the command is not cut off
+    for row in [*plan.rows.items(), *of_machine.items()]:
+        table.add_row(*row)
+    console = Console(markup=False)
+    console.print(table)
+    for warning in plan.warnings:
+        console.print(f"WARNING {warning}", highlight=False, soft_wrap=True)
 
 
-def estimate(
-    planner: PlannerConfig,
-    tokens: int,
-    given: float,
-    flops: float,
-    disk_bytes: float,
-    share: float,
-    gpus_at_work: int,
-    dtype: torch.dtype,
-) -> Speed:
-    """Returns the estimate of a stage's time: the slower of matrix products and the disk, unless tokens/s are given.
-
-    Args:
-        planner: rates of the hardware.
-        tokens: number of tokens that the stage processes.
-        given: tokens/s; 0 to estimate them.
-        flops: FLOPs of one token.
-        disk_bytes: bytes of one token that are written to the disk or read from it.
-        share: share of the peak FLOP/s that the stage reaches.
-        gpus_at_work: number of GPUs that work at once.
-        dtype: dtype of the matmuls.
-    """
-    if given:
-        return Speed(given, tokens / given, "as given")
-    peak, description = device_peak(planner, gpus_at_work, dtype)
-    rate, basis = share * peak / flops, f"limited by {flops / 1e9:,.3g} GFLOP/token at {share:.0%} of {description}"
-    disk_rate = planner.disk_gb_per_s * 1e9 / disk_bytes if planner.disk_gb_per_s else math.inf
-    if disk_rate < rate:
-        rate, basis = disk_rate, f"limited by a disk of {planner.disk_gb_per_s:g} GB/s"
-    return Speed(rate, tokens / rate, basis)
-
-
-def device_peak(planner: PlannerConfig, gpus_at_work: int, dtype: torch.dtype) -> tuple[float, str]:
-    """Returns the total peak FLOP/s of the GPUs at work, and text that describes it.
-
-    CPU ranks share one CPU, so its rate is not multiplied.
-    """
-    if planner.gpu_tflops:
-        return gpus_at_work * planner.gpu_tflops * 1e12, f"{gpus_at_work} x {planner.gpu_tflops:g} TFLOP/s"
-    if torch.cuda.is_available():
-        peak, name = matmul_peak(torch.device("cuda"), dtype), torch.cuda.get_device_name()
-        return gpus_at_work * peak, f"{gpus_at_work} x {peak / 1e12:.0f} TFLOP/s measured on {name}"
-    peak = matmul_peak(torch.device("cpu"), dtype)
-    return peak, f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
+def describe_break_even(config: PipelineConfig) -> str:
+    """Returns the measured verdicts on drafting with this head, or the command that measures them."""
+    path, revision = config.target.path, config.target.revision
+    costs = read_costs(config, TargetFiles(config_dir(path, revision), path, revision, config.target.gguf))
+    if costs:
+        return "\n".join(verdicts(costs, config.head.name))
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    settings = [each for each in given if not each.startswith(("plan=", "serving_bench.break_even="))]
+    command = ["mtptrain", "serving-bench", *hide_passwords(settings), "serving_bench.break_even=true"]
+    return "not measured; " + shlex.join(command)
 
 
 def streams_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
@@ -238,101 +421,19 @@ def streams_bytes_per_token(config: PipelineConfig, target_config: PreTrainedCon
 
     vLLM's worker writes each of them once to `hidden_states.scratch_dir`.
     """
-    hidden_size: int = target_config.hidden_size
-    num_streams = len({*captured, target_config.num_hidden_layers})
-    return num_streams * hidden_size * _itemsize(config.hidden_states.dtype.value)
+    num_streams, hidden_size = len({*captured, target_config.num_hidden_layers}), int(target_config.hidden_size)
+    return num_streams * hidden_size * int(getattr(torch, config.hidden_states.dtype).itemsize)
 
 
-def free_disk(path: Path) -> int:
+def _free_disk(path: Path) -> int:
     """Returns the free bytes of the disk on which `path` is or will be."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
 
 
-def target_weights_bytes(
-    config: PipelineConfig, target_dir: Path, target_config: PreTrainedConfig, target: TargetCosts
-) -> int:
-    """Returns the bytes of the target's weights in extraction, read from its files if they are local and quantised."""
-    if getattr(target_config, "quantization_config", None) is not None and any(target_dir.glob("*.safetensors")):
-        return sum(path.stat().st_size for path in weight_files(target_dir))
-    return target.num_parameters * _itemsize(config.hidden_states.dtype.value)
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
 
 
-def extraction_bytes(config: PipelineConfig, weights: int, backend: Backend) -> tuple[int, bool]:
-    """Returns the bytes of the target's weights on each GPU, and whether accelerate spreads them over all GPUs."""
-    if backend is Backend.vllm:
-        return weights // config.hidden_states.tensor_parallel_size, False
-    is_spread = weights > FITTING_SHARE * config.planner.gpu_memory_gb * 1e9 and config.planner.num_gpus > 1
-    return weights // config.planner.num_gpus if is_spread else weights, is_spread
-
-
-def states_in_flight_bytes(
-    config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int], longest_tokens: int
-) -> int:
-    """Returns the bytes of hidden states in vLLM's cache on each GPU, without keys and values.
-
-    The cache holds the states of the longest document and of two batches: one runs while the other is written. vLLM
-    allocates a page in every layer for each block of states, but fills only one of them. Tensor parallelism does not
-    divide states: every GPU holds all of them (`get_kv_cache_groups` in vLLM 0.32).
-    """
-    token_bytes: int = target_config.num_hidden_layers * streams_bytes_per_token(config, target_config, captured)
-    return token_bytes * (2 * config.hidden_states.batch_tokens + longest_tokens)
-
-
-def micro_batch_costs(
-    config: PipelineConfig, target_config: PreTrainedConfig, document_tokens: int, workload: Workload
-) -> StepCosts:
-    """Returns the costs of one full micro-batch of documents of this length."""
-    size = config.train.batch_tokens
-    length = min(max(2, document_tokens), size)
-    lengths, remainder = [length] * (size // length), size % length
-    if remainder > 1:  # one token has no draft position
-        lengths.append(remainder)
-    micro_batch = MicroBatch(
-        head=config.head,
-        target_config=target_config,
-        dtype=getattr(torch, train_dtype(config.deepspeed)),
-        lengths=lengths,
-        supervised_share=workload.supervised_tokens / max(1, workload.tokens),
-        loss=LossSettings.of(config.train),
-        activation_checkpointing=config.train.activation_checkpointing,
-    )
-    return step_costs(micro_batch)
-
-
-def train_memory(
-    config: PipelineConfig,
-    target_config: PreTrainedConfig,
-    target: TargetCosts,
-    num_parameters: int,
-    activations: int,
-    longest_tokens: int,
-) -> TrainMemory:
-    """Returns the bytes on each GPU for a head with `num_parameters` parameters.
-
-    ZeRO 1 shards the optimizer state over the GPUs, and ZeRO 2 also shards the gradients. fp32 without ZeRO has no
-    master weights.
-    """
-    stage = int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
-    width, num_gpus = getattr(torch, train_dtype(config.deepspeed)).itemsize, config.planner.num_gpus
-    optimizer = num_parameters * (8 + (4 if width == 2 or stage else 0))
-    validates = config.train.validation_prompts > 0
-    return TrainMemory(
-        zero_stage=stage,
-        weights=num_parameters * width,
-        gradients=num_parameters * width // (num_gpus if stage >= 2 else 1),
-        optimizer=optimizer // (num_gpus if stage >= 1 else 1),
-        frozen_parts=target_config.hidden_size * (target_config.vocab_size * _num_tables(target_config) + 1) * width,
-        activations=activations,
-        validation_target=target.num_parameters * _itemsize(config.acceptance.dtype.value) if validates else 0,
-        validation=validation_bytes(config, target_config, longest_tokens) if validates else 0,
-    )
-
-
-def _num_tables(target_config: PreTrainedConfig) -> int:
-    """Returns the number of tables [V, H]: one if lm_head is the embeddings."""
-    return 1 if target_config.tie_word_embeddings else 2
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 99.5e9 else f"{num_bytes / 1e9:.3g} GB"

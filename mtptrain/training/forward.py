@@ -1,4 +1,4 @@
-"""The forward pass of training, from stored states to losses, used by the trainer, the planner and held-out losses."""
+"""The forward pass of training, from stored states to losses, used by the trainer and for held-out losses."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING

@@ -13,7 +13,6 @@ from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,8 +41,8 @@ def eager() -> Iterator[None]:
 
 
 def uses_gpu_kernels(x: torch.Tensor) -> bool:
-    """Returns whether GPU kernels process x. This includes fake bf16 tensors, which stand for GPU tensors in plans."""
-    return x.is_cuda or (isinstance(x, FakeTensor) and x.dtype == torch.bfloat16)
+    """Returns whether GPU kernels process x."""
+    return x.is_cuda
 
 
 def mark_width_static(x: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mtptrain.planning import meter
-from tests.cuda import guard
+from tests.cuda import guard, meter
 
 __all__ = ["H100", "Meter", "fake_cuda", "place"]
 

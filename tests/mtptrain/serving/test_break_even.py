@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.config import PipelineConfig
-from mtptrain.planning.planner import describe_break_even
+from mtptrain.planning.plan import describe_break_even
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import (
     OWN_LOOP,

@@ -1,0 +1,277 @@
+"""Tests plans against a written store, and their warnings."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from mtptrain.command_line.program import quoted
+from mtptrain.config import PipelineConfig, StoreDtype
+from mtptrain.data.prompt_files import Documents
+from mtptrain.hidden_states.store import HiddenStore, StoreManifest
+from mtptrain.planning.plan import Plan
+from mtptrain.target import hub
+from mtptrain.training.batches import BatchSchedule
+from tests.conftest import make_config, run_program
+from tests.published_targets import PUBLISHED_TARGETS
+
+
+def test_the_documents_of_stage_1_are_counted_and_packed_as_in_training(tiny_run: tuple[Path, tuple[str, ...]]) -> None:
+    """Dividing the tokens by the tokens per step would give too few steps, because steps are not completely full."""
+    run_dir, overrides = tiny_run
+    settings = ("train.max_steps=0", "train.epochs=2", "train.batch_tokens=200", "planner.num_gpus=1")
+    plan = Plan(config := make_config(*overrides, f"run_dir={run_dir}", *settings))
+    documents = Documents.load(run_dir / "prompts/train.safetensors")
+    lengths = [len(documents.token_ids(i)) for i in range(len(documents))]
+    supervised = sum(int(documents.mask(i).sum()) for i in range(len(documents)))
+    share = f"({supervised / sum(lengths):.0%})"
+    counted = f"{len(lengths):,} with {sum(lengths):,} tokens, {supervised:,} supervised {share}; the longest has "
+    assert plan.rows["documents"] == f"{counted}{max(lengths):,}"
+    mean = sum(length for length in lengths for _ in range(length)) / sum(lengths)
+    assert plan.mean_tokens == round(mean) > sum(lengths) / len(lengths)
+    store = HiddenStore(run_dir / "hidden_states", StoreManifest.read(run_dir / "hidden_states"))
+    micro_batches = config.train.micro_batches_per_step
+    schedule = BatchSchedule(store, config.head.ttt_steps, 200, micro_batches, config.seed, for_gpu=False)
+    assert plan.num_steps == 2 * schedule.steps_per_epoch > 2 * sum(lengths) // (200 * micro_batches)
+    config.train.micro_batches_per_step = 1000
+    plan = Plan(config)
+    assert plan.num_steps == 0
+    message = f"train.micro_batches_per_step: must be at most the {len(lengths)} documents, but is 1000; lower it"
+    assert message in "\n".join(plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [(StoreDtype.bfloat16, ()), (StoreDtype.fp8, ("head=eagle3", "head.capture_layers=[0,1,2]"))],
+)
+def test_the_planned_disk_is_what_a_store_takes(
+    dtype: StoreDtype, settings: tuple[str, ...], tiny_run: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    run_dir, overrides = tiny_run
+    if settings:
+        (tmp_path / "prompts").symlink_to(run_dir / "prompts")
+        overrides, run_dir = (*overrides, *settings, f"hidden_states.store_dtype={dtype}"), tmp_path
+        result = run_program("hidden-states", *overrides, f"run_dir={run_dir}")
+        assert result.returncode == 0, result.stderr[-3000:]
+    plan, total = Plan(make_config(*overrides, f"run_dir={run_dir}")), 0
+    shards = StoreManifest.read(run_dir / "hidden_states").shards
+    for record in shards:
+        with (run_dir / "hidden_states" / record.file).open("rb") as file:
+            total += record.num_bytes - 8 - int.from_bytes(file.read(8), "little")  # without the header
+    # Each shard stores one more offset than it has documents; the plan does not count it.
+    assert plan.store_bytes[dtype] + 8 * len(shards) == total
+
+
+def test_before_stage_1_the_recipes_bounds_are_planned(config_for: Callable[..., PipelineConfig]) -> None:
+    bounds = ("prompts.max_train_tokens=5000", "prompts.max_document_tokens=100")
+    sizes = ("train.batch_tokens=1024", "train.micro_batches_per_step=2", "train.max_steps=0", "train.epochs=3")
+    plan = Plan(config := config_for(*bounds, *sizes))
+    assert "at most 5,000 tokens in documents of up to 100, all supervised" in plan.rows["documents"]
+    assert plan.store_bytes[StoreDtype.bfloat16] == 5000 * (2 * 64 + 5)
+    assert plan.num_steps == 3 * 3  # the last step of an epoch counts even if it is not full
+    config.prompts.max_train_tokens = 0
+    assert "an assumed 1,000,000 tokens" in Plan(config).rows["documents"]
+
+
+def test_the_optimizers_memory_is_shared_out_by_zero_stage(config_for: Callable[..., PipelineConfig]) -> None:
+    """The figures are bytes per parameter on each of 4 GPUs.
+
+    zero0 trains in fp32 without master weights. zero1 and zero2 train in bf16 and divide the fp32 master weights
+    (4 bytes) and Adam moments (8 bytes) among the GPUs; zero2 also divides the gradients.
+    """
+    expected = {"zero0": (4, 4, 8), "zero1": (2, 2, 3), "zero2": (2, 0.5, 3)}
+    for zero, per_parameter in expected.items():
+        plan = Plan(config_for(f"deepspeed={zero}", "planner.num_gpus=4"))
+        count = sum(parameter.numel() for parameter in plan.head.parameters())
+        weights, gradients, optimizer, frozen, *_ = plan.memory.values()
+        assert (weights, gradients, optimizer) == tuple(size * count for size in per_parameter)
+        assert frozen == (64 * 260 + 64) * (4 if zero == "zero0" else 2)  # tied
+
+
+def test_a_draft_models_memory_in_serving_is_planned(config_for: Callable[..., PipelineConfig]) -> None:
+    sizes = ("num_hidden_layers=3", "hidden_size=128", "num_attention_heads=4", "intermediate_size=96")
+    settings = [f"head.{each}" for each in (*sizes, "num_key_value_heads=2")]
+    plan = Plan(config_for("head=draft_model", "deepspeed=zero1", *settings))
+    layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 96 + 2 * 128  # q and o, k and v, MLP, norms
+    weights, cached = 2 * (260 * 128 + 3 * layer + 128), 2 * 3 * 2 * 2 * 32
+    assert plan.memory["weights"] == weights
+    text = f"{weights / 1e9:.3g} GB of weights, and {cached} bytes of keys and values per token"
+    assert plan.rows["serving"] == text and "serving" not in Plan(config_for()).rows
+
+
+def test_times_are_given_or_follow_from_the_peak_or_the_disk(config_for: Callable[..., PipelineConfig]) -> None:
+    million = ("prompts.max_train_tokens=1_000_000", "prompts.max_document_tokens=128", "train.epochs=3")
+    rates = ("planner.hidden_states_tokens_per_s=50", "planner.train_tokens_per_s=100")
+    plan = Plan(config_for(*million, *rates))
+    assert plan.seconds == 1e6 / 50 + 3e6 / 100
+    assert plan.rows["time of training"] == "8.3 h at 100 tokens/s, as given"
+    # Weights of one layer of the tiny target: q and o, k and v, MLP, norms.
+    layer = 2 * 64 * 64 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64
+    # FLOPs of two layers and the final norm, and of two attention matmuls per layer over half a document.
+    flops = 2 * (2 * layer + 64) + 2 * 2 * 2 * 64 * 128 / 2
+    plan = Plan(config_for(*million, "planner.gpu_tflops=1e-3"))
+    assert f"at {8 * 1e9 * 0.4 / flops:,.0f} tokens/s, limited by " in plan.rows["time of hidden states"]
+    assert plan.rows["time of training"].endswith("GFLOP/token at 50% of 8 x 0.001 TFLOP/s")
+    plan = Plan(config_for(*million, "planner.gpu_tflops=1000", "planner.disk_gb_per_s=0.001"))
+    assert plan.seconds == pytest.approx((1 + 3) * 1e6 * (2 * 64 + 5) / 1e6)
+    assert "disk of 0.001 GB/s" in plan.rows["time of training"]
+    where = "measured on this CPU" if not torch.cuda.is_available() else torch.cuda.get_device_name()
+    assert where in Plan(config_for()).rows["time of training"]
+
+
+def test_a_remainder_of_one_token_is_no_document_of_the_micro_batch(config_for: Callable[..., PipelineConfig]) -> None:
+    settings = ("prompts.max_document_tokens=20", "head.capture_layers=[1,2]")
+    for head in ("eagle3", "dflash"):
+        even, odd = (Plan(config_for(f"head={head}", f"train.batch_tokens={n}", *settings)).memory for n in (60, 61))
+        assert even == odd and even["activations"] > 0
+
+
+def test_quantised_files_are_planned_at_their_own_size(tiny_target: Path, tmp_path: Path) -> None:
+    """The weight files are local here. A plan from a config alone assumes `hidden_states.dtype` for every parameter."""
+    config = AutoConfig.from_pretrained(tiny_target)
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").symlink_to(tiny_target / "model.safetensors")
+    plan = Plan(make_config(f"target.path={tmp_path}", f"run_dir={tmp_path}/run"))
+    assert f"{(tiny_target / 'model.safetensors').stat().st_size / 1e9:.3g} GB of weights" in plan.rows["target"]
+
+
+FITTING = ("planner.num_gpus=1", "prompts.max_document_tokens=128")
+WRONG = {
+    "prompts.max_document_tokens=600": "must have at most 512 tokens, the target's max_position_embeddings, but have "
+    "up to 600",
+    "train.batch_tokens=100": "train.batch_tokens: must be at least the 128 tokens of the longest document, but is 100",
+    "planner.num_gpus=3 train.micro_batches_per_step=4": "must be a multiple of the 3 GPUs of planner.num_gpus, but is "
+    "4; set it to 6",
+    "hidden_states.backend=vllm hidden_states.tensor_parallel_size=2": "hidden_states.tensor_parallel_size: must "
+    "divide the 1 GPUs of planner.num_gpus, but is 2",
+}
+
+
+def test_settings_that_do_not_fit_are_warned_of(config_for: Callable[..., PipelineConfig]) -> None:
+    assert Plan(config_for(*FITTING)).warnings == []
+    for overrides, message in WRONG.items():
+        assert message in "\n".join(Plan(config_for(*FITTING, *overrides.split())).warnings)
+    with pytest.warns(UserWarning, match=r"not exported: head\.zero_first_embedding: must be true for a mimo target"):
+        Plan(config_for(*FITTING, "head.zero_first_embedding=true"))
+
+
+def test_a_disk_that_is_too_small_is_warned_of(config_for: Callable[..., PipelineConfig], tmp_path: Path) -> None:
+    """With these settings, at most three windows of two shards, 600,000 tokens, are on disk while streaming."""
+    windows = ("train.stream_shards=2", "hidden_states.shard_tokens=100_000", "prompts.max_train_tokens=1_000_000")
+    config = config_for(*FITTING, *windows)
+    [warning] = Plan(config, free_bytes=100_000_000).warnings
+    assert f"0.133 GB must be free for the hidden states, but {config.run_dir} has 0.1 GB; set" in warning
+    assert "set hidden_states.store_dtype=fp8 (0.073 GB), train.stream=true train.epochs=1 (0.0798 GB at a" in warning
+    assert Plan(config, free_bytes=133_000_000).warnings == []
+    streamed = Plan(config_for(*FITTING, *windows, "train.stream=true", "train.epochs=1"), free_bytes=100_000_000)
+    assert streamed.rows["streamed"] == "0.0798 GB at a time" and streamed.warnings == []
+    assert "disk of run_dir" in Plan(config_for(f"run_dir={tmp_path}/not/yet/there")).rows["free disk"]
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.fixture(scope="module")
+def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama_70b")
+    PUBLISHED_TARGETS["llama3_3_70b"].config().save_pretrained(directory)
+    return directory
+
+
+LARGE = (
+    "hidden_states.batch_tokens=16384", "deepspeed=zero1", "planner.gpu_tflops=989", "train.micro_batches_per_step=8",
+    "acceptance.dtype=bfloat16", "train.loss_chunk_rows=4096",
+)  # fmt: skip
+VLLM = "hidden_states.backend=vllm hidden_states.tensor_parallel_size"
+TOO_MUCH = {
+    "planner.num_gpus=1": [
+        "weights must fit into 64 GB of each GPU in extraction, but take 141 GB; use 8 GPUs with "
+        "hidden_states.backend=vllm hidden_states.tensor_parallel_size=8, or at least 3 GPUs in one machine",
+    ],
+    "planner.num_gpus=1 prompts.max_document_tokens=65536": ["but take 141 GB; use at least 3 GPUs in one machine"],
+    "planner.num_gpus=8": [
+        "weights must fit into 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start mtptrain",
+        "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8",
+        "for validation, the target must fit on every GPU next to training, but takes 141 GB",
+        "are left; set train.validation_prompts=0 and run mtptrain choose-head after training; or use GPUs",
+    ],
+    f"{VLLM}=1": ["weights must fit into 64 GB of each GPU in extraction, but take 141 GB"],
+    f"{VLLM}=4 prompts.max_document_tokens=1024": [
+        "must fit into 72 GB of each GPU with vLLM, but take 79.6 GB, of which 44.3 GB are states",
+        "set hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower prompts.max_document_to",
+    ],
+    f"{VLLM}=8 hidden_states.batch_tokens=32768": ["does not divide; set a lower hidden_states.batch_tokens"],
+    "planner.gpu_memory_gb=165": ["GB are left; set a lower train.batch_tokens; or set train.validation"],
+    "planner.gpu_memory_gb=170 acceptance.batch_tokens=500000 acceptance.batch_size=99 train.validation_prompts=999": [
+        "acceptance.batch_tokens: validation must fit into 170 GB of each GPU, but takes",
+    ],
+    "prompts.max_document_tokens=32768 train.batch_tokens=65536": [
+        "train.batch_tokens: training must fit into 80 GB of each GPU, but takes",
+        "set train.activation_checkpointing=true, or lower train.batch_tokens",
+    ],
+}
+
+
+def test_memory_that_does_not_suffice_is_warned_of(llama_70b: Path) -> None:
+    for overrides, messages in TOO_MUCH.items():
+        warnings = "\n".join(Plan(make_config(f"target.path={llama_70b}", *LARGE, *overrides.split())).warnings)
+        assert [message for message in messages if message not in warnings] == [], warnings
+
+
+def test_a_target_is_spread_where_one_gpu_has_no_room(llama_70b: Path) -> None:
+    """vLLM has no room for it either, so nothing else is advised. Spread over all GPUs, it has the speed of one."""
+    settings = (f"target.path={llama_70b}", *LARGE, "train.validation_prompts=0", "hidden_states.batch_tokens=32768")
+    spread = Plan(make_config(*settings))
+    assert spread.is_spread and "target.path" not in str(spread.warnings)
+    assert "17.6 GB of weights on each GPU, spread by accelerate over 8 in one process" in spread.rows["target"]
+    assert "% of 1 x 989" in spread.rows["time of hidden states"] and "% of 8 x 989" in spread.rows["time of training"]
+    assert "validation" not in str(spread.rows) + str(spread.warnings)
+
+
+def test_states_in_flight_take_a_page_in_every_layer_of_each_gpu(llama_70b: Path) -> None:
+    """Every GPU needs pages for two batches and the longest document, whatever the tensor-parallel size.
+
+    The last layer counts once, even if it is also captured.
+    """
+    settings = ("hidden_states.backend=vllm", "hidden_states.batch_tokens=512", "prompts.max_document_tokens=100")
+    for head, num_streams, ranks in (
+        ("head=mtp", 1, 4),
+        ("head=eagle3 head.capture_layers=[2,40,77]", 4, 4),
+        ("head=eagle3 head.capture_layers=[2,40,80]", 3, 8),
+    ):
+        parallel = f"hidden_states.tensor_parallel_size={ranks}"
+        plan = Plan(make_config(f"target.path={llama_70b}", *LARGE, *settings, *head.split(), parallel))
+        states = (2 * 512 + 100) * 80 * num_streams * 8192 * 2 / 1e9
+        weights = 2 * plan.target.num_parameters / ranks / 1e9
+        shown = f"{weights + states:.3g} GB: weights {weights:.3g} GB, states in flight {states:.3g} GB"
+        assert plan.rows["extraction, each GPU"] == shown
+        assert "in flight" not in str(plan.warnings)
+
+
+def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
+    run_dir, url = tmp_path / "run[bold]", "http://me:secret@localhost:1"
+    settings = (f"target.path={tiny_target}", f"run_dir={quoted(run_dir)}", f"responses.url='{url}'")
+    result = run_program("hidden-states", "plan=true", *settings, "hydra.job.name=plan")
+    assert result.returncode == 0, result.stderr[-3000:]
+    letters = "".join(result.stdout.replace("│", " ").split())
+    assert f"planof{run_dir}:memory" in letters, "brackets are no markup"
+    assert "notmeasured;mtptrainserving-benchrecipe=quickstart" in letters and f"'{run_dir}'" in letters
+    assert "http://***@localhost:1" in letters and "hydra." not in letters and "plan=true" not in letters
+    assert "mtptrainpromptshasnotbeenrun" in letters and "ofhostmemory" in letters
+    assert "WARNING train.micro_batches_per_step" in result.stdout
+    assert not run_dir.exists()
+
+
+def test_of_a_hub_target_only_the_config_is_fetched(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(repository: str, name: str, revision: str | None) -> str:
+        return str(shutil.copy(tiny_target / name, tmp_path / name))
+
+    monkeypatch.setattr(hub, "hf_hub_download", fetch)
+    monkeypatch.delattr(hub, "snapshot_download")
+    plan = Plan(make_config("target.path=someone/model", f"run_dir={tmp_path}/run"))
+    assert plan.target.num_parameters > 0 and os.listdir(tmp_path) == ["config.json"]
