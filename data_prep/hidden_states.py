@@ -35,7 +35,7 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, STREAM, delete_s
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.plan import print_plan, streams_bytes_per_token
 from mtptrain.run import Run, become_cpu_ranks
-from mtptrain.run_dir import claim_stage_dir, was_made_with, write_provenance, writing
+from mtptrain.run_dir import check_stage_dir, claim_stage_dir, was_made_with, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.loading import check_placement, load_target
@@ -50,6 +50,8 @@ def main(config: PipelineConfig) -> None:
         print_plan(config)
         return
     run, store_dir = Run(config), config.stage_dir("hidden_states")
+    if not config.verify:
+        check_stage_dir(store_dir)
     if not (config.verify or config.train.stream or run.backend is Backend.vllm):
         become_cpu_ranks(run, config.hidden_states.dtype)
     ranks = init_ranks(config.distributed_timeout_hours)

@@ -24,7 +24,7 @@ from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import RowFormat
 from mtptrain.run import Run, become_cpu_ranks
-from mtptrain.run_dir import claim_stage_dir, write_provenance, writing
+from mtptrain.run_dir import check_stage_dir, claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
 from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
@@ -50,6 +50,7 @@ _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
 
 def main(config: PipelineConfig) -> None:
+    check_stage_dir(config.stage_dir("responses"))
     run = Run(config)
     if config.responses.url is None:
         become_cpu_ranks(run, config.responses.dtype)

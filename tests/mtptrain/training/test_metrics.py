@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -76,15 +77,15 @@ def test_the_summary_of_a_resumed_run_reads_records_with_an_older_name(tmp_path:
 def test_training_sets_the_allocator_before_it_looks_for_gpus_and_not_when_it_is_imported(
     given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is put back
+    del os.environ["PYTORCH_ALLOC_CONF"]
+    runpy.run_module("mtptrain.train", run_name="a copy")
     assert "PYTORCH_ALLOC_CONF" not in os.environ
     monkeypatch.setattr("mtptrain.train.init_ranks", lambda *_: sys.exit(os.environ["PYTORCH_ALLOC_CONF"]))
     if given is not None:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
-    try:
-        with pytest.raises(SystemExit, match=given or "expandable_segments:True"):
-            main(make_config())
-    finally:
-        del os.environ["PYTORCH_ALLOC_CONF"]
+    with pytest.raises(SystemExit, match=given or "expandable_segments:True"):
+        main(make_config())
 
 
 def written_by_wandb(directory: Path, *expected: bytes) -> bytes:
