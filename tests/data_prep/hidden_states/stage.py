@@ -32,17 +32,8 @@ def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None
     directory = run_dir / "prompts"
     directory.mkdir(parents=True, exist_ok=True)
     documents.save(directory / "train.safetensors")
-    manifest = PromptsManifest(
-        schema_version=SCHEMA_VERSION,
-        tokenizer=TokenizerIdentity.of(load_tokenizer(target_dir)),
-        vocab_size=260,
-        max_document_tokens=512,
-        train_documents=len(documents),
-        train_tokens=len(documents.input_ids),
-        validation_documents=0,
-        validation_tokens=0,
-    )
-    seal_prompts(directory, manifest)
+    tokenizer, sizes = TokenizerIdentity.of(load_tokenizer(target_dir)), (len(documents), len(documents.input_ids))
+    seal_prompts(directory, PromptsManifest(SCHEMA_VERSION, tokenizer, 260, 512, *sizes, 0, 0))
 
 
 def read_store(directory: Path) -> dict[str, bytes]:

@@ -6,14 +6,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_prep import hidden_states
 from data_prep.hidden_states import extract_hidden_states
+from mtptrain.config import PipelineConfig
+from mtptrain.data.prompt_files import Documents
 from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.hidden_states.store import HiddenStore, find_damage
 from mtptrain.run import Run
+from mtptrain.target.hub import load_tokenizer
 from mtptrain.target.loading import load_target
+from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
-from tests.data_prep.hidden_states.stage import CPU, LENGTHS, ONE_RANK, ConfigFor, make_documents, read_store
+from tests.data_prep.hidden_states.stage import (
+    CPU,
+    LENGTHS,
+    ONE_RANK,
+    ConfigFor,
+    interrupt,
+    make_documents,
+    read_store,
+    write_prompts,
+)
 
 
 @pytest.mark.parametrize("capture_layers", [(), (2, 0)])
@@ -52,3 +66,62 @@ def test_the_number_of_threads_that_a_process_starts_with_changes_no_bit(prepare
         found.append(read_store(config.stage_dir("hidden_states")))
         shutil.rmtree(config.stage_dir("hidden_states"))
     assert found[0] == found[1]
+
+
+def refused(config: PipelineConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        extract_hidden_states(Run(config), ONE_RANK)
+
+
+def test_states_of_another_target_other_prompts_or_layers_are_refused_and_kept(
+    prepared: ConfigFor, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepared()
+    extract_hidden_states(Run(config), ONE_RANK)
+    before = read_store(config.stage_dir("hidden_states"))
+    tuned = prepared(f"target.path={make_target(tmp_path / 'tuned', seed=1)}")
+    refused(tuned, r"the hash of the target's weights must be .*, but is .*delete .*hidden_states")
+    for shard_tokens in (61, 20):  # as many shards, and more
+        of_other_size = prepared(f"hidden_states.shard_tokens={shard_tokens}")
+        refused(of_other_size, rf"hidden_states.shard_tokens must be {shard_tokens}, but is 60")
+    with monkeypatch.context() as patch:
+        patch.setattr(HEADS["mtp"], "resolve_capture_layers", lambda *_: (1,))
+        refused(config, r"the list of captured layers must be \(1,\), but is \(\)")
+    write_prompts(Path(config.run_dir), tiny_target, make_documents(LENGTHS, seed=1))
+    refused(config, r"the hash of the prompts \(train.safetensors\) must be")
+    assert read_store(config.stage_dir("hidden_states")) == before
+
+
+def test_prompts_of_another_tokenizer_or_template_are_refused(prepared: ConfigFor, tmp_path: Path) -> None:
+    config = prepared()
+    message = r"prompts/manifest.json: {} must be \w+, but is \w+; run mtptrain prompts again with target {}"
+    config.target.path = str(make_target(tmp_path / "template", chat_template="{{ messages }}"))
+    refused(config, message.format("chat_template_sha256", config.target.path))
+    config.target.path = str(make_target(tmp_path / "tokenizer"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    refused(config, message.format("tokenizer_sha256", config.target.path))
+
+
+def test_documents_tokens_and_dtypes_that_do_not_fit_the_target_and_the_head_are_refused(
+    prepared: ConfigFor, tiny_target: Path
+) -> None:
+    message = r"at most 512 tokens, .* but the longest has 513; set prompts.max_document_tokens=512 or less"
+    refused(prepared(lengths=[5, 513]), message)
+    message = "store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"
+    refused(prepared("hidden_states.store_dtype=fp8_aux"), message)
+    config = prepared()
+    write_prompts(Path(config.run_dir), tiny_target, Documents.from_list([(0, [1, 260], [1, 1])]))
+    refused(config, r"token ids must be below 260, the target's vocab_size, but the largest is 260; .*mtptrain")
+
+
+def test_a_head_that_could_not_be_exported_is_warned_of_before_extraction(
+    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "announce", interrupt)  # comes before anything is computed
+    with (
+        pytest.warns(UserWarning, match=r"not exported: head\.zero_first_embedding: must be true for a mimo target"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        extract_hidden_states(Run(prepared("head.zero_first_embedding=true")), ONE_RANK)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.config import TrainConfig
 from mtptrain.decoding.confidence import Confidences, calibration_error, fit
 from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.speculate import Accepted, Round
@@ -64,9 +63,8 @@ def test_only_drafts_after_accepted_ones_in_unfinished_sequences_count() -> None
 
 def test_validation_finds_the_calibration_with_which_a_trained_head_is_used(tmp_path: Path, tiny_target: Path) -> None:
     overrides = ("head=dspark", "train.loss={kl:1,confidence:1}", "head.ttt_steps=3", "head.capture_layers=[1,2]")
-    config, cpu = make_config(*overrides, "acceptance.num_speculative_tokens=3"), torch.device("cpu")
-    assert isinstance(config.head, DsparkHead.Config) and isinstance(config.train, TrainConfig)
-    target = TargetFiles(tiny_target)
+    config, target = make_config(*overrides, "acceptance.num_speculative_tokens=3"), TargetFiles(tiny_target)
+    assert isinstance(config.head, DsparkHead.Config)
     torch.manual_seed(0)
     head = build_head(config.head, target.config)
     draw_norms(head)
@@ -76,23 +74,26 @@ def test_validation_finds_the_calibration_with_which_a_trained_head_is_used(tmp_
     validation.prompts = [[5, 6, 7], [8, 9, 10, 11]]
     record = validation.measure(head.state_dict()).record()
     facts = {name: record[name] for name in (SCALE, SHIFT)} | {TARGET_WEIGHTS: weights_fingerprint(tiny_target)}
-    save_head(tmp_path / "best", head.state_dict(), config.head, facts)
-    found = trained_or_initial_head(tmp_path, config.head, target, None, cpu).head
-    states, previous = torch.randn(4, 64), torch.tensor([3, 4, 5, 6])
-    logits = head.confidence_of(states, previous).logit()
-    calibrated = found.confidence_of(states, previous).logit()
     scale, shift = float(str(record[SCALE])), float(str(record[SHIFT]))
-    torch.testing.assert_close(calibrated, scale * logits + shift, atol=1e-4, rtol=1e-4)
     assert (scale, shift) != (1.0, 0.0)
+    states, previous = torch.randn(4, 64), torch.tensor([3, 4, 5, 6])
+    calibrated = (scale * head.confidence_of(states, previous).logit() + shift).sigmoid()
+
+    def used(run: str, init_from: str | None = None) -> tuple[str, torch.Tensor]:
+        """Returns the hash of the head that a run uses, and its confidences."""
+        settings = replace(config.head, init_from=init_from)
+        found = trained_or_initial_head(tmp_path / run, settings, target, None, torch.device("cpu"))
+        return found.sha256, found.head.confidence_of(states, previous)
+
+    save_head(tmp_path / "run/best", head.state_dict(), config.head, facts)
+    torch.testing.assert_close(used("run")[1], calibrated, atol=1e-4, rtol=1e-4)
     # A head of `head.init_from` is used so too, and its hash is another one than without calibration.
-    init = replace(config.head, init_from=str(tmp_path / "best"))
-    again = trained_or_initial_head(tmp_path / "other", init, target, None, cpu)
-    assert torch.equal(again.head.confidence_of(states, previous), found.confidence_of(states, previous))
+    sha256, confidences = used("other", f"{tmp_path}/run/best")
+    assert torch.equal(confidences, used("run")[1])
     del facts[SCALE]
-    save_head(tmp_path / "best", head.state_dict(), config.head, facts)
-    raw = trained_or_initial_head(tmp_path / "other", init, target, None, cpu)
-    assert raw.sha256 != again.sha256
-    assert torch.equal(raw.head.confidence_of(states, previous), head.confidence_of(states, previous))
+    save_head(tmp_path / "run/best", head.state_dict(), config.head, facts)
+    raw_sha256, raw = used("other", f"{tmp_path}/run/best")
+    assert raw_sha256 != sha256 and torch.equal(raw, head.confidence_of(states, previous))
 
 
 def test_drafts_of_which_fp32_is_certain_do_not_bend_the_fit() -> None:

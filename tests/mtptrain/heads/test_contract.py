@@ -36,61 +36,46 @@ def tiny_config(**settings: object) -> LlamaConfig:
     return LlamaConfig(**{**sizes, **context, "num_hidden_layers": 2, **settings})
 
 
+def layers(*capture_layers: int, **settings: object) -> dict[str, object]:
+    """Returns settings of a head that captures these layers of the target."""
+    return {"capture_layers": [*capture_layers], **settings}
+
+
+OWN: dict[str, object] = {"draft_vocab_size": 20}
+SLIDING = {"sliding_window": DEPTHS + 1, "causal": "sliding", "layer_types": ["full_attention", "sliding_attention"]}
+SMALL_SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
+NARROW = {"hidden_size": 64, "intermediate_size": 80}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "mtp": ("mtp", {}),
     "mtp, as MiMo": ("mtp", {"attention_bias": True, "zero_first_embedding": True, "prenorm_states": True}),
     "native_mtp": ("native_mtp", {}),
     "eagle": ("eagle", {}),
-    "eagle3": ("eagle3", {"capture_layers": [0, 1, 2]}),
-    "eagle3, draft vocabulary": ("eagle3", {"capture_layers": [1, 2], "draft_vocab_size": 20}),
-    "eagle3, norms before": (
-        "eagle3",
-        {"capture_layers": [0, 2], "norm_before_fc": True, "norm_before_residual": True},
-    ),
-    "peagle": ("peagle", {"capture_layers": [0, 1, 2]}),
-    "peagle, draft vocabulary": ("peagle", {"capture_layers": [1, 2], "draft_vocab_size": 20, "norm_output": True}),
+    "eagle3": ("eagle3", layers(0, 1, 2)),
+    "eagle3, draft vocabulary": ("eagle3", layers(1, 2, **OWN)),
+    "eagle3, norms before": ("eagle3", layers(0, 2, norm_before_fc=True, norm_before_residual=True)),
+    "eagle3.1": ("eagle3", layers(0, 1, 2, fc_norm=True, norm_output=True)),
+    "peagle": ("peagle", layers(0, 1, 2)),
+    "peagle, draft vocabulary": ("peagle", layers(1, 2, norm_output=True, **OWN)),
     "medusa": ("medusa", {}),
     "medusa, two layers": ("medusa", {"num_layers": 2, "fc_bias": True}),
     "hydra": ("hydra", {}),
     "hydra, two layers": ("hydra", {"num_layers": 2}),
-    "dflash": ("dflash", {"capture_layers": [0, 1, 2]}),
-    "dflash, three layers": ("dflash", {"capture_layers": [1, 2], "num_layers": 3}),
-    "dflash, draft vocabulary": ("dflash", {"capture_layers": [2], "num_layers": 2, "draft_vocab_size": 20}),
-    "dflash, causal": ("dflash", {"capture_layers": [0, 1], "num_layers": 2, "causal": "all"}),
-    "dflash, anchor first": ("dflash", {"capture_layers": [0, 1], "num_layers": 2, "sample_from_anchor": True}),
-    "dflash, a window": ("dflash", {"capture_layers": [1], "num_layers": 3, "sliding_window": DEPTHS + 2}),
-    "dflash, all variants": (
-        "dflash",
-        {
-            **{"capture_layers": [1, 2], "num_layers": 2, "sliding_window": DEPTHS + 1, "sample_from_anchor": True},
-            **{"causal": "sliding", "layer_types": ["full_attention", "sliding_attention"]},
-        },
-    ),
-    "dspark": ("dspark", {"capture_layers": [0, 1], "num_layers": 2, "markov_rank": 6}),
-    "dspark, fill-in, draft vocabulary": (
-        "dspark",
-        {"capture_layers": [1, 2], "markov_rank": 8, "draft_vocab_size": 20, "sample_from_anchor": False},
-    ),
-    "dflash2": (
-        "dflash2",
-        {
-            **{"capture_layers": [0, 1], "num_layers": 2, "conv_kernel_size": 3, "conv_group_size": 8},
-            **{"selector_rank": 6, "selector_top_k": 5},
-        },
-    ),
+    "dflash": ("dflash", layers(0, 1, 2)),
+    "dflash, three layers": ("dflash", layers(1, 2, num_layers=3)),
+    "dflash, draft vocabulary": ("dflash", layers(2, num_layers=2, **OWN)),
+    "dflash, causal": ("dflash", layers(0, 1, num_layers=2, causal="all")),
+    "dflash, anchor first": ("dflash", layers(0, 1, num_layers=2, sample_from_anchor=True)),
+    "dflash, a window": ("dflash", layers(1, num_layers=3, sliding_window=DEPTHS + 2)),
+    "dflash, all variants": ("dflash", layers(1, 2, num_layers=2, sample_from_anchor=True, **SLIDING)),
+    "dspark": ("dspark", layers(0, 1, num_layers=2, markov_rank=6)),
+    "dspark, fill-in, draft vocabulary": ("dspark", layers(1, 2, markov_rank=8, sample_from_anchor=False, **OWN)),
+    "dflash2": ("dflash2", layers(0, 1, num_layers=2, conv_kernel_size=3, conv_group_size=8, **SMALL_SELECTOR)),
     "dflash2, a window, causal": (
         "dflash2",
-        {
-            **{"capture_layers": [1], "sliding_window": DEPTHS + 2, "causal": "all", "conv_kernel_size": 2},
-            **{"conv_group_size": 64, "selector_rank": 8, "selector_top_k": 3},
-        },
+        layers(1, sliding_window=DEPTHS + 2, causal="all", conv_kernel_size=2, conv_group_size=64, **SMALL_SELECTOR),
     ),
-    "eagle3.1": ("eagle3", {"capture_layers": [0, 1, 2], "fc_norm": True, "norm_output": True}),
     "draft_model": ("draft_model", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
-    "draft_model, smaller, untied": (
-        "draft_model",
-        {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 80, "tie_word_embeddings": False},
-    ),
+    "draft_model, smaller, untied": ("draft_model", {"num_hidden_layers": 2, "tie_word_embeddings": False, **NARROW}),
 }
 
 

@@ -7,7 +7,6 @@ That kernels pair each draft position with the right tokens is shown by the test
 import math
 
 import numpy as np
-import pytest
 import torch
 
 from mtptrain.heads.packing import Indices, Packing
@@ -33,18 +32,6 @@ def test_a_packing_says_where_documents_and_draft_positions_lie() -> None:
 def test_keys_of_others_that_are_each_read_by_one_answer_are_read_without_a_copy() -> None:
     inside, before = Packing.of_spans([9, 7, 5], [(0, 4, 3), (1, 3, 3), (2, 1, 2)]).segments
     assert inside.queries == inside.keys == before.queries == slice(0, 8) and before.keys == slice(8, 8 + 4 + 3 + 1)
-
-
-@pytest.mark.parametrize("spans", [[(0, 1, 2), (1, 0, 1), (1, 2, 2)], None], ids=["some tokens", "all tokens"])
-def test_what_belongs_to_tokens_is_split_by_draft_positions(spans: list[tuple[int, int, int]] | None) -> None:
-    packing, x = Packing.of_spans([3, 4], spans), torch.randn(7, 2, requires_grad=True)
-    of_drafts, of_others = packing.split(x)
-    assert torch.equal(of_drafts, x[packing.draft_positions]) and torch.equal(of_others, x[packing.other_tokens])
-    joined = torch.cat([2 * of_drafts, 3 * of_others])
-    scale = torch.full((7, 1), 2.0).index_fill_(0, packing.other_tokens, 3.0)
-    assert torch.equal(joined[packing.key_indices], scale * x)
-    weights = torch.randn(7, 2)
-    assert torch.equal(torch.autograd.grad(joined[packing.key_indices], x, weights)[0], scale * weights)
 
 
 def test_few_kernels_are_needed_for_many_answers_and_for_single_draft_positions() -> None:

@@ -55,25 +55,20 @@ def test_every_document_comes_once_window_after_window() -> None:
     assert not np.array_equal(order, document_order(shard_windows(10, 3, seed=1), shards, seed=1))
 
 
-class Observer:
-    """Records in a thread the largest number of finished shards that a store holds."""
+@contextmanager
+def most_shards(store_dir: Path) -> Iterator[list[int]]:
+    """Counts the finished shards of a store in a thread, and yields a list that ends with the largest number."""
+    found, is_over = [0], threading.Event()
 
-    def __init__(self, store_dir: Path) -> None:
-        self.most, self._store_dir, self._stop = 0, store_dir, threading.Event()
-        self._thread = threading.Thread(target=self._count)
+    def count() -> None:
+        while not is_over.wait(0.005):
+            found.append(max(found[-1], len(list(store_dir.glob("shard_*.safetensors")))))
 
-    def _count(self) -> None:
-        while not self._stop.is_set():
-            self.most = max(self.most, len(list(self._store_dir.glob("shard_*.safetensors"))))
-            time.sleep(0.005)
-
-    def __enter__(self) -> "Observer":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=count)
+    thread.start()
+    yield found
+    is_over.set()
+    thread.join()
 
 
 @contextmanager
@@ -118,11 +113,11 @@ def wait_until(is_reached: Callable[[], bool], *programs: StartedProgram) -> Non
 
 def test_a_streamed_run_trains_on_every_document_with_a_bounded_store(stream_run: Run) -> None:
     store_dir = stream_run[0] / "hidden_states"
-    with Observer(store_dir) as observer:
+    with most_shards(store_dir) as most:
         found = stream(stream_run)
     num_windows = json.loads((store_dir / STREAM).read_text())["released_windows"]
     assert num_windows > OPEN_WINDOWS, "the open windows must not hold the whole store"
-    assert 0 < observer.most <= OPEN_WINDOWS * 2
+    assert 0 < most[-1] <= OPEN_WINDOWS * 2
     assert len(found) > num_windows and found[-1] < 0.9 * found[0]
 
 

@@ -51,17 +51,14 @@ def test_the_peak_of_a_cpu_counts_only_the_time_in_which_this_process_computes()
     assert _now(torch.device("cpu")) - before < 0.05
 
 
-@pytest.mark.parametrize("num_steps", [5, 6])
-def test_a_run_that_is_too_short_for_a_trace_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int
-) -> None:
-    tracer = Tracer(tmp_path / "trace.json")
-    for _ in range(num_steps):
-        tracer.step_done()
-    tracer.close()
-    message = f"must make at least six steps for {tmp_path}/trace.json, a trace of its sixth to eighth step, but made 5"
-    assert (message in capsys.readouterr().out) == (num_steps == 5)
-    assert (tmp_path / "trace.json").exists() == (num_steps == 6)
+def test_a_run_that_is_too_short_for_a_trace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for num_steps, path in ((5, tmp_path / "short.json"), (6, tmp_path / "long.json")):
+        tracer = Tracer(path)
+        for _ in range(num_steps):
+            tracer.step_done()
+        tracer.close()
+        message = f"must make at least six steps for {path}, a trace of its sixth to eighth step, but made 5"
+        assert (message in capsys.readouterr().out) == (num_steps == 5) == (not path.exists())
 
 
 def test_the_summary_of_a_resumed_run_reads_records_with_an_older_name(tmp_path: Path) -> None:
@@ -121,9 +118,7 @@ def test_a_wandb_that_cannot_start_stops_training_at_once_and_leaves_a_finished_
     config = make_config(f"run_dir={tmp_path}")
     monkeypatch.setattr(wandb, "init", fail)
     monkeypatch.setenv("WANDB_MODE", "online")
-    message = (
-        r"train\.tracker: wandb must start with WANDB_MODE=online, but reports: UsageError: No API key .*; mend that"
-    )
+    message = r"train\.tracker: wandb must start with WANDB_MODE=online, but reports: UsageError: No API key .*; mend"
     with pytest.raises(ValueError, match=message):
         Tracking(tmp_path, config, 0)
     track_report(tmp_path, config, {}, [])

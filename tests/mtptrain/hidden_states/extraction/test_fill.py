@@ -40,24 +40,24 @@ def fill(streams: Streams, store_dir: Path) -> None:
     fill_shards(streams, DOCUMENTS, {0: range(1)}, store_dir, HIDDEN_SIZE, 1, StoreDtype.bfloat16, "rank 0", show=False)
 
 
-@pytest.mark.parametrize("place", ["scratch", "store/mtptrain_0.tmp"])
+@pytest.mark.parametrize(
+    ("place", "named", "message"),
+    [
+        ("scratch", "scratch", "the disk of hidden_states.scratch_dir must hold the files of two shards, but is full"),
+        ("store/mtptrain_0.tmp", "store", "of hidden states from this process, but is full; finished shards are kept"),
+    ],
+)
 def test_a_full_scratch_directory_is_named_unless_it_is_on_the_stores_disk(
-    tmp_path: Path, tiny_target: Path, place: str
+    tmp_path: Path, tiny_target: Path, place: str, named: str, message: str
 ) -> None:
     (tmp_path / "store").mkdir()
     settings, python = HiddenStatesConfig(dtype=Dtype.float32), engine_without_room(tmp_path)
     with (
-        pytest.raises(OSError) as full,
+        pytest.raises(OSError, match=message) as full,
         VllmStreams(tiny_target, (1, 2), settings, 3, tmp_path / place, 0, "cpu", python) as streams,
     ):
         fill(streams, tmp_path / "store")
-    assert full.value.errno == errno.ENOSPC
-    if place == "scratch":
-        assert full.value.filename == str(tmp_path / "scratch")
-        assert "the disk of hidden_states.scratch_dir must hold the files of two shards, but is full" in str(full.value)
-    else:
-        assert full.value.filename == str(tmp_path / "store")
-        assert "of hidden states from this process, but is full; finished shards are kept" in str(full.value)
+    assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / named)
 
 
 def test_another_vllm_than_the_tested_one_is_warned_of_by_the_program_alone(

@@ -15,6 +15,7 @@ from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
 from mtptrain.hidden_states.writer import ShardFile, finished_shards
 
 NUM_DOCUMENTS, LENGTH, HIDDEN_SIZE = 6, 5, 8
+STATES = torch.randn(NUM_DOCUMENTS, LENGTH, 2, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
 
 
 def new_shard(directory: Path, index: int = 0, dtype: StoreDtype = StoreDtype.bfloat16) -> ShardFile:
@@ -25,11 +26,15 @@ def new_shard(directory: Path, index: int = 0, dtype: StoreDtype = StoreDtype.bf
         "document_offsets": torch.arange(0, size + 1, LENGTH),
         "document_ids": torch.arange(NUM_DOCUMENTS),
     }
+    directory.mkdir(exist_ok=True)
     return ShardFile(directory, index, tokens, HIDDEN_SIZE, 1, dtype)
 
 
-def states() -> torch.Tensor:
-    return torch.randn(LENGTH, 2, HIDDEN_SIZE)
+def write_whole(writer: OverlappedWriter, shard: ShardFile) -> None:
+    writer.begin(shard)
+    for document, states in enumerate(STATES):
+        writer.write(document, states)
+    writer.finish()
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -45,10 +50,7 @@ def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_dis
     monkeypatch.setattr(ShardFile, "write", write_later)
     with OverlappedWriter(num_threads) as writer:
         for index in range(2):
-            writer.begin(new_shard(tmp_path, index))
-            for document in range(NUM_DOCUMENTS):
-                writer.write(document, states())
-            writer.finish()
+            write_whole(writer, new_shard(tmp_path, index))
             is_handed_over.set()  # no thread could write states before the whole first shard was handed over
     assert finished_shards(tmp_path, [0, 1]) == {0, 1}
     assert not list(tmp_path.glob("*.tmp"))
@@ -56,29 +58,18 @@ def test_shards_are_complete_at_the_end_while_the_caller_never_waits_for_the_dis
 
 @pytest.mark.parametrize("dtype", list(StoreDtype))
 def test_any_number_of_threads_leaves_the_same_bytes(tmp_path: Path, dtype: StoreDtype) -> None:
-    documents = [
-        torch.randn(LENGTH, 2, HIDDEN_SIZE, generator=torch.Generator().manual_seed(i)) for i in range(NUM_DOCUMENTS)
-    ]
-    shards = []
     for num_threads in (1, 4):
-        directory = tmp_path / str(num_threads)
-        directory.mkdir()
         with OverlappedWriter(num_threads) as writer:
-            writer.begin(new_shard(directory, dtype=dtype))
-            for document in range(NUM_DOCUMENTS):
-                writer.write(document, documents[document])
-            writer.finish()
-        shards.append((directory / "shard_00000.safetensors").read_bytes())
-    assert shards[0] == shards[1]
+            write_whole(writer, new_shard(tmp_path / str(num_threads), dtype=dtype))
+    one, other = ((tmp_path / name / "shard_00000.safetensors").read_bytes() for name in ("1", "4"))
+    assert one == other
 
 
 def test_no_more_states_wait_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = states()
-    monkeypatch.setattr(overlapped_writer, "MAX_PENDING_BYTES", 2 * one.numel() * one.element_size())
-    handed_over, written, most = 0, 0, 0
-    write = ShardFile.write
+    monkeypatch.setattr(overlapped_writer, "MAX_PENDING_BYTES", 2 * STATES[0].numel() * STATES.element_size())
+    handed_over, written, most, write = 0, 0, 0, ShardFile.write
 
-    def slow_write(*args: object) -> None:
+    def slow_write(*args: Any) -> None:
         nonlocal written
         time.sleep(0.01)
         write(*args)
@@ -87,13 +78,12 @@ def test_no_more_states_wait_than_the_bound(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(ShardFile, "write", slow_write)
     with OverlappedWriter() as writer:
         writer.begin(new_shard(tmp_path))
-        for document in range(NUM_DOCUMENTS):
-            writer.write(document, states())
+        for document, states in enumerate(STATES):
+            writer.write(document, states)
             handed_over += 1
             most = max(most, handed_over - written)
         writer.finish()
-    assert most <= 2
-    assert finished_shards(tmp_path, [0]) == {0}
+    assert most <= 2 and finished_shards(tmp_path, [0]) == {0}
 
 
 @pytest.mark.parametrize("failing", ["write", "finish"])
@@ -105,10 +95,7 @@ def test_an_error_behind_the_callers_back_is_raised_and_the_shard_discarded(
 
     monkeypatch.setattr(ShardFile, failing, full)
     with pytest.raises(OSError, match="No space left on device"), OverlappedWriter() as writer:
-        writer.begin(new_shard(tmp_path))
-        for document in range(NUM_DOCUMENTS):
-            writer.write(document, states())
-        writer.finish()
+        write_whole(writer, new_shard(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +103,6 @@ def test_an_error_of_the_caller_leaves_no_half_shard(tmp_path: Path) -> None:
     threads = threading.active_count()
     with pytest.raises(RuntimeError, match="the target failed"), OverlappedWriter() as writer:
         writer.begin(new_shard(tmp_path))
-        writer.write(0, states())
+        writer.write(0, STATES[0])
         raise RuntimeError("the target failed")
-    assert list(tmp_path.iterdir()) == []
-    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == [] and threading.active_count() == threads

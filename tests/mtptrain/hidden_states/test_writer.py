@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mtptrain.hidden_states import writer
-from mtptrain.hidden_states.store import HiddenStore, find_damage
+from mtptrain.hidden_states.store import HiddenStore, StoreManifest, find_damage
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards, shard_ranges
 from mtptrain.utils.errors import UserError
 from tests.mtptrain.hidden_states.small_store import (
@@ -23,24 +23,42 @@ from tests.mtptrain.hidden_states.small_store import (
     write_shard,
 )
 
+EVEN, ODD = range(0, 4, 2), range(1, 4, 2)
+"""The shards of two parts."""
+
+
+def begin(directory: Path, shards: range = EVERY_SHARD) -> StoreManifest | None:
+    return begin_store(directory, IDENTITY, SHARD_TOKENS, shards)
+
+
+def finish(directory: Path) -> StoreManifest | None:
+    return finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
+
+
+def remove_shard(directory: Path, index: int) -> None:
+    (directory / f"shard_{index:05d}.safetensors").unlink()
+
 
 def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"manifest.json: must exist, but it does not; run mtptrain hidden-states"):
         HiddenStore.open(tmp_path)
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    begin(tmp_path)
     write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
     with pytest.raises(UserError, match=r"manifest.json: must exist, but the extraction is unfinished; run mtptrain"):
         HiddenStore.open(tmp_path, IDENTITY)
 
 
-def test_only_shards_with_a_record_and_their_full_length_are_trusted(tmp_path: Path) -> None:
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+def test_only_shards_with_a_record_and_their_full_length_are_trusted_without_reading_them(tmp_path: Path) -> None:
+    """Hashing terabytes is slow, and the record is written after the shard is on disk."""
+    begin(tmp_path)
     for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
         write_shard(tmp_path, index, make_shard(index, documents))
     os.truncate(tmp_path / "shard_00000.safetensors", 100)
     (tmp_path / "shard_00001.json").unlink()  # as if the run had been killed before it wrote the record
+    unread = tmp_path / "shard_00002.safetensors"
+    unread.write_bytes(bytes(unread.stat().st_size))
     (tmp_path / "shard_00003.safetensors.node.77.tmp").write_bytes(b"half")
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    begin(tmp_path)
     assert finished_shards(tmp_path, range(4)) == {2}
     assert sorted(read_all(tmp_path)) == ["plan.json", "shard_00002.json", "shard_00002.safetensors"]
 
@@ -53,114 +71,99 @@ def test_what_somebody_else_has_put_into_a_store_stays(tmp_path: Path, is_finish
     for name in names:
         (tmp_path / name).write_text("mine")
     if is_finished:
-        assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD) is not None
+        assert begin(tmp_path) is not None
     else:
         make_store(tmp_path)
     assert {name: (tmp_path / name).read_text() for name in names} == dict.fromkeys(names, "mine")
-
-
-def test_resuming_reads_no_byte_of_a_finished_shard(tmp_path: Path) -> None:
-    """Resuming trusts the record, written after the shard is on disk, because hashing terabytes is slow."""
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    path = tmp_path / "shard_00000.safetensors"
-    path.write_bytes(bytes(path.stat().st_size))
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    assert finished_shards(tmp_path, range(4)) == {0}
 
 
 def test_a_kill_before_the_rename_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    begin(tmp_path)
     monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    assert not (tmp_path / "shard_00000.safetensors").exists()
-    assert not finished_shards(tmp_path, [0])
+    assert not (tmp_path / "shard_00000.safetensors").exists() and not finished_shards(tmp_path, [0])
 
 
 def test_a_kill_right_after_the_manifest_leaves_a_finished_store(tmp_path: Path) -> None:
     make_store(tmp_path)
     expected = read_all(tmp_path)
-    (tmp_path / "plan.json").write_text("{}")
-    (tmp_path / "shard_00000.json").write_text("{}")
-    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD) == HiddenStore.open(tmp_path).manifest
+    for name in ("plan.json", "shard_00000.json"):
+        (tmp_path / name).write_text("{}")
+    assert begin(tmp_path) == HiddenStore.open(tmp_path).manifest
     assert read_all(tmp_path) == expected
 
 
 def test_two_parts_may_reopen_a_store_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = make_store(tmp_path)
     expected = read_all(tmp_path)
-    (tmp_path / "shard_00001.safetensors").unlink()
+    remove_shard(tmp_path, 1)
     write_plan = writer._write_plan
 
     def after_the_other_part(directory: Path, *rest: Any) -> None:
         monkeypatch.undo()
-        assert begin_store(directory, IDENTITY, SHARD_TOKENS, range(1, 4, 2)) is None
+        assert begin(directory, ODD) is None
         write_plan(directory, *rest)
 
     monkeypatch.setattr(writer, "_write_plan", after_the_other_part)
-    assert begin_store(tmp_path, IDENTITY, SHARD_TOKENS, range(0, 4, 2)) is None
+    assert begin(tmp_path, EVEN) is None
     write_shard(tmp_path, 1, shards[1])
-    finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
+    finish(tmp_path)
     assert read_all(tmp_path) == expected
 
 
 def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Path) -> None:
-    shards = make_store(tmp_path / "whole")
-    directory = tmp_path / "parts"
-    for part in range(2):
-        assert begin_store(directory, IDENTITY, SHARD_TOKENS, range(part, 4, 2)) is None
-    write_shard(directory, 1, shards[1])
-    (directory / "shard_00003.safetensors.node.77.tmp").write_bytes(b"being written")
-    begin_store(directory, IDENTITY, SHARD_TOKENS, range(0, 4, 2))
-    assert (directory / "shard_00003.safetensors.node.77.tmp").exists(), "another part is still writing this file"
-    (directory / "shard_00003.safetensors.node.77.tmp").unlink()
-    for index in (0, 2):
-        write_shard(directory, index, shards[index])
-    assert finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
-    assert finished_shards(directory, range(4)) == {0, 1, 2}
-    write_shard(directory, 3, shards[3])
-    manifests = [finish_store(directory, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) for _ in range(2)]
-    assert manifests[0] == manifests[1], "a second part that ends at the same time must return the same manifest"
-    assert read_all(directory) == read_all(tmp_path / "whole")
+    shards, parts = make_store(tmp_path / "whole"), tmp_path / "parts"
+    assert begin(parts, EVEN) is None and begin(parts, ODD) is None
+    write_shard(parts, 1, shards[1])
+    others = parts / "shard_00003.safetensors.node.77.tmp"
+    others.write_bytes(b"being written")
+    begin(parts, EVEN)
+    assert others.exists(), "another part is still writing this file"
+    others.unlink()
+    for index in EVEN:
+        write_shard(parts, index, shards[index])
+    assert finish(parts) is None and finished_shards(parts, range(4)) == {0, 1, 2}
+    write_shard(parts, 3, shards[3])
+    manifest = finish(parts)
+    assert manifest == finish(parts), "a second part that ends at the same time must return the same manifest"
+    assert read_all(parts) == read_all(tmp_path / "whole")
 
 
 def test_a_part_that_begins_while_another_finishes_keeps_what_is_there(tmp_path: Path) -> None:
     """The part that finishes the store removes the records, so the other part must read the manifest."""
-    make_store(tmp_path / "whole")
-    shards = make_store(tmp_path / "parts")
-    (tmp_path / "parts" / "shard_00000.safetensors").unlink()
-    assert begin_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, range(0, 4, 2)) is None
-    write_shard(tmp_path / "parts", 0, shards[0])
-    assert begin_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, range(1, 4, 2)) is None
-    assert finish_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is not None
-    assert finished_shards(tmp_path / "parts", [1, 3]) == {1, 3}, "the part must find both shards in the manifest"
-    write_shard(tmp_path / "parts", 3, shards[3])
-    assert finish_store(tmp_path / "parts", IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is not None
-    assert read_all(tmp_path / "parts") == read_all(tmp_path / "whole")
+    shards = make_store(tmp_path)
+    whole = read_all(tmp_path)
+    remove_shard(tmp_path, 0)
+    assert begin(tmp_path, EVEN) is None
+    write_shard(tmp_path, 0, shards[0])
+    assert begin(tmp_path, ODD) is None
+    assert finish(tmp_path) is not None
+    assert finished_shards(tmp_path, [1, 3]) == {1, 3}, "the part must find both shards in the manifest"
+    write_shard(tmp_path, 3, shards[3])
+    assert finish(tmp_path) is not None and read_all(tmp_path) == whole
 
 
 def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: Path) -> None:
     shards = make_store(tmp_path)
-    (tmp_path / "shard_00001.safetensors").unlink()
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, range(0, 4, 2))
-    assert finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
+    remove_shard(tmp_path, 1)
+    begin(tmp_path, EVEN)
+    assert finish(tmp_path) is None
     write_shard(tmp_path, 1, shards[1])
-    (tmp_path / "shard_00003.safetensors").unlink()  # as if the shard were lost after its record was written
-    assert finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4) is None
+    remove_shard(tmp_path, 3)  # as if the shard were lost after its record was written
+    assert finish(tmp_path) is None
     write_shard(tmp_path, 3, shards[3])
-    manifest = finish_store(tmp_path, IDENTITY, SHARD_TOKENS, HIDDEN_SIZE, 4)
-    assert manifest is not None
-    assert not find_damage(HiddenStore(tmp_path, manifest), show_progress=False)
+    manifest = finish(tmp_path)
+    assert manifest is not None and not find_damage(HiddenStore(tmp_path, manifest), show_progress=False)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", ["hidden_states", "aux_hidden_states"])
 def test_states_that_are_not_finite_stop_the_run_with_their_document(tmp_path: Path, name: str, dtype: str) -> None:
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    begin(tmp_path)
     for value in (float("nan"), float("inf"), float("-inf")):
         tensors = make_shard(0, range(0, 3), num_captured=2)
         tensors[name][LENGTHS[0] + 1, ..., 3] = value
@@ -169,13 +172,19 @@ def test_states_that_are_not_finite_stop_the_run_with_their_document(tmp_path: P
             write_shard(tmp_path, 0, tensors, dtype)
 
 
+def test_states_of_another_width_are_not_written(tmp_path: Path) -> None:
+    tensors = make_shard(0, range(0, 3))
+    with pytest.raises(AssertionError, match="streams of another document or target"):
+        write_shard(tmp_path, 0, {**tensors, "hidden_states": tensors["hidden_states"][:, : HIDDEN_SIZE // 2]})
+
+
 def test_a_shard_without_room_is_discarded_before_it_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+    begin(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
