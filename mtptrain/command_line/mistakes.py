@@ -14,6 +14,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from mtptrain.config import RECIPES
 from mtptrain.utils.errors import one_line
+from mtptrain.utils.masking import hide_passwords
 
 CONFIG_GROUPS = {path.name for path in Path(RECIPES).iterdir() if path.is_dir()} | {"head"}
 """Names of Hydra's config groups: each selects a file in recipes/ or a head."""
@@ -37,7 +38,9 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
         return f"{found[1]}: must be chosen, but is not; add {found[1]}=NAME, where NAME is one of {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         reason = text.removeprefix(f"Error parsing override '{error.override}'").strip().splitlines()[0]
-        return f"{error.override}: must be NAME=VALUE, but cannot be read ({reason}); quote or correct it"
+        return (
+            f"{hide_passwords(error.override)}: must be NAME=VALUE, but cannot be read ({reason}); quote or correct it"
+        )
     given = [argument.lstrip("+").partition("=")[::2] for argument in arguments]
     if text.startswith("Config group override must be a string or a list") or "is not a subclass of" in text:
         for name, value in given:

@@ -106,6 +106,11 @@ ROOT = Path(__file__).parents[3]
             "correct it",
         ),
         (
+            ["serving.url=http://me:sesame@a/?key=sesame"],
+            "serving.url=http://***@a/?key=***: must be NAME=VALUE, but cannot be read (mismatched input '=' expecting "
+            "<EOF>); quote or correct it",
+        ),
+        (
             ["seed=${sed}"],
             "seed: must have a valid value, but OmegaConf reports: Interpolation key 'sed' not found; correct it",
         ),
@@ -190,8 +195,8 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 STARTED_BY_PROGRAMS = {
     "benchmarks/speculators_worker.py",
     "mtptrain/__main__.py",
-    "mtptrain/serving/bench_worker.py",
     "mtptrain/serving/openvino_worker.py",
+    "mtptrain/serving/supervisor.py",
     "mtptrain/serving/vllm_worker.py",
     "slurm/on_node.py",
 }
