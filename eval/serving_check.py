@@ -35,21 +35,19 @@ from mtptrain.init_from.start import RunHead
 from mtptrain.run import Run
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing_output
 from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
-from mtptrain.serving.engine import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, Engine, EngineCounts, EngineRun
-from mtptrain.serving.vllm_server import VllmServer
-from mtptrain.settings.evaluation import ServingEngine
+from mtptrain.serving.engine import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, Decoder, EngineCounts, EngineRun
+from mtptrain.serving.engines import ENGINES
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 
-from .engines import find_engine, spare_tokens
+from .engines import find_decoder, spare_tokens
 from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
-MADE_NONE = {"llama.cpp": ": no drafts were made, as llama-server makes none without --spec-type"}
-"""Why an engine may draft nothing without saying so."""
 FEW_DRAFTS = 30
 """Number of accepted drafts below which lengths within the tolerance say little."""
 
@@ -71,8 +69,8 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     """Compare our loop with the engine, and write and print the report. Returns whether they agree as they must."""
     config, settings = run.config, run.config.acceptance
     # The check uses only the first turn of a conversation.
-    prompts = run.measured_prompts(spare_tokens(config)).input_ids
-    engine = find_engine(run, prompts, output_dir)
+    prompts = run.measured_prompts(spare_tokens(settings.num_speculative_tokens)).input_ids
+    engine = find_decoder(run, list(prompts.values()), output_dir)
     ours = decode_here(run, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
@@ -88,7 +86,7 @@ def check_engine(run: Run, output_dir: Path) -> bool:
         comparison = replace(comparison, our_counts_on_their_answers=followed)
     divergence = None if comparison.is_equal else explain(run, list(prompts.values()), comparison)
 
-    served = {"command": command(), **report(config, comparison, divergence), "rule": rule}
+    served = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
     served["prompts_sha256"] = Prompts(prompts).sha256
     write_provenance(output_dir, config, "report.json")
     write_sealed(output_dir / "report.json", served)
@@ -175,7 +173,7 @@ def follow_answers(run: Run, prompts: InputIds, answers: list[list[int]]) -> lis
 
 
 def check_counts(
-    theirs: EngineCounts | None, ours: EngineCounts, config: PipelineConfig, engine: Engine
+    theirs: EngineCounts | None, ours: EngineCounts, config: PipelineConfig, engine: Decoder
 ) -> EngineCounts:
     """Returns the engine's counts. Raises UserError if it does not draft `num_speculative_tokens` tokens a round."""
     if theirs is not None and theirs.rounds == ours.rounds == 0:
@@ -186,7 +184,7 @@ def check_counts(
         raise UserError(
             f"{setting}: the engine must draft {config.acceptance.num_speculative_tokens} tokens a round, but drafts "
             f"{num_drafts}; set acceptance.num_speculative_tokens, or start a server with the command of the export's "
-            f"README{MADE_NONE.get(engine.name, '') if num_drafts == 0 else ''}"
+            f"README{engine.why_no_drafts if num_drafts == 0 else ''}"
         )
     return theirs
 
@@ -259,7 +257,7 @@ def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Diver
     )
 
 
-def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, engine: Engine) -> str:
+def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, engine: Decoder) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
     if divergence is not None:
         first = f"The first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}"
@@ -269,8 +267,7 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
         first = "No round before the end of an answer differs"
     else:
         first = "The first token that differs cannot be found, because the engine does not say what each round accepted"
-        if isinstance(engine, VllmServer):
-            first += "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
+        first += engine.how_to_see_rounds
     problem = f"they differ in {', '.join(unequal)}" if unequal else "neither gives all of these answers"
     if comparison.our_counts_on_their_answers is not None:
         return (
@@ -285,10 +282,12 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
     )
 
 
-def report(config: PipelineConfig, comparison: Comparison, divergence: Divergence | None) -> dict[str, Any]:
+def report(
+    config: PipelineConfig, target: TargetFiles, comparison: Comparison, divergence: Divergence | None
+) -> dict[str, Any]:
+    engine = ENGINES[config.serving.engine]
     settings, followed = config.acceptance, comparison.our_counts_on_their_answers
     our_plain, their_plain = comparison.num_plain
-    is_openvino = config.serving.engine is ServingEngine.openvino
     names = ("rounds", "drafted", "accepted_at", "acceptance_length")
     ours, theirs = (
         {name: getattr(counts, name) for name in names} for counts in (comparison.our_counts, comparison.their_counts)
@@ -305,8 +304,8 @@ def report(config: PipelineConfig, comparison: Comparison, divergence: Divergenc
         "prompts": len(comparison.ours.plain),
         "num_speculative_tokens": settings.num_speculative_tokens,
         "max_new_tokens": settings.max_new_tokens,
+        **engine.report_types(target, config.serving, str(settings.dtype)),
         "dtype": str(settings.dtype),
-        "openvino_weights": str(config.serving.openvino_weights) if is_openvino else None,
     }
 
 

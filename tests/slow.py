@@ -19,10 +19,7 @@ SLOW = {
     r"tests/serving/test_hidden_states\.py::test_(extracted|layer_0)\w*\[(?!llama\])",
     r"tests/serving/test_vllm_store\.py::test_runs_killed",
     r"tests/serving/test_vllm_streams\.py::test_(the_engine_ends|an_engine_that_cannot_write|a_vllm_for_cpus)",
-    # Checks of an export, and its speed. Kept: a right export counts as mtptrain does, a wrong or missing one is
-    # refused, and tests/eval/test_serving_bench.py.
-    r"tests/serving/test_serving_check\.py::test_(a_tensor_parallel|in_bfloat16|a_running_server|a_server|the_engine_is)",
-    r"tests/serving/test_serving_bench\.py::test_(a_running_server|a_server|an_engine|every_engine|the_counts|the_engines|ctrl_c)",
+    # Baselines. Kept: tests of prompt lookup and of small models, which need no engine.
     r"tests/serving/test_baselines\.py",
     # Quantised targets. Kept: tests/mtptrain/target/test_quantised.py, which needs no engine.
     r"tests/serving/test_quantised_target\.py",

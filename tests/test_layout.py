@@ -209,7 +209,6 @@ def test_every_pattern_of_slow_tests_matches_a_test() -> None:
 
 
 IN_AN_ENVIRONMENT_OF_ITS_OWN = {
-    "mtptrain.serving.bench_worker": {"vllm"},
     "mtptrain.serving.vllm_worker": {"vllm"},
     "mtptrain.serving.openvino_worker": {"openvino", "openvino_genai"},
     "benchmarks.speculators_worker": {"speculators", "measuring"},

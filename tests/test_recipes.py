@@ -54,7 +54,7 @@ OUT_OF_RANGE = [
     ("serving_bench.concurrency", "[1,0]", "each at least 1, but is [1, 0]"),
     ("train.betas", "[0.9,1.0]", "in [0, 1), but is [0.9, 1.0]"),
     ("hidden_states.part", "1", "below hidden_states.num_parts=1, but is 1"),
-    ("serving.openvino_weights", "int8", "be left out with other engines than OpenVINO, but is int8 with"),
+    ("serving.openvino_weights", "int8", "be left out with serving.engine=vllm, but is int8; leave it out"),
     ("serving_bench.concurrency", "[2,1]", "must increase, but is [2, 1]; sort it"),
     ("serving_bench.concurrency", "[1,1]", "must increase, but is [1, 1]; sort it and name each number once"),
 ]

@@ -10,7 +10,6 @@ Writes `report.json`, `plot.svg` and all logs to `run_dir/serving_bench/break_ev
 import gc
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,18 +41,16 @@ from mtptrain.serving.break_even import (
     usual_length,
     verdicts,
 )
-from mtptrain.serving.exports import read_serving_facts
-from mtptrain.serving.openvino_load import check_openvino
-from mtptrain.settings.evaluation import ServingEngine
+from mtptrain.serving.engines import ENGINES
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed
 
-from ..engines import find_program, require_gguf
+from ..engines import served_by
 from ..plots import drawing, plot_break_even
-from .engine_runs import Bench, measure
+from .engine_runs import Bench, drafting_choices, measure, scratch_dir
 
 NEW_TOKENS = 33
 """Tokens of an answer. The first one comes from the prompt; the others take at most 32 rounds, which are timed."""
@@ -76,9 +73,9 @@ def measure_break_even(config: PipelineConfig, output_dir: Path) -> None:
     write_report(config, target, output_dir, costs)
     # 3. The engine.
     if isinstance(program, Path):
-        costs += engine_costs(config, target, output_dir, head, prompts, program)
+        costs += engine_costs(run, output_dir, head, prompts, program)
         write_report(config, target, output_dir, costs)
-    warn_of_impossible_costs(costs)
+    warn_of_impossible(costs)
     print_table(costs, config.head.name)
     print(*verdicts(costs, config.head.name), sep="\n")
     print(
@@ -133,33 +130,31 @@ def random_prompts(config: PipelineConfig, target_config: PreTrainedConfig, head
     return prompts
 
 
-def engine_program(run: Run) -> Path | Exception:
+def engine_program(run: Run) -> Path | UserError:
     """Returns the engine's program or Python, or the reason why the engine cannot be measured on this machine.
 
     Raises:
         UserError: a setting names a program or GGUF file that does not exist or is another one, or the engine cannot
             keep as many requests in flight as `serving_bench.concurrency` says.
     """
-    serving, settings = run.config.serving, run.config.serving_bench
-    named = {ServingEngine.vllm: serving.python, ServingEngine.llama_cpp: serving.llama_server}
-    named[ServingEngine.openvino] = serving.openvino_python
-    # A wrong file is a mistake to report; a file that no setting names only leaves llama.cpp unmeasured.
-    is_llama_cpp = serving.engine is ServingEngine.llama_cpp
-    if is_llama_cpp and run.target.gguf is not None:
-        require_gguf(run)
+    config, serving = run.config, run.config.serving
+    engine = ENGINES[serving.engine]
+    # A wrong file is a mistake to report; a file that no setting names only leaves the engine unmeasured.
+    if run.target.gguf is not None:
+        engine.check_target(run.target)
     try:
-        gguf = require_gguf(run) if is_llama_cpp else None
-        format_for(serving.engine, run.config.head, run.target.config, gguf)
+        engine.check_target(run.target)
+        format_for(serving.engine, config.head, run.target.config, run.target.gguf)
     except UserError as error:
         return error
-    if serving.engine is ServingEngine.openvino:
-        check_openvino(run.config.head.name, settings.concurrency, run.config.acceptance.temperature)
     try:
-        return find_program(serving)
+        program = engine.find_program(serving)
     except UserError as error:
-        if named[serving.engine] is not None:
+        if getattr(serving, engine.program_setting) is not None:
             raise
         return error
+    engine.check_bench(program, config.head.name, max(config.serving_bench.concurrency), config.acceptance.temperature)
+    return program
 
 
 def loop_costs(
@@ -187,33 +182,25 @@ def loop_cost(batch_size: int, num_drafts: int, spent: dict[int, Spent]) -> Roun
     return RoundCost(OWN_LOOP, batch_size, num_drafts, plain_ms, round_ms, draft_ms, verify_ms)
 
 
-def engine_costs(
-    config: PipelineConfig,
-    target: TargetFiles,
-    output_dir: Path,
-    head: Head,
-    prompts: list[list[int]],
-    program: Path,
-) -> list[RoundCost]:
+def engine_costs(run: Run, output_dir: Path, head: Head, prompts: list[list[int]], program: Path) -> list[RoundCost]:
     """Returns the cost of a round in the engine, which serves the random head as `mtptrain export` writes it."""
-    with tempfile.TemporaryDirectory(prefix="random_head_", dir=output_dir) as directory:
-        run_dir = Path(directory)
-        head_dir, head_sha256 = export_random_head(config, target, head, run_dir)
-        facts = read_serving_facts(head_dir, config.serving.engine, head_sha256)
-        bench = Bench(config, output_dir, target, prompts, program, head_sha256, facts, head_dir, None)
-        rows, _ = measure(bench)
+    config = run.config
+    with scratch_dir(output_dir) as scratch:
+        head_dir, head_sha256 = export_random_head(run, head, scratch)
+        served = served_by(run, program, head_dir, head_sha256, prompts, max(drafting_choices(config)), output_dir)
+        rows, _ = measure(Bench(config, prompts, output_dir, served), scratch)
     return costs_of_rows(str(config.serving.engine), rows)
 
 
-def export_random_head(config: PipelineConfig, target: TargetFiles, head: Head, run_dir: Path) -> tuple[Path, str]:
+def export_random_head(run: Run, head: Head, run_dir: Path) -> tuple[Path, str]:
     """Store the head as if a run had trained it, and export it. Returns the export and the hash of the weights.
 
     Raises:
         UserError: the export failed.
     """
     trained, head_dir = run_dir / "train/last", run_dir / "export"
-    save_head(trained, head.state_dict(), config.head, {TARGET_WEIGHTS: target.weights_sha256})
-    settings = [f"run_dir={quoted(run_dir)}", f"export.engine={config.serving.engine}"]
+    save_head(trained, head.state_dict(), run.config.head, {TARGET_WEIGHTS: run.target.weights_sha256})
+    settings = [f"run_dir={quoted(run_dir)}", f"export.engine={run.config.serving.engine}"]
     settings.append(f"export.output_dir={quoted(head_dir)}")
     arguments = stage_command("export", [*sys.argv[1:], *settings])
     result = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -224,7 +211,7 @@ def export_random_head(config: PipelineConfig, target: TargetFiles, head: Head, 
 
 def costs_of_rows(engine: str, rows: Sequence[Row]) -> list[RoundCost]:
     """Returns the cost of a round from the measured rows of an engine, those of K = 0 included."""
-    step_ms = {(row.concurrency, row.num_speculative_tokens): row.latencies.step_ms for row in rows}
+    step_ms = {(row.concurrency, row.num_speculative_tokens): row.step_ms for row in rows}
     return [
         RoundCost(engine, size, num_drafts, step_ms[size, 0], milliseconds, None, None)
         for (size, num_drafts), milliseconds in sorted(step_ms.items())
@@ -232,7 +219,7 @@ def costs_of_rows(engine: str, rows: Sequence[Row]) -> list[RoundCost]:
     ]
 
 
-def warn_of_impossible_costs(costs: Sequence[RoundCost]) -> None:
+def warn_of_impossible(costs: Sequence[RoundCost]) -> None:
     """Warn if a round took less time than a plain step, which only other programs on the machine can explain."""
     for cost in costs:
         if cost.break_even_length < 1:

@@ -23,7 +23,7 @@ from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.layers import HeadDims, Rope
 from mtptrain.heads.peagle import mask_token_id
-from mtptrain.serving.llama_server import HOST_SAMPLING, draft_arguments
+from mtptrain.serving.llama_server import HEAD_FILE, HOST_SAMPLING, draft_arguments
 from mtptrain.settings.heads import (
     Dflash2Config,
     DflashConfig,
@@ -63,7 +63,7 @@ def layer_names(modules: Iterable[str], ours: str, theirs: str) -> dict[str, str
 class GgufFormat(Format):
     """Writes a head as a GGUF file. Its layer ids are ours: id k is the stream after k decoder layers."""
 
-    weights_name = "model.gguf"
+    weights_name = HEAD_FILE
     has_config_json = False
     num_layers = 1
     is_quantised = False

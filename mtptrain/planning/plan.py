@@ -38,7 +38,7 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.step import activation_bytes, step_flops
 from mtptrain.planning.target import cached_values, target_costs, validation_bytes
 from mtptrain.serving.break_even import read_costs, verdicts
-from mtptrain.serving.found_engines import describe_engines
+from mtptrain.serving.engines import describe_engines
 from mtptrain.settings.precision import train_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles

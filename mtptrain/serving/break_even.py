@@ -15,10 +15,9 @@ from typing import Any
 
 from mtptrain.config import PipelineConfig
 from mtptrain.heads.files import START, TARGET_WEIGHTS
-from mtptrain.settings.evaluation import ServingEngine
+from mtptrain.serving.engines import ENGINES
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.gguf import fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed
 
@@ -164,12 +163,8 @@ def subject(config: PipelineConfig, target: TargetFiles) -> dict[str, Any]:
     """
     head = {name: value for name, value in asdict(config.head).items() if name not in START}
     facts: dict[str, Any] = {TARGET_WEIGHTS: target.weights_sha256, "head": head, "dtype": str(config.acceptance.dtype)}
-    if config.serving.engine is ServingEngine.llama_cpp:
-        file = target.gguf
-        facts["served"] = [fingerprint(file) if file and file.is_file() else None, str(config.export.dtype)]
-    if config.serving.engine is ServingEngine.openvino:
-        facts["served"] = [str(config.serving.openvino_weights)]
-    return json.loads(json.dumps(facts))
+    served = ENGINES[config.serving.engine].served_types(target, config.serving, str(config.export.dtype))
+    return json.loads(json.dumps(facts if served is None else facts | {"served": served}))
 
 
 def read_costs(config: PipelineConfig, target: TargetFiles) -> list[RoundCost]:

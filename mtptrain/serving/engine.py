@@ -1,8 +1,8 @@
-"""A serving engine as `mtptrain serving-check` sees it: it answers prompts, and counts the drafts that it accepts."""
+"""The requests to a serving engine, its answers, and what it counts."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.speculate import Generation
@@ -51,20 +51,24 @@ class EngineRun:
     """The engine's error, if it failed; there are then neither tokens nor counts."""
 
 
-class Engine(Protocol):
-    """An engine that runs, or that starts when it is asked."""
+class Decoder(ABC):
+    """An engine with a head, as `mtptrain serving-check` sees it: one that runs, or that starts when it is asked."""
+
+    name: str
+    """The engine's name that users know."""
+    advice: str
+    """The advice if the engine's counters differ from ours by more than rounding."""
+    why_no_drafts = ""
+    """Why the engine may draft nothing without saying so, for the end of a message."""
+    how_to_see_rounds = ""
+    """How the engine is made to report the drafts accepted in each round, for the end of a message."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def advice(self) -> str:
-        """The advice if the engine's counters differ from ours by more than rounding."""
-
-    @property
+    @abstractmethod
     def may_round(self) -> bool:
         """Whether the engine rounds weights, whatever `acceptance.dtype` is."""
 
+    @abstractmethod
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> EngineRun:
@@ -73,8 +77,8 @@ class Engine(Protocol):
         Raises:
             UserError: the engine does not answer, or other requests changed its counters.
         """
-        ...
 
+    @abstractmethod
     def counted(
         self,
         generations: Sequence[Generation],
@@ -83,7 +87,50 @@ class Engine(Protocol):
         stop_token_ids: Sequence[int],
     ) -> tuple[EngineCounts, str]:
         """Returns what this engine counts for our answers, and a sentence on its rules if they changed the counts."""
-        ...
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of a benchmark."""
+
+    prompts: Sequence[Sequence[int]]
+    """Token ids. They repeat if there are fewer prompts than requests."""
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    ignore_eos: bool
+    seed: int
+    """Request i of a load has seed + i."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A number of requests, of which at most `concurrency` are in flight at any time."""
+
+    name: str
+    num_requests: int
+    concurrency: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one request of a load."""
+
+    steps_s: list[float]
+    """Seconds from the request to each step that gave tokens."""
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """The answers to a load."""
+
+    answers: list[Answer]
+    duration_s: float
+    """Seconds from the first request to the end of the last answer."""
+    counts: EngineCounts | None
+    """None without drafts."""
 
 
 def counts_of_all_rounds(generations: Sequence[Generation]) -> EngineCounts:

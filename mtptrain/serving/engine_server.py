@@ -2,12 +2,15 @@
 
 import re
 import time
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
-from mtptrain.serving.engine import EngineCounts
+from mtptrain.serving.engine import Decoder, EngineCounts, Requests
+from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import address_below, hide_passwords
 
@@ -20,37 +23,94 @@ SETTLE_LIMIT_S = 10.0
 """Seconds within which the counters must stop changing after the last answer."""
 SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from an answer."""
-MAX_BODY_BYTES = 64 * 2**20
-"""Maximum size of an answer."""
 UNKNOWN_PATH = (404, 405, 501)
 """Statuses with which a server says that it has no such page. llama.cpp answers 501 without `--metrics`."""
 NO_PROXY = {"all://127.0.0.1": None, "all://localhost": None}
 """The addresses that a client asks without the proxy of the environment: servers of this machine."""
-START = r"start `[^`]*` or correct the address"
-"""The advice of errors about an address where no such engine answers, as a pattern.
-
-`server_process` replaces it for a server that mtptrain has started.
-"""
+UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, OverflowError)
+"""The errors of reading an answer that is another than an engine's."""
 Counters = dict[tuple[str, int | None], int]
 """A server's counters, by name and draft position (None for counters without positions)."""
-_SAMPLE = re.compile(r'^(?:vllm|llamacpp):(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?.*\})? (\S+)$')
+_SAMPLE = re.compile(r'^\w+:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?.*\})? (\S+)$')
 
 
-class EngineServer:
+class EngineServer(Decoder):
     """A running engine at a base URL."""
 
-    name: str
-    command: str
-    """The program that starts such a server, for error messages."""
+    program: str
+    """The command that starts such a server."""
+    options = ""
+    """Options that the command needs, for error messages."""
+    context_option: str
+    """The command's option that sets the length of the context."""
+    kept_connections: int | None = None
+    """Maximum number of idle connections; None keeps all. A server may close them after each answer."""
+    may_round = False
+    version: str
+    root: str
+    """The model that the server was started with."""
+    max_model_len: int
 
-    def __init__(self, url: str) -> None:
-        """Store the address of the server."""
+    def __init__(self, url: str, log_path: Path | None = None) -> None:
+        """Store the address of the server, and the log of one that mtptrain has started.
+
+        Users know a server of their own by its address, and one that mtptrain has started by its log.
+        """
         self.url = url.rstrip("/")
         self.shown_url = hide_passwords(self.url)
         """The address as messages show it."""
-        # A compressed answer can be a thousand times as long as what arrives, so ask for one that is not compressed.
-        headers = {"Accept-Encoding": "identity"}
-        self._client = httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, follow_redirects=True, mounts=NO_PROXY)
+        self.place, self._advice = "serving.url", f"start `{self.program}{self.options}` or correct the address"
+        if log_path is not None:
+            self.place, self._advice = f"{self.program}, whose log is {log_path}", "read its log"
+        self._client = self.client()
+
+    def client(self, max_connections: int | None = None) -> httpx.Client:
+        """Returns a client that asks a server of this machine without the proxy of the environment."""
+        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=self.kept_connections)
+        return httpx.Client(timeout=REQUEST_TIMEOUT_S, follow_redirects=True, limits=limits, mounts=NO_PROXY)
+
+    @abstractmethod
+    def check_model(self, target: TargetFiles, head_dir: Path) -> None:
+        """Check that the server serves the target, or the export if that holds the target too.
+
+        Raises:
+            UserError: it serves another model.
+        """
+
+    def check_context(self, needed_tokens: int) -> None:
+        """Check that the context holds the longest prompt, its answer and spare drafts.
+
+        Raises:
+            UserError: it is shorter.
+        """
+        if self.max_model_len < needed_tokens:
+            raise UserError(
+                f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
+                "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
+                f"{self.max_model_len}; start it with {self.context_option} {needed_tokens}"
+            )
+
+    @abstractmethod
+    def streamed_request(self, prompt: Sequence[int], requests: Requests, index: int) -> tuple[str, dict[str, Any]]:
+        """Returns the path and content of request `index` of a load, whose answer is streamed.
+
+        No request may read a prefix that another one left in the cache.
+        """
+
+    @abstractmethod
+    def step_of(self, message: dict[str, Any]) -> tuple[object, int]:
+        """Returns what a message of a stream has: a value that all messages of a step share, and a number of tokens.
+
+        The value is None for a message without tokens. The numbers of an answer's messages add up to its tokens.
+        """
+
+    @abstractmethod
+    def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
+        """Returns how much the drafting counters grew; None if the server does not draft.
+
+        Raises:
+            UserError: the server finished other requests than these in the meantime, or its counters keep changing.
+        """
 
     def counters(self) -> Counters:
         """Returns every counter by name and position, summed over engines and other labels."""
@@ -68,10 +128,18 @@ class EngineServer:
             if (later := self.counters()) == counters:
                 return counters
             counters = later
-        raise UserError(
-            f"{self.shown_url}: the server must serve no other requests during the check, but its counters still "
-            f"change {SETTLE_LIMIT_S:g} s after the last answer; repeat the check when it is idle"
+        raise self.is_busy(f"its counters still change {SETTLE_LIMIT_S:g} s after the last answer")
+
+    def is_busy(self, does: str) -> UserError:
+        """Returns the error of a server that answers other requests than ours."""
+        return UserError(
+            f"{self.place}: the server must serve no other requests during the check, but {does}; repeat the check "
+            "when it is idle"
         )
+
+    def growth_since(self, before: Counters) -> Counters:
+        """Returns how much each counter grew, once they stop changing."""
+        return {name: number - before.get(name, 0) for name, number in self.settled_counters().items()}
 
     def read(self, path: str, parse: Callable[[bytes], Parsed], content: dict[str, Any] | None = None) -> Parsed:
         """Returns what `parse` makes of the response to a GET request, or to a POST request with JSON content.
@@ -80,42 +148,24 @@ class EngineServer:
             UserError: the server does not answer, or the server answers with an error, or `parse` cannot read the
                 answer.
         """
-        body = self._fetch(path, content)
+        response, url = None, address_below(self.url, path)
         try:
-            return parse(body)
-        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise self._not_this_engine(path, f"answers {_shown(body)}") from error
-
-    def _fetch(self, path: str, content: dict[str, Any] | None) -> bytes:
-        url = address_below(self.url, path)
-        try:
-            with self._client.stream("GET" if content is None else "POST", url, json=content) as response:
-                body = _bounded(response)
+            response = self._client.request("GET" if content is None else "POST", url, json=content)
             response.raise_for_status()
-            return body
-        except _Unbounded as error:
-            raise self._not_this_engine(path, str(error)) from error
-        except httpx.HTTPStatusError as error:
-            status = error.response.status_code
-            reason = f"answers {status}: {_shown(body)}"
-            if content is None and status in UNKNOWN_PATH:
-                raise self._not_this_engine(path, reason) from error
+            return parse(response.content)
+        except (httpx.HTTPError, httpx.InvalidURL, *UNREADABLE) as error:
+            does = f"does not answer ({error})"
+            if response is not None:
+                status = "" if response.is_success else f" {response.status_code}:"
+                does = f"answers{status} {shown(response.content)}"
+                if status and (content is not None or response.status_code not in UNKNOWN_PATH):
+                    raise UserError(
+                        f"{self.place}: must answer every request, but {self.shown_url}{path} {does}; see the "
+                        "server's log"
+                    ) from error
             raise UserError(
-                f"serving.url: must answer every request, but {self.shown_url}{path} {reason}; see the server's log"
+                f"{self.place}: must be a running {self.name} server, but {self.shown_url}{path} {does}; {self._advice}"
             ) from error
-        except (httpx.TransportError, httpx.InvalidURL, OverflowError, UnicodeError) as error:
-            raise UserError(
-                f"serving.url: must be a running {self.name} server, but {self.shown_url} does not answer ({error}); "
-                f"start `{self.command}` or correct the address"
-            ) from error
-        except httpx.HTTPError as error:
-            raise self._not_this_engine(path, f"does not answer properly ({error})") from error
-
-    def _not_this_engine(self, path: str, reason: str) -> UserError:
-        return UserError(
-            f"serving.url: must be a {self.name} server, but {self.shown_url}{path} {reason}; start `{self.command}` "
-            "or correct the address"
-        )
 
 
 def counts_of(counters: Counters) -> EngineCounts | None:
@@ -133,23 +183,7 @@ def counts_of(counters: Counters) -> EngineCounts | None:
     )
 
 
-class _Unbounded(Exception):
-    """An answer whose size has no bound that fits the memory."""
-
-
-def _bounded(response: httpx.Response) -> bytes:
-    """Returns an answer's body, unless it is compressed or longer than `MAX_BODY_BYTES`."""
-    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-        raise _Unbounded(f"answers with Content-Encoding {encoding[:40]}, although it was asked not to compress")
-    body = bytearray()
-    for chunk in response.iter_raw():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise _Unbounded(f"answers more than {MAX_BODY_BYTES:,} bytes")
-    return bytes(body)
-
-
-def _shown(body: bytes) -> str:
+def shown(body: bytes) -> str:
     """Returns the beginning of an answer, in one line."""
     return " ".join(body[:SHOWN_CHARACTERS].decode(errors="replace").split()) or "nothing"
 

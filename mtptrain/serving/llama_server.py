@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,13 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
+from mtptrain.serving.engine import Decoder, EngineCounts, EngineRun, Requests, counts_of_all_rounds
 from mtptrain.serving.engine_server import Counters, EngineServer, counts_of
 from mtptrain.serving.exports import WRITTEN_FOR, warn_of_other_version
-from mtptrain.serving.server_process import ManagedServer
+from mtptrain.serving.server_process import started_server
 from mtptrain.serving.worker import how_to_install
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.gguf import fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 
@@ -28,6 +29,10 @@ EXACT_DRAFT = ("-ctkd", "f32", "-ctvd", "f32")
 HOST_SAMPLING = "--no-spec-draft-backend-sampling"
 """Without this argument, llama.cpp b11434 drafts wrong tokens with EAGLE-3 heads (and a few with others) as soon as two
 requests are answered at once; by default it answers four. Answers stay right, so only counters and speed show it."""
+NO_PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Values to set in every request: omitted ones come from the GGUF file, and penalties affect greedy decoding."""
+HEAD_FILE = "model.gguf"
+"""Name of the head's file in an export."""
 VERSION_TIMEOUT_S = 60.0
 RULE = (
     "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
@@ -100,7 +105,7 @@ def server_arguments(
     return arguments
 
 
-class LlamaCpp:
+class LlamaCounting(Decoder):
     """The name of the engine, and the rules by which it counts."""
 
     name = "llama.cpp"
@@ -108,6 +113,7 @@ class LlamaCpp:
         "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
         f"llama.cpp drafts nothing, and with {' '.join((HOST_SAMPLING, *EXACT, *EXACT_DRAFT))}"
     )
+    why_no_drafts = ": no drafts were made, as llama-server makes none without --spec-type"
 
     def counted(
         self,
@@ -127,25 +133,28 @@ class LlamaCpp:
         return counts, "" if counts == counts_of_all_rounds(generations) else RULE
 
 
-class LlamaServer(LlamaCpp, EngineServer):
+class LlamaServer(LlamaCounting, EngineServer):
     """A running `llama-server` at a base URL."""
 
-    command = "llama-server --metrics"
+    program = "llama-server"
+    options = " --metrics"
+    context_option = "-c"
+    kept_connections = 0  # the server closes each one, and a request sent before the client notices would fail
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, log_path: Path | None = None) -> None:
         """Ask the server for its version, target and context length.
 
         Raises:
             UserError: the server does not answer, or is not llama.cpp's.
         """
-        super().__init__(url)
+        super().__init__(url, log_path)
         self.version, self.root, self.max_model_len, weights = self.read("/props", _properties)
         self.may_round = "all F32" not in weights
         self.counters()  # the page of metrics exists only with --metrics
         build = re.match(r"b(\d+)-", self.version)
         # Built from sources without a Git history, such as a package's, llama.cpp says b0.
         if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
-            warn_of_other_version("llama_cpp", "llama.cpp", self.version, self.shown_url)
+            warn_of_other_version("llama_cpp", "llama.cpp", self.version, self.place)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
@@ -159,47 +168,76 @@ class LlamaServer(LlamaCpp, EngineServer):
         before, drafted, answers = self.counters(), 0, []
         for prompt in prompts:
             request = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
-            # Set all values: omitted ones come from the GGUF file, and penalties affect greedy decoding.
-            request |= {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-            request |= {"return_tokens": True, "cache_prompt": False}
+            request |= {**NO_PENALTIES, "return_tokens": True, "cache_prompt": False}
             tokens, num_drafted, ended = self.read("/completion", _completion, request)
             self._check_end(tokens, ended, stop_token_ids)
             answers.append(tokens)
             drafted += num_drafted
         counts = self.counts_since(before, len(prompts))
         if counts is not None and counts.drafted != drafted:
-            raise UserError(
-                f"{self.shown_url}: the server must serve no other requests during the check, but drafted "
-                f"{counts.drafted} tokens instead of {drafted}; repeat the check when it is idle"
-            )
+            raise self.is_busy(f"drafted {counts.drafted} tokens instead of {drafted}")
         return EngineRun(self.version, answers, counts, None)
 
     def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
         """Returns how much the drafting counters grew. The server does not count requests."""
-        after = self.settled_counters()
-        return counts_of({name: after[name] - before.get(name, 0) for name in after})
+        return counts_of(self.growth_since(before))
+
+    def check_model(self, target: TargetFiles, head_dir: Path) -> None:
+        """Refuse a server of another file than the target's. A file on another machine must have its name.
+
+        Without a setting that names the target's file, nothing is compared.
+
+        Raises:
+            UserError: it serves another file.
+        """
+        head_file, gguf, served = head_dir / HEAD_FILE, target.gguf, Path(self.root)
+        self.may_round |= head_file.is_file() and not is_in_fp32(head_file)
+        if gguf is None:
+            return
+        are_here = served.is_file() and gguf.is_file()
+        is_same = fingerprint(served) == fingerprint(gguf) if are_here else served.name == gguf.name
+        if not is_same:
+            raise UserError(
+                f"serving.url: the server must serve {gguf}, but {self.shown_url} serves {self.root}, which is another "
+                "file; ask another server, or set target.gguf"
+            )
+
+    def streamed_request(self, prompt: Sequence[int], requests: Requests, index: int) -> tuple[str, dict[str, Any]]:
+        return "/completion", {
+            "prompt": list(prompt),
+            "n_predict": requests.max_new_tokens,
+            **{"temperature": requests.temperature, "top_p": requests.top_p, "top_k": requests.top_k},
+            **{"min_p": 0.0, **NO_PENALTIES},
+            "ignore_eos": requests.ignore_eos,
+            "seed": requests.seed + index,
+            **{"stream": True, "cache_prompt": False, "timings_per_token": True},
+        }
+
+    def step_of(self, message: dict[str, Any]) -> tuple[object, int]:
+        """Returns the time of a step, which llama.cpp reads once, although it sends a message for each token."""
+        if message["stop"]:
+            return None, message["tokens_predicted"]
+        return message["timings"]["predicted_ms"], 0
 
     def _check_end(self, tokens: Sequence[int], ended: bool, stop_token_ids: Sequence[int]) -> None:
         early = [token for token in tokens[:-1] if token in stop_token_ids]
         if early or (ended and tokens[-1] not in stop_token_ids):
             does = f"goes on after token {early[0]}" if early else f"ends an answer at token {tokens[-1]}"
             raise UserError(
-                f"{self.shown_url}: the target's GGUF file must end answers at the tokens of the target's "
+                f"{self.place}: the target's GGUF file must end answers at the tokens of the target's "
                 f"generation_config.json, {list(stop_token_ids)}, but the server {does}; convert the target again, or "
                 "correct eos_token_id in generation_config.json"
             )
 
 
 @dataclass(frozen=True)
-class LlamaProcess(LlamaCpp):
+class LlamaProcess(LlamaCounting):
     """Runs `llama-server` in a new process for each list of prompts."""
 
-    program: Path
-    arguments: Sequence[str]
+    command: Sequence[Path | str]
+    """The program and its arguments."""
     log_path: Path
-    timeout_s: float
-    """Seconds that the server may take to load the target."""
-    may_round: bool
+    may_round: bool = False
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
@@ -209,10 +247,7 @@ class LlamaProcess(LlamaCpp):
         Raises:
             UserError: the server cannot load the target or the head, or one of the errors of `LlamaServer.generate`.
         """
-        command = ["run", str(self.program), *self.arguments]
-        with ManagedServer(
-            sys.executable, command, self.log_path, self.timeout_s, LlamaServer, "llama-server"
-        ) as server:
+        with started_server(LlamaServer, self.command, self.log_path) as server:
             return server.generate(prompts, max_new_tokens, stop_token_ids)
 
 
@@ -242,18 +277,14 @@ def _drafts(
 def _properties(body: bytes) -> tuple[str, str, int, str]:
     """Returns the version, the target's file, the context length and the type of the target's weights."""
     answer = parse_json(body, "props")
-    version, path, weights = answer["build_info"], answer["model_path"], answer["model_ftype"]
-    length = answer["default_generation_settings"]["n_ctx"]
-    texts = (version, path, weights)
-    if not all(isinstance(text, str) for text in texts) or type(length) is not int or length < 1:
-        raise TypeError
-    return version, path, length, weights
+    length = int(answer["default_generation_settings"]["n_ctx"])
+    return str(answer["build_info"]), str(answer["model_path"]), length, str(answer["model_ftype"])
 
 
 def _completion(body: bytes) -> tuple[list[int], int, bool]:
     """Returns the tokens of a completion, the number of drafted tokens, and whether it ended by itself."""
-    answer: dict[str, Any] = parse_json(body, "completion")
-    tokens, drafted = answer["tokens"], answer["timings"].get("draft_n", 0)
-    if not isinstance(tokens, list) or not all(type(number) is int for number in (*tokens, drafted)) or not tokens:
-        raise TypeError
-    return tokens, drafted, answer["stop_type"] == "eos"
+    answer = parse_json(body, "completion")
+    tokens = [int(token) for token in answer["tokens"]]
+    if not tokens:
+        raise ValueError("no token, not even that of the answer's end")
+    return tokens, int(answer["timings"].get("draft_n", 0)), answer["stop_type"] == "eos"

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.serving.engine import EngineCounts, EngineRun
+from mtptrain.serving.engine import Decoder, EngineCounts, EngineRun
 from mtptrain.serving.exports import WRITTEN_FOR, warn_of_other_version
-from mtptrain.serving.server_process import EngineCrashed
-from mtptrain.serving.worker import how_to_install, run_code, run_worker
+from mtptrain.serving.worker import EngineCrashed, how_to_install, printed_by, run_worker
 from mtptrain.settings.evaluation import OpenvinoWeights
 from mtptrain.utils.errors import UserError
 
+NAME = "OpenVINO"
 WORKER = Path(__file__).with_name("openvino_worker.py")
 DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-openvino" / "bin" / "python"
 RULE = (
@@ -45,18 +45,9 @@ def find_openvino_python(python: str | None) -> Path:
     return path
 
 
-def openvino_version(python: Path) -> str:
-    """Returns the version of OpenVINO GenAI that is installed for an interpreter, or an empty string."""
-    code = "from importlib.metadata import version; print(version('openvino-genai'))"
-    return run_code(python, code).stdout.strip()
-
-
-def warn_of_crash(crash: EngineCrashed) -> None:
-    """Warn that OpenVINO is started once more, because 2026.4 seldom but at random damages its own memory and ends.
-
-    Source: github.com/openvinotoolkit/openvino.genai/issues/4425.
-    """
-    warnings.warn(f"OpenVINO crashed, and is started once more: {crash}", stacklevel=3)
+def openvino_version(python: Path) -> str | None:
+    """Returns the version of OpenVINO GenAI that is installed for an interpreter; None if there is none."""
+    return printed_by(python, "from importlib.metadata import version; print(version('openvino-genai'))")
 
 
 @dataclass(frozen=True)
@@ -84,19 +75,33 @@ class OpenvinoModels:
             "num_speculative_tokens": num_speculative_tokens,
         }
 
-    def warn_of_untested(self, version: str) -> None:
-        """Warn if OpenVINO GenAI has another version than that with which mtptrain was tested."""
-        if version.rsplit(".", 1)[0] != WRITTEN_FOR["openvino"]:
-            warn_of_other_version("openvino", "OpenVINO GenAI", version, f"serving.openvino_python={self.python}")
+    def run(self, mode: str, job: dict[str, Any]) -> dict[str, Any]:
+        """Returns the worker's result for a job, and warns of a version that was not tested.
+
+        If OpenVINO crashes, it is started once more: 2026.4 seldom but at random damages its own memory and ends.
+        Source: github.com/openvinotoolkit/openvino.genai/issues/4425.
+
+        Raises:
+            UserError: OpenVINO cannot convert or serve the target or the head.
+        """
+        try:
+            result = run_worker(self.python, WORKER, mode, job, NAME)
+        except EngineCrashed as crash:
+            warnings.warn(f"OpenVINO crashed, and is started once more: {crash}", stacklevel=2)
+            result = run_worker(self.python, WORKER, mode, job, NAME)
+        if result["version"].rsplit(".", 1)[0] != WRITTEN_FOR["openvino"]:
+            place = f"serving.openvino_python={self.python}"
+            warn_of_other_version("openvino", "OpenVINO GenAI", result["version"], place)
+        return result
 
 
 @dataclass(frozen=True)
-class OpenvinoProcess:
+class OpenvinoProcess(Decoder):
     """Decodes with OpenVINO in a new process for each list of prompts."""
 
     models: OpenvinoModels
     num_speculative_tokens: int
-    name = "OpenVINO"
+    name = NAME
     advice = "export the head again"
 
     @property
@@ -120,12 +125,7 @@ class OpenvinoProcess:
                 stop_token_ids=list(stop_token_ids),
                 prompts=[list(prompt) for prompt in prompts],
             )
-            try:
-                result = run_worker(self.models.python, WORKER, "decode", job, self.name)
-            except EngineCrashed as crash:
-                warn_of_crash(crash)
-                result = run_worker(self.models.python, WORKER, "decode", job, self.name)
-        self.models.warn_of_untested(result["version"])
+            result = self.models.run("decode", job)
         accepted = accepted_of(result["steps"])
         counts = counts_of(accepted, self.num_speculative_tokens)
         return EngineRun(result["version"], result["tokens"], counts, accepted)

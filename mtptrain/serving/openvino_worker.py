@@ -1,12 +1,11 @@
-"""Decodes prompts inside OpenVINO's own Python, for `openvino_client.py` and `openvino_load.py`.
+"""Decodes prompts inside OpenVINO's own Python, for `openvino_client.py` and `openvino_engine.py`.
 
     python openvino_worker.py decode job.json result.json
-    python openvino_worker.py load job.json
+    python openvino_worker.py load job.json result.json
 
-`decode` answers one prompt at a time, exactly. `load` decodes as OpenVINO usually does, with many requests in flight,
-and speaks with the other end of its stdin and stdout as `bench_worker.py load` does. This file imports nothing from
-mtptrain, whose dependencies are not installed there. It first converts the target and the head with optimum-intel,
-unless their folders hold converted ones already.
+`decode` answers one prompt at a time, exactly. `load` decodes as OpenVINO usually does, with many requests in flight.
+This file imports nothing from mtptrain, whose dependencies are not installed there. It first converts the target and
+the head with optimum-intel, unless their folders hold converted ones already.
 """
 
 import importlib
@@ -15,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
+PROGRESS = "openvino_worker:"
 MODEL = "openvino_model.xml"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Settings for both models, which otherwise round to the types in which the CPU is fastest."""
@@ -111,95 +110,69 @@ class Request:
 
     handle: Any
     start: float
-    times: list[float] = field(default_factory=list)
-    """When each step ended that gave tokens."""
-    sizes: list[int] = field(default_factory=list)
-    """The number of tokens of each of these steps."""
-    status: Any = None
-    """OpenVINO's status after the last step: FINISHED after a whole answer, IGNORED where memory did not suffice."""
+    steps_s: list[float] = field(default_factory=list)
+    """Seconds from the request to each step that gave tokens."""
+    tokens_of_steps: list[int] = field(default_factory=list)
 
     def read(self) -> bool:
-        """Note the status and the tokens of the last step. Returns whether the request has ended."""
-        self.status = self.handle.get_status()
+        """Note the tokens of the last step. Returns whether the request has ended."""
+        status = self.handle.get_status()
         if self.handle.can_read():
-            self.times.append(time.perf_counter())
-            self.sizes.append(sum(len(output.generated_ids) for output in self.handle.read().values()))
-        return bool(self.status != openvino_genai.GenerationStatus.RUNNING)
+            self.steps_s.append(time.perf_counter() - self.start)
+            self.tokens_of_steps.append(sum(len(output.generated_ids) for output in self.handle.read().values()))
+        if status not in (openvino_genai.GenerationStatus.RUNNING, openvino_genai.GenerationStatus.FINISHED):
+            sys.exit(
+                f"a request must be answered as a whole, but ended with status {status.name} after "
+                f"{sum(self.tokens_of_steps)} tokens"  # IGNORED where memory did not suffice
+            )
+        return bool(status == openvino_genai.GenerationStatus.FINISHED)
 
 
-def run_load(pipeline: Any, load: dict[str, Any], num_drafts: int, say_done: Callable[[int], None]) -> None:
-    """Keep as many requests in flight as the load says, and write the times in the form of `vllm bench serve`.
-
-    Calls `say_done` with the number of requests that have ended. The figures are those of finished ones.
-    """
-    prompts = json.loads(Path(load["prompts_path"]).read_text())
-    num_started = 0
-    active: list[Request] = []
-    ended: list[Request] = []
+def run_load(pipeline: Any, load: dict[str, Any], requests: dict[str, Any], num_drafts: int) -> dict[str, Any]:
+    """Keep as many requests in flight as a load says, and return the times and tokens of the steps of each."""
+    prompts, started, active = requests["prompts"], list[Request](), list[Request]()
     start = time.perf_counter()
-    while len(ended) < load["num_requests"]:
-        while num_started < load["num_requests"] and len(active) < load["concurrency"]:
-            prompt = openvino.Tensor(np.array([prompts[num_started % len(prompts)]], dtype=np.int64))
-            config = generation_config(pipeline, load, num_drafts)
-            active.append(Request(pipeline.add_request(num_started, prompt, config), time.perf_counter()))
-            num_started += 1
+    while len(started) < load["num_requests"] or active:
+        while len(started) < load["num_requests"] and len(active) < load["concurrency"]:
+            prompt = openvino.Tensor(np.array([prompts[len(started) % len(prompts)]], dtype=np.int64))
+            config = generation_config(pipeline, requests, num_drafts)
+            started.append(Request(pipeline.add_request(len(started), prompt, config), time.perf_counter()))
+            active.append(started[-1])
         pipeline.step()
-        ended_now = [request for request in active if request.read()]
-        active = [request for request in active if request not in ended_now]
-        ended += ended_now
-        if ended_now:
-            say_done(len(ended))
-    duration = time.perf_counter() - start
-    finished = [request for request in ended if request.status == openvino_genai.GenerationStatus.FINISHED]
-    others = [request for request in ended if request not in finished]
-    result = {
-        "completed": len(finished),
-        "total_output_tokens": sum(sum(request.sizes) for request in finished),
-        "duration": duration,
-        "ttfts": [request.times[0] - request.start for request in finished],
-        "latencies": [request.times[-1] - request.start for request in finished],
-        "output_lens": [sum(request.sizes) for request in finished],
-        "itls": [np.diff(request.times).tolist() for request in finished],
-        "errors": [f"ended with status {each.status.name} after {sum(each.sizes)} tokens" for each in others],
-        "tokens_of_steps": [request.sizes for request in finished],
+        active = [request for request in active if not request.read()]
+    duration_s = time.perf_counter() - start
+    print(f"{PROGRESS} {load['name']}: {len(started)} requests, {duration_s:.1f} s", flush=True)
+    return {
+        "duration_s": duration_s,
+        "steps_s": [request.steps_s for request in started],
+        "tokens_of_steps": [request.tokens_of_steps for request in started],
     }
-    Path(load["result_path"]).write_text(json.dumps(result))
 
 
-def generation_config(pipeline: Any, load: dict[str, Any], num_drafts: int) -> Any:
-    """Returns the settings of a request: greedy decoding, the load's limits, and the ends of answers of the target."""
+def generation_config(pipeline: Any, requests: dict[str, Any], num_drafts: int) -> Any:
+    """Returns the settings of a request: greedy decoding, its limits, and the ends of answers of the target."""
     config, ends = openvino_genai.GenerationConfig(), pipeline.get_config()
     config.eos_token_id, config.stop_token_ids = ends.eos_token_id, ends.stop_token_ids
-    config.max_new_tokens, config.ignore_eos = load["max_new_tokens"], load["ignore_eos"]
-    config.do_sample = False  # check_openvino refuses temperatures above 0
+    config.max_new_tokens, config.ignore_eos = requests["max_new_tokens"], requests["ignore_eos"]
+    config.do_sample = False  # temperatures above 0 are refused before
     if num_drafts:
         config.num_assistant_tokens = num_drafts
     return config
 
 
-def serve_loads(job: dict[str, Any], worker: Any) -> None:
-    """Convert and load both models, then run the loads that arrive on stdin, and answer on stdout."""
-    answers = worker.take_stdout()
-    convert_both(job)
+def run_loads(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns the results of all loads of a job."""
     draft, num_drafts = {}, job["num_speculative_tokens"]
     if num_drafts:
         draft["draft_model"] = openvino_genai.draft_model(job["converted_head"], "CPU", **threads())
     pipeline = openvino_genai.ContinuousBatchingPipeline(job["converted_target"], scheduler(), "CPU", draft | threads())
-    worker.say(answers, {"version": version(), "is_cpu": True})
-
-    def say_done(number: int) -> None:
-        worker.say(answers, {"done": number})
-
-    worker.run_jobs(lambda load: run_load(pipeline, load, num_drafts, say_done), answers)
+    results = [run_load(pipeline, load, job["requests"], num_drafts) for load in job["loads"]]
+    return {"version": version(), "results": results}
 
 
 if __name__ == "__main__":
-    kind, job_path, *rest = sys.argv[1:]
+    kind, job_path, result_path = sys.argv[1:]
     job = json.loads(Path(job_path).read_text())
-    bench_worker = importlib.import_module("bench_worker")  # beside this file
-    bench_worker.end_with_input(sys.stdin.fileno())
-    if kind == "load":
-        serve_loads(job, bench_worker)
-    else:
-        convert_both(job)
-        Path(rest[0]).write_text(json.dumps(decode(job)))
+    importlib.import_module("supervisor").end_with_input(sys.stdin.fileno())  # beside this file
+    convert_both(job)
+    Path(result_path).write_text(json.dumps(run_loads(job) if kind == "load" else decode(job)))

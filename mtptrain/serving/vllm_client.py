@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
+from mtptrain.serving.engine import Decoder, EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.serving.exports import WRITTEN_FOR, warn_of_untested_vllm
-from mtptrain.serving.worker import how_to_install, run_code, run_worker
+from mtptrain.serving.worker import how_to_install, printed_by, run_worker
 from mtptrain.utils.errors import UserError
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -80,8 +80,7 @@ def find_python(python: str | None, *, warns: bool = True) -> Path:
 
 def vllm_version(python: Path) -> str | None:
     """Returns the version of vLLM that a Python has, empty if it does not say; None if it has none."""
-    found = run_code(python, FIND_VLLM)
-    return None if found.returncode else found.stdout.strip()
+    return printed_by(python, FIND_VLLM)
 
 
 def generate(jobs: Sequence[GenerateJob], python: Path) -> list[EngineRun]:
@@ -107,7 +106,7 @@ def _engine_run(version: str, result: dict[str, Any]) -> EngineRun:
 
 
 @dataclass(frozen=True)
-class VllmProcess:
+class VllmProcess(Decoder):
     """Runs vLLM in a new process for each list of prompts."""
 
     python: Path

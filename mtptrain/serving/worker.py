@@ -10,11 +10,17 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from mtptrain.serving.server_process import SHOWN_LINES, ended_with
+from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import without_own_settings
 
+SHOWN_LINES = 30
+"""Number of output lines that the error of a failed process shows."""
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 """That of the checkout. A wheel has none."""
+
+
+class EngineCrashed(UserError):
+    """The process of an engine was ended by a fault in the engine's own code."""
 
 
 def how_to_install(folder: str, without_makefile: str) -> str:
@@ -27,10 +33,14 @@ def how_to_install(folder: str, without_makefile: str) -> str:
     return f"run `make {folder}/.installed`" if MAKEFILE.is_file() else without_makefile
 
 
-def run_code(python: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in an engine's Python. Like a worker, it finds no packages in the working directory."""
+def printed_by(python: Path, code: str) -> str | None:
+    """Returns what code prints in an engine's Python, which finds no packages in the working directory.
+
+    Returns None if the code fails.
+    """
     command = [str(python), "-c", f"import sys; sys.path = [each for each in sys.path if each]\n{code}"]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    return None if result.returncode else result.stdout.strip()
 
 
 def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) -> Any:
@@ -76,8 +86,8 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
         if process.returncode or not result_path.is_file():
-            raise ended_with(
-                process.returncode,
+            crashed = process.returncode in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+            raise (EngineCrashed if crashed else UserError)(
                 f"{name}: the worker must end with a result, but ended with status {process.returncode}; its last "
                 "lines:\n" + "".join(lines),
             )

@@ -236,10 +236,17 @@ class ServingBenchConfig:
     drafts are accepted than users would see."""
     server_args: list[str] = field(default_factory=list)
     """Further arguments of `vllm serve` or `llama-server` for each that is started, such as `[--enforce-eager]`."""
-    start_timeout_s: float = at_least(1, default=1800.0)
-    """Seconds that an engine may take to load the target and answer. mtptrain serving-check gives llama.cpp as long."""
     output_dir: str | None = directory_path(default=None)
     """Directory of report.json; null is `run_dir/serving_bench`."""
+
+
+ENGINES_WITH = {
+    "serving.url": (ServingEngine.vllm, ServingEngine.llama_cpp),
+    "serving.tensor_parallel_size": (ServingEngine.vllm,),
+    "serving.openvino_weights": (ServingEngine.openvino,),
+    "serving_bench.server_args": (ServingEngine.vllm, ServingEngine.llama_cpp),
+}
+"""The engines that have a setting. OpenVINO has no server."""
 
 
 def check_serving(settings: ServingBenchConfig, serving: ServingConfig) -> None:
@@ -266,23 +273,15 @@ def check_serving(settings: ServingBenchConfig, serving: ServingConfig) -> None:
             f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "
             f"{settings.num_requests}, too few to keep {largest} in flight; raise it or lower the concurrency"
         )
-    if serving.engine is ServingEngine.openvino and settings.server_args:
-        raise UserError(
-            f"serving_bench.server_args: must be left out with serving.engine=openvino, which has no server, but is "
-            f"{settings.server_args}; leave it out"
-        )
-    if serving.openvino_weights is not OpenvinoWeights.fp32 and serving.engine is not ServingEngine.openvino:
-        raise UserError(
-            "serving.openvino_weights: must be left out with other engines than OpenVINO, but is "
-            f"{serving.openvino_weights} with serving.engine={serving.engine}; leave it out, or set "
-            "serving.engine=openvino"
-        )
-    if serving.tensor_parallel_size > 1 and serving.engine is not ServingEngine.vllm:
-        raise UserError(
-            "serving.tensor_parallel_size: must be left out with other engines than vLLM, but is "
-            f"{serving.tensor_parallel_size} with serving.engine={serving.engine}; leave it out, or set "
-            "serving.engine=vllm"
-        )
+    for name, engines in ENGINES_WITH.items():
+        owner: ServingConfig | ServingBenchConfig = settings if name.startswith("serving_bench.") else serving
+        field_name = name.partition(".")[2]
+        value = getattr(owner, field_name)
+        if serving.engine not in engines and value != getattr(type(owner)(), field_name):
+            raise UserError(
+                f"{name}: must be left out with serving.engine={serving.engine}, but is {hide_passwords(value)}; leave "
+                f"it out, or set serving.engine={' or '.join(engines)}"
+            )
     if serving.url is not None and (depths or settings.server_args):
         name = "num_speculative_tokens" if depths else "server_args"
         raise UserError(

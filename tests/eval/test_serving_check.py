@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.engines import find_engine
+from eval.engines import find_decoder
 from eval.serving_check import Comparison, OurRun, what_differs
 from mtptrain.decoding.speculate import Generation
 from mtptrain.run import Run
@@ -37,7 +37,7 @@ def test_a_head_with_too_short_a_context_is_refused_before_anything_decodes(
     monkeypatch.setattr(run, "head", lambda *_: short)
     message = r"head: must read the longest prompt with its response and drafts, \d+ tokens, but has a context .* of 16"
     with pytest.raises(UserError, match=message):
-        find_engine(run, {"chat": list(range(10))}, tmp_path)
+        find_decoder(run, [list(range(10))], tmp_path)
 
 
 FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256": "before"}

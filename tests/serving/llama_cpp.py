@@ -77,7 +77,7 @@ def serve_by_llama(
         arguments = server_arguments(gguf, CONTEXT_TOKENS, 1, is_exact, head)
         for flag in without:
             del arguments[arguments.index(flag) : arguments.index(flag) + 2]
-        process = LlamaProcess(llama_server, arguments, directory / "server.log", 600.0, may_round=False)
+        process = LlamaProcess([llama_server, *arguments], directory / "server.log")
         theirs = process.generate(PROMPTS, MAX_NEW_TOKENS, [EOS])
         ours = drafted_here(case, target_of, head_of)
         return ours, theirs, process.counted(ours, num_drafts, MAX_NEW_TOKENS, [EOS])[0]

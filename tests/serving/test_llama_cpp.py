@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ from gguf import GGUFReader
 from mtptrain.convert.formats import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
-from mtptrain.serving.llama_load import send_load
+from mtptrain.serving.engine import Load, Requests
 from mtptrain.serving.llama_server import HOST_SAMPLING, LlamaServer, server_arguments
-from mtptrain.serving.load_generator import Load
-from mtptrain.serving.server_process import ManagedServer
+from mtptrain.serving.load import send
+from mtptrain.serving.server_process import started_server
 from tests.conftest import Run, run_program
 from tests.gguf_files import F32, write_gguf
 from tests.gguf_files import tensors_of as tensors_of_target
@@ -144,9 +143,9 @@ def test_two_requests_at_once_are_drafted_for_as_one(
     arguments = server_arguments(gguf_of("llama"), CONTEXT_TOKENS, 2, True, head)
     if not is_on_host:
         arguments.remove(HOST_SAMPLING)
-    command = ["run", str(llama_server), *arguments]
+    command = [llama_server, *arguments]
     counted = {}
-    with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
+    with started_server(LlamaServer, command, tmp_path / "log") as server:
         for num_at_once in (1, 2):
             before = server.counters()
             with ThreadPoolExecutor(num_at_once) as pool:
@@ -191,8 +190,8 @@ def test_serving_check_asks_a_running_server(run: Run, llama_server: Path, tmp_p
     if not drafts:
         index = arguments.index("--spec-type")
         del arguments[index : index + 2]
-    command = ["run", str(llama_server), *arguments]
-    with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
+    command = [llama_server, *arguments]
+    with started_server(LlamaServer, command, tmp_path / "log") as server:
         settings = f"serving.output_dir={tmp_path / 'check'}", f"serving.url={server.url}"
         result = run_program("serving-check", *run[1], *settings)
     if drafts:
@@ -257,8 +256,8 @@ def test_a_head_with_a_vocabulary_of_its_own_is_checked_by_the_programs(
 
 
 def test_a_server_of_another_file_is_refused(run: Run, llama_server: Path, quantised: Path, tmp_path: Path) -> None:
-    command = ["run", str(llama_server), *server_arguments(quantised, 512, 1, True, None)]
-    with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
+    command = [llama_server, *server_arguments(quantised, 512, 1, True, None)]
+    with started_server(LlamaServer, command, tmp_path / "log") as server:
         for program in ("serving-check", "serving-bench"):
             result = run_program(program, *run[1], f"serving.url={server.url}", f"run_dir={run[0]}")
             assert result.returncode != 0 and "which is another file; ask another server" in result.stderr
@@ -272,20 +271,23 @@ def test_many_requests_of_a_bench_are_all_answered_and_their_steps_counted(
 
     A step takes less than a millisecond. It gives one token and those that it accepts. A token of ASCII has a message.
     """
-    (tmp_path / "prompts.json").write_text(json.dumps([[1, 2, 3], [4, 5]]))
     head = (run[0] / "export/llama_cpp/model.gguf", "draft-eagle3", 3) if drafts else None
-    command = ["run", str(llama_server), *server_arguments(gguf_of("llama"), 256, 2, False, head)]
-    sampling = {"temperature": 0.0, "logit_bias": [[token, False] for token in range(128, 260)]}
-    with ManagedServer(sys.executable, command, tmp_path / "log", 60, LlamaServer, "llama-server") as server:
-        before = server.counters()
-        load = Load("load", server.url, "", str(tmp_path / "prompts.json"), 60, 2, 24, sampling, True, 0, "")
-        found = send_load(replace(load, result_path=str(tmp_path / "result.json")))
-        counts = server.counts_since(before, 60)
-    assert (found.requests, found.output_tokens) == (60, 1440)
-    assert (counts is not None and counts.rounds > 0) == drafts
-    accepted = sum(counts.accepted_at) if counts is not None else 0  # by a random head, from 0 to 11
-    num_steps = [1 + len(gaps) for gaps in json.loads((tmp_path / "result.json").read_text())["itls"]]
-    assert sum(num_steps) == 1440 - accepted
+    command = [llama_server, *server_arguments(gguf_of("llama"), 256, 2, False, head)]
+    requests = Requests([[1, 2, 3], [4, 5]], 24, 0.0, 1.0, 0, True, 0)
+    with started_server(AsciiServer, command, tmp_path / "log") as server:
+        result = send(server, requests, Load("load", 60, 2))
+    assert [answer.num_tokens for answer in result.answers] == [24] * 60
+    assert (result.counts is not None and result.counts.rounds > 0) == drafts
+    accepted = 0 if result.counts is None else sum(result.counts.accepted_at)  # by a random head, from 0 to 11
+    assert sum(len(answer.steps_s) for answer in result.answers) == 1440 - accepted
+
+
+class AsciiServer(LlamaServer):
+    """A server that is asked for answers of ASCII."""
+
+    def streamed_request(self, *request: Any) -> tuple[str, dict[str, Any]]:
+        path, content = super().streamed_request(*request)
+        return path, content | {"logit_bias": [[token, False] for token in range(128, 260)]}
 
 
 @pytest.fixture(scope="module")

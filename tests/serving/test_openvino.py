@@ -123,7 +123,8 @@ def test_a_worker_without_models_says_so(run: Run, tmp_path: Path) -> None:
     settings = f"serving.head_dir={head}", f"serving_bench.output_dir={tmp_path / 'bench'}"
     result = run_program("serving-bench", *run[1], *settings)
     assert result.returncode == 1
-    assert "OpenVINO: must answer, but ended with status 1; its log is" in result.stderr
+    assert "OpenVINO: the worker must end with a result, but ended with status 1; its last lines:" in result.stderr
+    assert f"must be able to convert {head} to fp32, but fails as above; correct the model" in result.stderr
 
 
 def test_serving_check_refuses_a_python_without_openvino(run: Run, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_a_served_export_counts_as_we_do(run: Run, tmp_path: Path) -> None:
     assert "recipe=quickstart" in json.loads((tmp_path / "provenance.json").read_text())["argv"]
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_engine_counts_as_we_do(run: Run, tmp_path: Path) -> None:
     result = check(run, tmp_path, "serving.tensor_parallel_size=2")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -64,6 +65,7 @@ def test_a_tensor_parallel_engine_counts_as_we_do(run: Run, tmp_path: Path) -> N
     assert report["is_equal"] and report["theirs"]["rounds"] > 0
 
 
+@pytest.mark.slow
 def test_the_engine_is_asked_for_the_gpus_of_the_setting(run: Run, tmp_path: Path) -> None:
     result = check(run, tmp_path, "serving.tensor_parallel_size=3")
     assert result.returncode != 0 and "must be divisible by tensor parallel size (3)" in result.stderr
@@ -84,6 +86,7 @@ def test_an_export_that_is_not_the_head_ends_with_status_1_and_the_first_draft_t
     assert f"draft token {report['first_divergence']['position']} is" in result.stderr
 
 
+@pytest.mark.slow
 def test_in_bfloat16_acceptance_lengths_must_agree_within_2_percent(
     run: Run, wrong_export: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +97,7 @@ def test_in_bfloat16_acceptance_lengths_must_agree_within_2_percent(
     assert " %" in result.stdout and "but they differ in" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_running_server_counts_as_we_do(run: Run, server: str, tmp_path: Path) -> None:
     for number in range(2):  # the server's counters do not start again from zero
         result = check(run, tmp_path / str(number), f"serving.url={server}/")
@@ -104,6 +108,7 @@ def test_a_running_server_counts_as_we_do(run: Run, server: str, tmp_path: Path)
     assert first == second and first["is_equal"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

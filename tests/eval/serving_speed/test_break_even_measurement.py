@@ -11,17 +11,12 @@ import pytest
 import torch
 
 from eval.serving_speed import break_even_measurement
-from eval.serving_speed.break_even_measurement import (
-    costs_of_rows,
-    loop_cost,
-    measure_break_even,
-    warn_of_impossible_costs,
-)
+from eval.serving_speed.break_even_measurement import costs_of_rows, loop_cost, measure_break_even, warn_of_impossible
 from mtptrain.decoding.round_costs import Spent
 from mtptrain.run_dir import write_provenance
 from mtptrain.serving.bench_rows import Row
 from mtptrain.serving.break_even import RoundCost
-from mtptrain.serving.load_generator import Latencies, Spread
+from mtptrain.serving.engine import Answer, LoadResult
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
@@ -90,73 +85,39 @@ def test_a_measurement_that_fails_keeps_the_earlier_report_and_its_settings(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_round_of_our_loop_takes_its_phases_divided_by_its_rounds() -> None:
+def test_a_round_takes_its_phases_divided_by_its_rounds_and_is_compared_with_the_plain_step_of_its_batch() -> None:
     plain = Spent(32, 32, 32, {"prompt": 9.0, "draft": 0.0, "verify": 0.32, "choose": 0.0})
     drafting = Spent(32, 16, 16, {"prompt": 9.0, "draft": 0.16, "verify": 0.24, "choose": 0.08})
     cost = loop_cost(2, 3, {0: plain, 3: drafting})
     assert (cost.plain_ms, cost.draft_ms, cost.verify_ms, cost.round_ms) == pytest.approx((10.0, 10.0, 15.0, 30.0))
     assert (cost.batch_size, cost.num_speculative_tokens, cost.break_even_length) == (2, 3, pytest.approx(3.0))
-
-
-def test_a_round_of_an_engine_is_compared_with_the_plain_step_at_the_same_concurrency() -> None:
-    spread = Spread(1.0, 1.0, 1.0)
     steps = {(0, 1): 10.0, (0, 4): 20.0, (3, 1): 25.0, (3, 4): 30.0}
-    rows = [Row(k, size, Latencies(1, 1, 1.0, spread, spread, spread, step), None) for (k, size), step in steps.items()]
+    rows = [Row.of(*key, LoadResult([Answer([1.0, 1.0 + ms], 2)], 1.0, None)) for key, ms in steps.items()]
     costs = costs_of_rows("vllm", rows)
-    assert [(cost.batch_size, cost.num_speculative_tokens, cost.break_even_length) for cost in costs] == [
-        (1, 3, 2.5),
-        (4, 3, 1.5),
-    ]
+    assert [(cost.batch_size, cost.num_speculative_tokens) for cost in costs] == [(1, 3), (4, 3)]
+    assert [cost.break_even_length for cost in costs] == pytest.approx([2.5, 1.5])
 
 
 def test_a_round_that_is_faster_than_a_plain_step_is_pointed_out() -> None:
-    with pytest.warns(
-        UserWarning, match=r"must take at least as long .* vllm, batch 4 and K = 3 takes 5\.00 ms instead"
-    ):
-        warn_of_impossible_costs([RoundCost("vllm", 4, 3, 10.0, 5.0, None, None)])
+    with pytest.warns(UserWarning, match=r"must take at least as long .* vllm, batch 4 and K = 3 takes 5\.00 ms inst"):
+        warn_of_impossible([RoundCost("vllm", 4, 3, 10.0, 5.0, None, None)])
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        warn_of_impossible_costs([RoundCost("vllm", 4, 3, 10.0, 10.0, None, None)])
+        warn_of_impossible([RoundCost("vllm", 4, 3, 10.0, 10.0, None, None)])
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("serving.url=http://localhost:1", "serving.url: must be left out with serving_bench.break_even=true, which"),
-        ("serving.url=http://me:secret@localhost:1", "of random weights, but is http://***@localhost:1; leave one of"),
-        ("serving.head_dir=/there", "serving.head_dir: must be left out with serving_bench.break_even=true, which"),
-        ("serving_bench.num_speculative_tokens=[4]", "serving_bench.num_speculative_tokens: must be at most head.ttt"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(override: str, message: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        make_config("head=peagle", "head.ttt_steps=3", "serving_bench.break_even=true", override)
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_bad_input_is_refused_before_anything_is_measured(tiny_target: Path, tmp_path: Path) -> None:
+    for override, message in (
         (
             "acceptance.prompt_tokens=470",
-            "acceptance.prompt_tokens: must be at most 469, so that 33 new tokens and 2 x 5 drafts fit the target's "
-            "context of 512 tokens too, but is 470; lower it",
+            "must be at most 469, so that 33 new tokens and 2 x 5 drafts fit the target's",
         ),
-        (
-            f"serving.python={sys.executable}",
-            f"serving.python: must be a Python with vLLM, but {sys.executable} has none",
-        ),
-        (
-            "serving.engine=llama_cpp target.gguf=/none.gguf",
-            "target.gguf: must be an existing GGUF file, but /none.gguf does not exist; correct the path",
-        ),
+        (f"serving.python={sys.executable}", f"must be a Python with vLLM, but {sys.executable} has none"),
+        ("serving.engine=llama_cpp target.gguf=/none.gguf", "must be an existing GGUF file, but /none.gguf does not"),
         ("head=eagle3", "head.capture_layers: must be different layers in rising order"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_measured(
-    tiny_target: Path, tmp_path: Path, override: str, message: str
-) -> None:
-    settings = [f"target.path={tiny_target}", f"run_dir={tmp_path}/run"]
-    result = run_program("serving-bench", *settings, *BREAK_EVEN, *override.split())
-    assert result.returncode == 1 and message in result.stderr, result.stderr
-    assert not (tmp_path / "run").exists()
+    ):
+        config = make_config(f"target.path={tiny_target}", *BREAK_EVEN, *override.split())
+        with pytest.raises(UserError) as refused:
+            measure_break_even(config, tmp_path)
+        assert message in str(refused.value)
+    assert not list(tmp_path.iterdir())

@@ -25,6 +25,7 @@ from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.init_from.from_target import start_from_target
 from mtptrain.init_from.start import load_draft_model, load_init
 from mtptrain.run import Run as ConfiguredRun
+from mtptrain.serving import vllm_engine
 from mtptrain.settings.heads import DraftModelConfig
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
@@ -294,7 +295,7 @@ def test_benchmarks_refuse_prompts_that_the_model_cannot_read_with_answer_and_dr
     message = r"^head: must read the longest prompt with its response and drafts, 51 tokens, but has a context .* of 50"
     with pytest.raises(UserError, match=message):
         decoding.measure(config, Namespace(batch_sizes=[1], drafts=[1, 3], prompts=32))
-    monkeypatch.setattr(serving_bench, "find_program", lambda _: Path("python"))
+    monkeypatch.setattr(vllm_engine, "find_python", lambda *_, **__: Path("python"))
     config.serving_bench.num_speculative_tokens = [1, 3]
     with pytest.raises(UserError, match=message):
         serving_bench.prepare(ConfiguredRun(config), tmp_path)
