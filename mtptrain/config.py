@@ -253,10 +253,10 @@ def _check_loss(config: PipelineConfig) -> None:
     mix = loss_mix(config.train.loss, config.train.feature_weight)
     own = config.head.own_loss_part
     if isinstance(config.head, DraftModelConfig) and LossPart.features in mix:
+        name = "feature_weight" if config.train.feature_weight else "loss.features"
         raise UserError(
-            f"train.{'feature_weight' if config.train.feature_weight else 'loss.features'}: must be 0 with head "
-            "draft_model, whose states are not compared with the target's, but is "
-            f"{mix[LossPart.features]:g}; remove it"
+            f"train.{name}: must be 0 with head draft_model, whose states are not compared with the target's, but is "
+            f"{mix[LossPart.features]:g}; set train.{name}=0"
         )
     if own is not None and LossPart(own) not in mix:
         raise UserError(

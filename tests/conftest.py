@@ -213,8 +213,12 @@ def as_draft_model(target: Target) -> Head:
     return head
 
 
-PLAIN = ("train.compile=false", "head.start_from_target=false")
-"""Compiling takes longer than a tiny run, and most tests need a head with random weights."""
+PLAIN = (
+    *("train.compile=false", "head.start_from_target=false", "train.optimizer=adamw", "train.feature_weight=0"),
+    *("train.batch_tokens=1024", "train.micro_batches_per_step=1"),
+)
+"""Compiling takes longer than a tiny run, most tests need a head with random weights, and the recipe's own settings of
+training are what is best for its head and text."""
 
 
 @cache

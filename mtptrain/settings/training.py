@@ -15,6 +15,12 @@ class Resume(StrEnum):
     """Start from scratch; refuse to overwrite existing checkpoints."""
 
 
+class OptimizerKind(StrEnum):
+    adamw = "adamw"
+    muon = "muon"
+    """Muon for the matrices of the head's layers, AdamW for everything else. It needs about half as many tokens."""
+
+
 class Tracker(StrEnum):
     none = "none"
     wandb = "wandb"
@@ -24,8 +30,9 @@ class Tracker(StrEnum):
 class TrainConfig:
     """Settings of stage 3, which trains the head in a DeepSpeed engine."""
 
+    optimizer: OptimizerKind = OptimizerKind.adamw
     lr: float = at_least(0.0, default=1e-3)
-    """Peak learning rate. The schedule is linear warm-up, then cosine decay."""
+    """Peak learning rate, of either optimizer. The schedule is linear warm-up, then cosine decay."""
     min_lr_ratio: float = at_least(0.0, default=0.1)
     """Final learning rate divided by the peak."""
     warmup_steps: int = at_least(0, default=50)

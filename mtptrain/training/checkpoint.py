@@ -47,6 +47,7 @@ TORN = "torn_"
 RUN = ("run.rng", "run.step", "run.best_acceptance_length")
 """Names of the tensors in the state that belong to the run as a whole, not to a weight."""
 OPTIMISATION_SETTINGS = (
+    "optimizer",
     "lr",
     "min_lr_ratio",
     "warmup_steps",

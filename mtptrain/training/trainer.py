@@ -16,6 +16,7 @@ from mtptrain.training.batches import Batch
 from mtptrain.training.deepspeed_engine import GradientClipper, build_engine, is_partitioned
 from mtptrain.training.forward import training_losses
 from mtptrain.training.losses import LossSettings, LossSums
+from mtptrain.training.optimizer import build_optimizer
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.compile import set_compilation
 from mtptrain.utils.cpu import keep_freed_memory
@@ -58,13 +59,7 @@ class Trainer:
         self._unchecked: list[tuple[tuple[int, ...], torch.Tensor]] = []
         head.activation_checkpointing = config.activation_checkpointing
         set_compilation(is_compiled(config.compile, ranks.device))
-        optimizer = torch.optim.AdamW(
-            head.parameters(),
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        optimizer = build_optimizer(head, config, ranks, self.dtype)
         self.clipper = GradientClipper(optimizer, config.max_grad_norm, is_partitioned(deepspeed_config), ranks)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_cosine(step, config.warmup_steps, num_steps, config.min_lr_ratio)

@@ -1,0 +1,65 @@
+"""Tests Muon against its definition by singular values, and the division of a head's weights between it and AdamW."""
+
+import pytest
+import torch
+
+from mtptrain.config import TrainConfig
+from mtptrain.heads.files import build_head
+from mtptrain.settings.heads import HEAD_CONFIGS
+from mtptrain.settings.training import OptimizerKind
+from mtptrain.training.optimizer import MOMENTUM, UPDATE_RMS, build_optimizer, matrix_names, orthogonalised
+from mtptrain.utils.distributed import Ranks
+from tests.mtptrain.heads.test_contract import tiny_config
+
+ALONE = Ranks(0, 1, 0)
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
+def test_an_update_has_the_directions_of_the_momentum_and_singular_values_of_about_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    found = left.mT @ orthogonalised(matrix) @ right.mT
+    values = found.diagonal()
+    assert (found - torch.diag(values)).abs().max() < 1e-4
+    assert values.min() > 0.6 and values.max() < 1.25
+    rms = (orthogonalised(matrix) * max(shape) ** 0.5).square().mean().sqrt()
+    assert 0.7 < rms < 1.2
+
+
+def test_a_step_moves_matrices_by_their_momentum_and_the_rest_as_adamw_does() -> None:
+    torch.manual_seed(0)
+    settings = TrainConfig(optimizer=OptimizerKind.muon, lr=0.01, weight_decay=0.1)
+    head, other = (build_head(HEAD_CONFIGS["mtp"](), tiny_config()) for _ in range(2))
+    other.load_state_dict(head.state_dict())
+    names = matrix_names(head)
+    before = {name: weight.detach().clone() for name, weight in head.named_parameters()}
+    optimizer = build_optimizer(head, settings, ALONE, torch.float32)
+    rest = [weight for name, weight in other.named_parameters() if name not in names]
+    adamw = torch.optim.AdamW(rest, lr=0.01, betas=settings.betas, weight_decay=0.1, fused=True)
+    momenta = dict.fromkeys(names, torch.zeros(()))
+    for _ in range(3):
+        for (name, weight), copy in zip(head.named_parameters(), other.parameters(), strict=True):
+            weight.grad = torch.randn_like(weight)
+            copy.grad = weight.grad.clone()
+            if name in names:
+                momenta[name] = MOMENTUM * momenta[name] + weight.grad
+                update = orthogonalised(weight.grad + MOMENTUM * momenta[name]) * max(weight.shape) ** 0.5
+                before[name] = before[name] * (1 - 0.01 * 0.1) - 0.01 * UPDATE_RMS * update
+        optimizer.step()
+        adamw.step()
+    for (name, weight), copy in zip(head.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(weight, before[name] if name in names else copy[1], rtol=1e-6, atol=1e-6)
+
+
+def test_matrices_are_those_of_layers_and_no_head_lacks_them() -> None:
+    for name, kind in HEAD_CONFIGS.items():
+        settings = {"capture_layers": [1]} if hasattr(kind, "capture_layers") else {}
+        settings |= {"draft_vocab_size": 40} if hasattr(kind, "draft_vocab_size") and name != "dflash2" else {}
+        head = build_head(kind(**settings), tiny_config())
+        names, weights = matrix_names(head), dict(head.named_parameters())
+        assert names, name
+        sizes = {weights[each].shape[0] for each in names}
+        assert sizes.isdisjoint({40, tiny_config().vocab_size}) and all(weights[each].ndim == 2 for each in names)
+        left = {each for each in weights if each not in names and weights[each].ndim == 2}
+        expected = ("lm_head", "embed", "mask_hidden", "markov", "confidence", "codebook")
+        assert all(any(part in each for part in expected) for each in left), (name, left)
