@@ -16,12 +16,15 @@ checked before the first begins. `mtptrain compare` compares their measurements.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from multiprocessing import get_context
 from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
@@ -45,7 +48,7 @@ from mtptrain.convert.formats import has_format
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
-from mtptrain.planning.plan import print_plan
+from mtptrain.planning.plan import Plan, duration, print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
 from mtptrain.serving.exports import export_dir, refuse_changed_export
@@ -67,6 +70,7 @@ def main(config: PipelineConfig) -> None:
     if config.plan:
         print_plan(config)
         return
+    print_stages(config)
     durations: list[tuple[str, str]] = []
     done_at = 0.0
     if not torch.cuda.is_available():
@@ -80,7 +84,7 @@ def main(config: PipelineConfig) -> None:
         if is_finished(name, output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
             durations.append((name, "done before"))
         else:
-            print(f"\n== mtptrain {name}: {stage.does.partition(' ')[2]}", flush=True)  # without `1.` or `optional:`
+            print(f"\n== mtptrain {name}: {what_it_does(stage)}", flush=True)
             started = time.monotonic()
             run_stage(name, hydra.overrides.task, num_ranks(name, runner, config))
             durations.append((name, f"{time.monotonic() - started:,.0f} s"))
@@ -221,6 +225,28 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
         os._exit(code if isinstance(code, int) else 1)
 
 
+def print_stages(config: PipelineConfig) -> None:
+    """Print what will be run, and how long the stages that can be planned will take on this machine.
+
+    Another process plans, because measuring the machine starts threads or a GPU's context, and stages are forks of this
+    one.
+    """
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        planned = pool.submit(planned_seconds, config).result()
+    table = Table("stage", "what it does", "estimated", title=f"{config.run_dir}: head {config.head.name}")
+    for name, stage, _ in stages_of(config):
+        table.add_row(name, what_it_does(stage), duration(planned[name]) if name in planned else "")
+    Console().print(table)
+
+
+def planned_seconds(config: PipelineConfig) -> dict[str, float]:
+    return Plan(config).seconds
+
+
+def what_it_does(stage: Stage) -> str:
+    return stage.does.partition(" ")[2]  # without `1.` or `optional:`
+
+
 def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) -> None:
     """Print how long each stage took, how well the head drafts, and where the report and the export are."""
     report_path, export = (output_of(name, STAGES[name], config) for name in ("acceptance", "export"))
@@ -230,8 +256,17 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
         table.add_row(name, shown)
     table.add_row("tokens per step", f"{report['tokens_per_step']:.2f}, where plain decoding has 1")
     table.add_row("acceptance length", f"{report['acceptance_length']:.3f}")
+    speed = {name: each["tokens_per_s"] for name, each in report["speed"].items()}
+    if plain := speed.get("none"):
+        table.add_row("our loop", f"{speed['head']:,.0f} tokens/s, {speed['head'] / plain:.2f} times plain decoding")
     Console().print(table)
     page = report_path.with_name("report.html")
     figures = page if page.is_file() else report_path  # a kill or a failure to draw may leave no page
-    exported = f"; {export.parent} has the head and says how to serve it" if has_format(config.head.name) else ""
-    print(f"{figures} shows it{exported}")
+    print(f"{figures} shows it")
+    if has_format(config.head.name):
+        overrides = shlex.join(HydraConfig.get().overrides.task)
+        print(
+            f"{export.parent} has the head, and its README.md the command that serves it. What an engine makes of it:\n"
+            f"  mtptrain serving-check {overrides}    # the engine's counters beside ours\n"
+            f"  mtptrain serving-bench {overrides}    # latency and tokens/s with and without drafts"
+        )

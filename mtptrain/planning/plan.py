@@ -356,8 +356,9 @@ class Plan:
         given, share = planner.train_tokens_per_s, planner.train_peak_share
         training_s, text = self._time(tokens, given, flops, share, gpus, self.dtype, stored)
         self.rows["time of training"] = text
-        self.seconds = extraction_s + training_s
-        self.rows["time of both"] = _duration(self.seconds)
+        self.seconds = {"hidden-states": extraction_s, "train": training_s}
+        """Time of the stages that are planned."""
+        self.rows["time of both"] = duration(extraction_s + training_s)
 
     def _time(
         self, tokens: int, given: float, flops: float, share: float, gpus: int, dtype: torch.dtype, disk_bytes: int
@@ -382,7 +383,7 @@ class Plan:
             disk_rate = planner.disk_gb_per_s * 1e9 / disk_bytes
             if 0 < disk_rate < rate:
                 rate, basis = disk_rate, f"limited by a disk of {planner.disk_gb_per_s:g} GB/s"
-        return tokens / rate, f"{_duration(tokens / rate)} at {rate:,.0f} tokens/s, {basis}"
+        return tokens / rate, f"{duration(tokens / rate)} at {rate:,.0f} tokens/s, {basis}"
 
 
 def print_plan(config: PipelineConfig) -> None:
@@ -431,7 +432,9 @@ def _free_disk(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:.0f} s"
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
 
 

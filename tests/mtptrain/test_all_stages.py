@@ -35,7 +35,10 @@ from tests.programs import ROOT, run_ranks
             ["prompts.source=responses", "prompts.paths=[a.jsonl]", "head=eagle3", "head.draft_vocab_size=64"],
             "responses prompts draft-vocab hidden-states train acceptance export",
         ),
-        (["train.validation_prompts=0"], "prompts hidden-states train choose-head acceptance export"),
+        (
+            ["train.validation_prompts=0", "train.validate_every=500"],
+            "prompts hidden-states train choose-head acceptance export",
+        ),
     ],
 )
 def test_a_whole_run_has_the_stages_that_its_settings_need(overrides: list[str], names: str) -> None:
@@ -49,9 +52,11 @@ def test_a_head_that_no_engine_has_a_class_for_is_not_exported(
         assert has_format(name)
     config = make_config("head=hydra", "head.start_from_target=false", f"acceptance.output_dir={tmp_path}")
     assert not has_format("hydra")
-    write_sealed(tmp_path / "report.json", {"tokens_per_step": 1.5, "acceptance_length": 1.6})
+    speed = {"head": {"tokens_per_s": 30.0}, "none": {"tokens_per_s": 20.0}}
+    write_sealed(tmp_path / "report.json", {"tokens_per_step": 1.5, "acceptance_length": 1.6, "speed": speed})
     all_stages.print_summary(config, [])  # a kill has left no page
-    assert capsys.readouterr().out.endswith(f"{tmp_path}/report.json shows it\n")
+    shown = capsys.readouterr().out
+    assert shown.endswith(f"{tmp_path}/report.json shows it\n") and "1.50 times plain decoding" in shown
     (tmp_path / "report.html").touch()
     all_stages.print_summary(config, [])
     assert capsys.readouterr().out.endswith(f"{tmp_path}/report.html shows it\n")
