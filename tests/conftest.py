@@ -42,6 +42,7 @@ from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
+from mtptrain.settings.hardware import this_machine
 from mtptrain.target.model import Target
 from mtptrain.utils.files import write_text
 from tests.programs import StartedProgram, module_command
@@ -222,7 +223,7 @@ training are what is best for its head and text."""
 
 
 @cache
-def _composed(choices: tuple[str, ...]) -> DictConfig:
+def _composed(choices: tuple[str, ...], machine: object) -> DictConfig:
     with initialize_config_dir(RECIPES, version_base="1.3"):
         return compose("pipeline", [*choices])
 
@@ -235,7 +236,7 @@ def compose_config(*overrides: str) -> DictConfig:
     """
     parsed = OverridesParser.create().parse_overrides([*overrides])
     choices = tuple(each.input_line for each in parsed if each.key_or_group in CONFIG_GROUPS)
-    config = deepcopy(_composed(choices))
+    config = deepcopy(_composed(choices, this_machine()))  # a test may pretend to have GPUs
     for each in parsed:
         if each.key_or_group not in CONFIG_GROUPS:
             OmegaConf.update(config, each.key_or_group, each.value(), force_add=each.is_add() or each.is_force_add())

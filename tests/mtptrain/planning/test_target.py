@@ -132,7 +132,9 @@ def test_the_largest_batch_of_validation_follows_from_the_settings() -> None:
     slot = cached_values(target_config)
     read = slot + 3 * 14336 + 9 * 4096
     for overrides, (tokens, prompts) in settings.items():
-        planned = validation_bytes(make_config(*CONVERSATIONS, *overrides), target_config, PROMPT_TOKENS)
+        planned = validation_bytes(
+            make_config(*CONVERSATIONS, "acceptance.batch_size=8", *overrides), target_config, PROMPT_TOKENS
+        )
         assert planned == 2 * (tokens * read + prompts * (3 * DRAFTS + 2) * slot), overrides
 
 
