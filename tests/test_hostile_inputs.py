@@ -17,7 +17,7 @@ from mtptrain.heads.mtp import MtpHead
 from mtptrain.run_dir import write_provenance
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import weights_fingerprint
-from tests.conftest import GENERATION_TEMPLATE, TINY_SETTINGS, make_config, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
 
 NESTED, GARBAGE = b"[" * 100_000, b"{\xff\xfe}"
 PROGRESS = re.compile(r"\s*|.*(\d%\|.*|\[\d\d:\d\d.*\])(\x1b\[A)?")
@@ -85,11 +85,9 @@ def setting(text: str) -> Callable[[Place], list[str]]:
 
 
 QUESTION = b'{"id": "a", "text": "hi"}'
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + GENERATION_TEMPLATE
 CASES: dict[str, tuple[str, Callable[[Place], list[str]], str]] = {
     "config": (PROMPTS, config_garbage, r"\S+/config\.json: must be UTF-8, but is not"),
     "template": (PROMPTS, template("{{ 'a' + 1 }}"), r"target\.path: the chat template of \S+ must .* TypeError"),
-    "endless template": (PROMPTS, template(ENDLESS), r"the chat template of \S+ must render a conversation within"),
     "data": (PROMPTS, lambda place: place.chats(NESTED), r"\S+/chats\.jsonl:1: must be JSON, but is nested too deep"),
     "weights": (STATES, weights_truncated, r"\S+/model\.safetensors: must be a complete safetensors file"),
     "no draft vocabulary": ("train", lambda place: VOCABULARY, r"\S*draft_vocab\S*: .*mtptrain draft-vocab"),
@@ -114,9 +112,7 @@ def files_of(run_dir: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=pytest.mark.slow) if each == "endless template" else each for each in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_hostile_input_is_refused_in_one_line_and_nothing_is_written(
     place: Place, tiny_run: tuple[Path, tuple[str, ...]], case: str
 ) -> None:

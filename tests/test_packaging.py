@@ -117,7 +117,7 @@ def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target:
     run(installed.with_name("mtptrain"), "prompts", *command, cwd=Path("/"))
     assert (tmp_path / "run/prompts/config.yaml").is_file()
     provenance = json.loads((tmp_path / "run/prompts/provenance.json").read_text())
-    assert provenance["argv"][0] == str(package.parent / "data_prep/prompts.py")
+    assert provenance["argv"][0] == str(installed.with_name("mtptrain"))
 
 
 def test_an_installed_program_names_no_makefile(installed: Path) -> None:

@@ -13,7 +13,7 @@ FAMILIES = {
     "phi": "eagle3",  # LayerNorm, biases, partial rotary
     "gpt2": "mtp",  # learned positions
     "olmo3": "mtp",  # norms after the layers, windows
-    "gemma2": "eagle3",  # soft caps
+    "gemma2": "mtp",  # soft caps
     "gpt_oss": "eagle3",  # sinks, experts
     "glm4_moe": "mtp",  # experts, partial rotary
     "deepseek_v3": "eagle3",  # experts, latent attention
