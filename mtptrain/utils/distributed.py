@@ -239,7 +239,12 @@ def close_at_exit(group: dist.ProcessGroup | None = None) -> None:
     """
     if not _exit_functions:
         atexit.register(run_exit_functions)
-    _exit_functions.append(partial(dist.destroy_process_group, group))
+    _exit_functions.append(partial(_destroy, group))
+
+
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized():  # else all groups are destroyed already
+        dist.destroy_process_group(group)
 
 
 _exit_functions: list[Callable[[], None]] = []

@@ -35,6 +35,7 @@ def test_a_head_with_too_short_a_context_is_refused_before_anything_decodes(
     run = Run(make_config(f"run_dir={tmp_path}", "acceptance.max_new_tokens=8"))
     short = SimpleNamespace(head=SimpleNamespace(context_tokens=16), sha256="")
     monkeypatch.setattr(run, "head", lambda *_: short)
+    monkeypatch.setattr("eval.engines.find_server", lambda *_: object())
     message = r"head: must read the longest prompt with its response and drafts, \d+ tokens, but has a context .* of 16"
     with pytest.raises(UserError, match=message):
         find_decoder(run, [list(range(10))], tmp_path)
