@@ -72,7 +72,7 @@ def test_training_that_loses_a_node_resumes_on_another_with_another_number_of_ra
     shutil.copytree(tiny_run[0], run_dir)
     set_state(slurm, "c", "DRAIN")
     command = ("sbatch", "--parsable", "--nodes=1-2", ROOT / "slurm/train.sbatch", "recipe=quickstart")
-    overrides = (f"run_dir=lost_{lost}", *tiny_run[1], *PLAIN, *TRAINING)
+    overrides = (f"run_dir=lost_{lost}", *PLAIN, *tiny_run[1], *TRAINING)
     job = slurm.run(*command, *overrides, NPROC="1", MTPTRAIN_CHECKOUT=str(ROOT)).strip()
     slurm.wait(job, lambda: slurm.state(job) == "RUNNING")
     assert slurm.shown(job, "NodeList") == "a,b"
@@ -91,7 +91,7 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
 ) -> None:
     run_dir = slurm.directory / "dead_task"
     shutil.copytree(tiny_run[0] / "prompts", run_dir / "prompts")
-    overrides = ("recipe=quickstart", "run_dir=dead_task", *tiny_run[1], *PLAIN)
+    overrides = ("recipe=quickstart", "run_dir=dead_task", *PLAIN, *tiny_run[1])
     variables = {"ARRAY_TASKS": "2", "SKIP": "prompts acceptance export", "NPROC": "1"}
     jobs = jobs_of(slurm.run(ROOT / "slurm/pipeline.sh", *overrides, **variables))
     dead, other = f"{jobs['hidden_states']}_1", f"{jobs['hidden_states']}_0"
@@ -147,7 +147,7 @@ def test_a_chain_whose_run_folder_is_on_a_nodes_own_disk_stays_on_the_node_of_it
     for name in "ab":
         set_state(slurm, name, "DRAIN")
     run_dir = slurm.directory / "local/run"
-    overrides = ("recipe=quickstart", f"run_dir={run_dir}", *tiny_run[1], *PLAIN)
+    overrides = ("recipe=quickstart", f"run_dir={run_dir}", *PLAIN, *tiny_run[1])
     jobs = jobs_of(slurm.run(ROOT / "slurm/pipeline.sh", *overrides, NPROC="1", MTPTRAIN_LOCAL_RUN_DIR="1"))
     slurm.wait(jobs["prompts"], lambda: slurm.state(jobs["prompts"]) != "PENDING")
     for name in "ab":

@@ -223,7 +223,7 @@ def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(
             "responses server, prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
         ),
         (
-            ["recipe=quickstart", "train.validation_prompts=0"],
+            ["recipe=quickstart", "train.validation_prompts=0", "train.validate_every=500"],
             "prompts process, hidden_states ranks, train ranks, choose_head ranks, acceptance ranks, export process",
         ),
     ],
