@@ -6,9 +6,9 @@
     mtptrain run --multirun recipe=quickstart train.lr=1e-3,3e-3 'run_dir=runs/lr/${train.lr}'
 
 `plan=true` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one for
-each (see `num_ranks`); on a CPU, responses and hidden-states start as many as are worth it. A stage is passed over if
-its output exists, is newer than that of the stages before it, and was made with the same settings, its own and those of
-the stages before it, or lies in a folder that is a link to another run's; an export that was changed since is refused.
+each (see `num_ranks`); on a CPU such a stage becomes one rank per core itself. A stage is passed over if its output
+exists, is newer than that of the stages before it, and was made with the same settings, its own and those of the stages
+before it, or lies in a folder that is a link to another run's; an export that was changed since is refused.
 A stage that was interrupted goes on where it stopped. One that fails ends the run with its exit code.
 
 With `--multirun`, each setting with several values makes variants, which run one after the other; all of them are
@@ -228,10 +228,10 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
 def print_stages(config: PipelineConfig) -> None:
     """Print what will be run, and how long the stages that can be planned will take on this machine.
 
-    Another process plans, because measuring the machine starts threads or a GPU's context, and stages are forks of this
-    one.
+    Another process plans, because measuring the machine starts threads, which stages that are forks of this one could
+    not use, or takes memory of a GPU. CUDA does not work in forks.
     """
-    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn" if torch.cuda.is_available() else "fork")) as pool:
         planned = pool.submit(planned_seconds, config).result()
     table = Table("stage", "what it does", "estimated", title=f"{config.run_dir}: head {config.head.name}")
     for name, stage, _ in stages_of(config):
