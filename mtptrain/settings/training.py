@@ -18,7 +18,7 @@ class Resume(StrEnum):
 class OptimizerKind(StrEnum):
     adamw = "adamw"
     muon = "muon"
-    """Muon for the matrices of the head's layers, AdamW for everything else. It needs about half as many tokens."""
+    """Muon for the matrices of the head's layers, AdamW for everything else."""
 
 
 class Tracker(StrEnum):
