@@ -111,7 +111,7 @@ def test_every_choice_of_a_group_composes_with_the_quickstart(group: str) -> Non
 def test_every_head_composes_with_the_quickstart_and_drafts_trees_only_if_it_can() -> None:
     for name, settings in HEAD_CONFIGS.items():
         loss = (f"train.loss={{kl:1,{own}:1}}",) if (own := settings.own_loss_part) else ()
-        arguments = (f"head={name}", "head.ttt_steps=3", "train.feature_weight=0", *loss)
+        arguments = (f"head={name}", "head.ttt_steps=3", *loss)
         assert type(make_config(*arguments).head) is settings
         if not settings.drafts_trees:
             refused = (
