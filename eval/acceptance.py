@@ -42,7 +42,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
 from mtptrain.init_from.start import RunHead, load_draft_model
 from mtptrain.run import Run, become_cpu_ranks
-from mtptrain.run_dir import check_stage_dir, write_provenance, writing_output
+from mtptrain.run_dir import check_stage_dir, output_dir_of, write_provenance, writing_output
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
@@ -59,12 +59,12 @@ from .report_page import MEASURED_WITH, Section, held_out_section, write_run_pag
 
 
 def main(config: PipelineConfig) -> None:
-    given, default = config.acceptance.output_dir, config.stage_dir("acceptance")
-    check_stage_dir(default if given is None else Path(given), "run_dir" if given is None else "acceptance.output_dir")
+    chosen = config.acceptance.output_dir, "acceptance.output_dir", config.stage_dir("acceptance")
+    check_stage_dir(*output_dir_of(*chosen))
     run = Run(config)
     become_cpu_ranks(run, config.acceptance.dtype)
     ranks = init_ranks(config.distributed_timeout_hours)
-    with writing_output(given, "acceptance.output_dir", default, ranks) as output_dir:
+    with writing_output(*chosen, ranks) as output_dir:
         measure_head(run, ranks, output_dir)
 
 

@@ -35,7 +35,7 @@ from mtptrain.serving.engines import ENGINES
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 
-from .engines import find_served, find_server
+from .engines import find_served, find_server, spare_tokens
 from .plots import drawing, plot_serving
 from .serving_speed.break_even_measurement import measure_break_even
 from .serving_speed.engine_runs import Bench, drafting_choices, measure, scratch_dir
@@ -67,7 +67,7 @@ def prepare(run: Run, output_dir: Path) -> tuple[Bench, list[RoundCost]]:
     """
     config, most_drafts = run.config, max(drafting_choices(run.config))
     concurrency = max(config.serving_bench.concurrency)
-    prompts = list(run.measured_prompts(2 * most_drafts).input_ids.values())
+    prompts = list(run.measured_prompts(spare_tokens(most_drafts)).input_ids.values())
     if (server := find_server(run, prompts, most_drafts)) is not None:
         return Bench(config, prompts, output_dir, server), []
     served = find_served(run, prompts, most_drafts, output_dir)

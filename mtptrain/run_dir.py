@@ -81,21 +81,32 @@ def writing(directory: Path, ranks: Ranks | None = None, setting: str = "run_dir
         yield
 
 
+def output_dir_of(given: str | None, setting: str, default: Path) -> tuple[Path, str]:
+    """Returns the folder of a program's output, and the name of the setting that chooses it.
+
+    Args:
+        given: the program's own setting for the folder; None for the default.
+        setting: name of that setting.
+        default: the folder in `run_dir`.
+    """
+    return (default, "run_dir") if given is None else (Path(given), setting)
+
+
 @contextmanager
 def writing_output(given: str | None, setting: str, default: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     """Hold the folder of a program's output, as `writing` does, and yield it.
 
     Args:
-        given: the program's own setting for the folder; None for the default.
-        setting: name of that setting, for error messages.
-        default: the folder in `run_dir`.
+        given: as in `output_dir_of`, like `setting` and `default`.
+        setting: the name that error messages show.
+        default: the folder without a setting.
         ranks: as in `writing`.
 
     Raises:
         UserError: `writing` refuses the folder.
     """
-    directory = default if given is None else Path(given)
-    with writing(directory, ranks, "run_dir" if given is None else setting):
+    directory, chooser = output_dir_of(given, setting, default)
+    with writing(directory, ranks, chooser):
         yield directory
 
 

@@ -12,7 +12,7 @@ from mtptrain.serving.bench_rows import Row, fastest, warn_of_unequal_work
 from mtptrain.serving.engine import Load, LoadResult, Requests
 from mtptrain.serving.engine_server import EngineServer
 from mtptrain.serving.engines import ENGINES
-from mtptrain.serving.load import send
+from mtptrain.serving.load import send_all
 from mtptrain.utils.files import write_json
 
 SCRATCH = ".scratch"
@@ -98,6 +98,6 @@ def run_loads(
         settings.seed,
     )
     if isinstance(bench.served, EngineServer):
-        return bench.served.version, [send(bench.served, requests, load) for load in loads]
+        return send_all(bench.served, requests, loads)
     assert num_drafts is not None
     return ENGINES[bench.config.serving.engine].run_loads(bench.served, num_drafts, requests, loads, scratch)

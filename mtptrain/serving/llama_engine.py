@@ -14,7 +14,7 @@ from mtptrain.serving.llama_server import (
     llama_version,
     server_arguments,
 )
-from mtptrain.serving.load import send
+from mtptrain.serving.load import send_all
 from mtptrain.serving.server_process import started_server
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.target.files import TargetFiles
@@ -68,7 +68,7 @@ class LlamaCpp(Engine):
     ) -> tuple[str, list[LoadResult]]:
         command = [*server_command(served, num_drafts, served.concurrency, is_exact=False), *served.server_args]
         with started_server(LlamaServer, command, served.log_path(num_drafts)) as server:
-            return server.version, [send(server, requests, load) for load in loads]
+            return send_all(server, requests, loads)
 
 
 def server_command(served: Served, num_drafts: int, num_slots: int, is_exact: bool) -> list[Path | str]:

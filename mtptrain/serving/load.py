@@ -1,7 +1,7 @@
 """Sends requests to a server with a number of them in flight, and measures when the steps of each answer arrive."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import chain
 from typing import Any
@@ -16,6 +16,15 @@ from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below
 
 LAST_LINE = b"data: [DONE]"
+
+
+def send_all(server: EngineServer, requests: Requests, loads: Sequence[Load]) -> tuple[str, list[LoadResult]]:
+    """Returns the server's version and the results of loads, which are sent one after another.
+
+    Raises:
+        UserError: one of the errors of `send`.
+    """
+    return server.version, [send(server, requests, load) for load in loads]
 
 
 def send(server: EngineServer, requests: Requests, load: Load) -> LoadResult:

@@ -64,7 +64,8 @@ class Openvino(Engine):
     ) -> tuple[str, list[LoadResult]]:
         """Decode in one process, which keeps the converted models for the next K in `scratch_dir`."""
         jobs = {"requests": asdict(requests), "loads": [asdict(load) for load in loads]}
-        result = models_of(served).run("load", models_of(served).job(scratch_dir, num_drafts, **jobs))
+        models = models_of(served)
+        result = models.run("load", models.job(scratch_dir, num_drafts, **jobs))
         results = []
         for found in result["results"]:
             answers = [

@@ -9,7 +9,7 @@ import torch
 from mtptrain.serving.base import Engine, Served
 from mtptrain.serving.engine import Load, LoadResult, Requests
 from mtptrain.serving.exports import cache_bytes, served_model, speculative_config
-from mtptrain.serving.load import send
+from mtptrain.serving.load import send_all
 from mtptrain.serving.server_process import started_server
 from mtptrain.serving.vllm_client import GenerateJob, VllmProcess, find_python, vllm_version
 from mtptrain.serving.vllm_server import VllmServer
@@ -88,7 +88,7 @@ class Vllm(Engine):
     ) -> tuple[str, list[LoadResult]]:
         command = [str(served.program), "-c", SERVE, *serve_arguments(served, num_drafts)]
         with started_server(VllmServer, command, served.log_path(num_drafts), ENVIRONMENT) as server:
-            return server.version, [send(server, requests, load) for load in loads]
+            return send_all(server, requests, loads)
 
 
 def serve_arguments(served: Served, num_drafts: int) -> list[str]:
