@@ -27,38 +27,37 @@ def choices(group: str) -> list[str]:
 GROUPS = sorted(path.name for path in Path(RECIPES).iterdir() if path.is_dir() and path.name != "recipe")
 
 OUT_OF_RANGE = [
-    ("distributed_timeout_hours", "0", "from 0.0002777777777777778 to 10,000, but is 0.0"),
-    ("distributed_timeout_hours", "10001", "to 10,000, but is 10001.0"),
-    ("distributed_timeout_hours", "nan", "to 10,000, but is nan"),
+    ("distributed_timeout_hours", "nan", "from 0.0002777777777777778 to 10,000, but is nan"),
     ("run_dir", "''", "must name a directory, but is ''; choose"),
-    ("run_dir", "/", "but is '/'; choose a path that is not a file and not the root"),
     ("run_dir", "/usr/..", "but is '/usr/..'; choose a path that is not a file and not the root"),
     ("acceptance.output_dir", "README.md", "must name a directory, but is 'README.md'"),
     ("head.name", "eagle3", "be mtp, the head whose settings are chosen, but is eagle3; set head=eagle3 instead"),
-    ("seed", "-1", "at least 0 and below 2**63, but is -1"),
-    ("seed", f"{2**63}", "below 2**63, but is 9223372036854775808"),
-    ("train.lr", "nan", "at least 0.0, but is nan"),
+    ("seed", f"{2**63}", "at least 0 and below 2**63, but is 9223372036854775808"),
     ("acceptance.temperature", "inf", "at least 0.0, but is inf"),
     ("train.epochs", "0", "at least 1, but is 0"),
-    ("train.batch_tokens", "1", "at least 2, but is 1"),
-    ("prompts.max_document_tokens", "3", "at least 4, but is 3"),
-    ("prompts.validation_fraction", "0", "above 0 and below 1, but is 0.0"),
     ("prompts.validation_fraction", "1", "above 0 and below 1, but is 1.0"),
     ("acceptance.top_p", "0", "above 0 and at most 1, but is 0.0"),
-    ("acceptance.top_p", "1.1", "at most 1, but is 1.1"),
-    ("head.num_attention_heads", "0", "null or a number from 1 to 1,048,576, but is 0"),
     ("head.num_attention_heads", "1048577", "null or a number from 1 to 1,048,576, but is 1048577"),
     ("prompts.paths", "['']", "a list of paths or names, none of them empty, but is"),
     ("prompts.roles", "{bot: ai}", "one of system, developer, user, assistant, tool, but is {'bot': 'ai'}; correct it"),
-    ("serving_bench.concurrency", "[]", "at least one number, each at least 1, but is []"),
-    ("serving_bench.concurrency", "[1,0]", "each at least 1, but is [1, 0]"),
     ("train.betas", "[0.9,1.0]", "in [0, 1), but is [0.9, 1.0]"),
     ("hidden_states.part", "1", "below hidden_states.num_parts=1, but is 1"),
     ("serving.openvino_weights", "int8", "be left out with serving.engine=vllm, but is int8; leave it out"),
-    ("serving_bench.concurrency", "[2,1]", "must increase, but is [2, 1]; sort it"),
     ("serving_bench.concurrency", "[1,1]", "must increase, but is [1, 1]; sort it and name each number once"),
+    ("head=peagle head.ttt_steps=3 serving_bench.num_speculative_tokens", "[1,4]", "be at most head.ttt_steps=3 "),
+    ("head=peagle head.ttt_steps=3 acceptance.num_speculative_tokens", "4", "be at most head.ttt_steps=3 "),
+    (
+        "head=dflash head.ttt_steps=3 acceptance.num_speculative_tokens",
+        "2",
+        "ttt_steps=3 with head dflash, which",
+    ),
+    (
+        "head=dflash head.ttt_steps=3 acceptance.num_speculative_tokens",
+        "4",
+        "or train with head.ttt_steps=4",
+    ),
 ]
-"""For each kind of bound, a setting, a value out of range, and a part of the error message."""
+"""For each kind of bound and relation, settings of which the last is out of range, and a part of the error message."""
 WRONG = {"-1": -1, "README.md": "README.md", "['']": [""], "[0]": [0], "{bot: x}": {"bot": "x"}}
 """Values, one of which is out of range for each setting that has a range."""
 
@@ -73,14 +72,15 @@ def test_llama_cpp_can_serve_the_heads_of_quickstarts() -> None:
         check_servable("llama_cpp", compose_recipe(recipe, "export.engine=llama_cpp").head, demo)
 
 
-@pytest.mark.parametrize("recipe", ["mtp", "eagle3", "peagle", "dflash", "dspark", "dflash2", "medusa"])
-def test_a_recipe_for_any_target_composes_with_every_hardware(recipe: str) -> None:
-    for hardware in choices("hardware"):
-        config = compose_recipe(recipe, f"hardware={hardware}")
-        assert config.head.name == recipe
-        if hardware != "h100_8":
-            assert config.train.batch_tokens == config.prompts.max_document_tokens
-        assert config.train.micro_batches_per_step % config.planner.num_gpus == 0
+def test_a_recipe_for_any_target_composes_with_every_hardware_and_head() -> None:
+    for recipe, *head in (["mtp"], ["dflash"], ["dspark"], ["dflash2"], ["mtp", "head=eagle3"], ["mtp", "head=medusa"]):
+        for hardware in choices("hardware"):
+            config = compose_recipe(recipe, f"hardware={hardware}", *head)
+            name = "".join(head).removeprefix("head=") or recipe
+            assert (config.head.name, config.run_dir) == (name, f"runs/{name}")
+            if hardware != "h100_8":
+                assert config.train.batch_tokens == config.prompts.max_document_tokens
+            assert config.train.micro_batches_per_step % config.planner.num_gpus == 0
 
 
 def test_a_setting_of_the_hardware_yields_to_the_recipe_and_to_the_command_line() -> None:
@@ -102,10 +102,10 @@ def test_no_two_recipes_share_a_run_dir() -> None:
     assert len({compose_recipe(recipe).run_dir for recipe in recipes}) == len(recipes)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_choice_of_a_group_composes_with_the_quickstart(group: str) -> None:
-    for choice in choices(group):
-        make_config(f"{group}={choice}")
+def test_every_choice_of_a_group_composes_with_the_quickstart() -> None:
+    for group in GROUPS:
+        for choice in choices(group):
+            make_config(f"{group}={choice}")
 
 
 def test_every_head_composes_with_the_quickstart_and_drafts_trees_only_if_it_can() -> None:
@@ -122,11 +122,13 @@ def test_every_head_composes_with_the_quickstart_and_drafts_trees_only_if_it_can
 
 
 def test_a_value_out_of_range_is_refused_by_name() -> None:
-    for setting, value, message in OUT_OF_RANGE:
+    for settings, value, message in OUT_OF_RANGE:
+        *others, setting = settings.split()
         with pytest.raises(ValueError) as refused:
-            make_config(f"++{setting}={value}")
+            make_config(*others, f"++{setting}={value}")
         assert str(refused.value).startswith(f"{setting}: must ")
         assert message in str(refused.value)
+    make_config("head=eagle3", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")  # a chain goes on
 
 
 def test_every_range_of_a_setting_is_checked() -> None:
@@ -146,39 +148,15 @@ def wrong_value(bound: Bound) -> str:
 
 
 NOT_TOGETHER = [
-    (
-        ["temperatures=[0.7,0.70000001]"],
-        r"must be finite numbers of at least 0.01 that differ from each other and from .*, but are \[0.7, 0.7",
-    ),
-    (
-        ["temperatures=[0]"],
-        r"acceptance.temperature=0, which is always measured, but are \[0.0\]; correct them",
-    ),
-    (
-        ["top_p=0.9"],
-        "acceptance.top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0",
-    ),
-    (
-        ["baselines=[tree,none,tree]"],
-        r"acceptance.baselines: must name each baseline at most once, but is \[tree,none,tree\]; remove",
-    ),
-    (
-        ["baselines=[tree]", "sample_drafts=true"],
-        "acceptance.sample_drafts: must be false if acceptance.baselines names `tree`",
-    ),
-    (
-        ["sample_drafts=true", "temperatures=[1]"],
-        "acceptance.sample_drafts: must be false at acceptance.temperature=0, where a draft is the most likely tok",
-    ),
-    (
-        ["baselines=[model]"],
-        "acceptance.draft_model: must be set if and only if acceptance.baselines names `model`, but is None",
-    ),
-    (["draft_model=demo"], "acceptance.draft_model: must be set if and only if .*, but is demo"),
-    (
-        ["baselines=[tree]", "tree_top_k=2"],
-        "acceptance.tree_nodes: must be at most 10, the candidates of 3 depths .*, but is 32",
-    ),
+    ("temperatures=[0.7,0.70000001]", r"at least 0.01 that differ from each other and from .*, but are \[0.7, 0.7"),
+    ("temperatures=[0]", r"acceptance.temperature=0, which is always measured, but are \[0.0\]; correct them"),
+    ("top_p=0.9", "top_p: must be 1, and acceptance.top_k 0, if every temperature is 0, but are 0.9 and 0"),
+    ("baselines=[tree,none,tree]", r"each baseline at most once, but is \[tree,none,tree\]; remove"),
+    ("baselines=[tree] sample_drafts=true", "sample_drafts: must be false if acceptance.baselines names `tree`"),
+    ("sample_drafts=true temperatures=[1]", "must be false at acceptance.temperature=0, where a draft is the most"),
+    ("baselines=[model]", "draft_model: must be set if and only if acceptance.baselines names `model`, but is None"),
+    ("draft_model=demo", "acceptance.draft_model: must be set if and only if .*, but is demo"),
+    ("baselines=[tree] tree_top_k=2", "tree_nodes: must be at most 10, the candidates of 3 depths .*, but is 32"),
 ]
 """Settings of acceptance that contradict each other, and the message."""
 
@@ -186,38 +164,16 @@ NOT_TOGETHER = [
 def test_what_cannot_be_measured_together_is_refused() -> None:
     for overrides, message in NOT_TOGETHER:
         with pytest.raises(ValueError, match=message):
-            make_config(*(f"acceptance.{override}" for override in overrides))
+            make_config(*(f"acceptance.{override}" for override in overrides.split()))
 
 
-def test_a_head_without_a_chain_drafts_no_more_than_it_was_trained_for() -> None:
-    with pytest.raises(ValueError, match=r"acceptance\.num_speculative_tokens: must be at most head\.ttt_steps=3 "):
-        make_config("head=peagle", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")
-    make_config("head=eagle3", "head.ttt_steps=3", "acceptance.num_speculative_tokens=4")
-    with pytest.raises(ValueError, match=r"serving_bench\.num_speculative_tokens: must be at most head\.ttt_steps=3 "):
-        make_config("head=peagle", "head.ttt_steps=3", "serving_bench.num_speculative_tokens=[1,4]")
-
-
-def test_a_block_drafter_drafts_exactly_as_many_tokens_as_it_was_trained_for() -> None:
-    make_config("head=dflash", "head.ttt_steps=3", "acceptance.num_speculative_tokens=3")
-    for drafts in (2, 4):
-        refused = (
-            r"acceptance\.num_speculative_tokens: must equal head\.ttt_steps=3 with head dflash, which always drafts "
-            rf"a whole block, but is {drafts}; set it to 3, or train with head\.ttt_steps={drafts}"
-        )
-        with pytest.raises(ValueError, match=refused):
-            make_config("head=dflash", "head.ttt_steps=3", f"acceptance.num_speculative_tokens={drafts}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_program_answers_a_wrong_command_line_with_what_would_be_right() -> None:
+    for arguments, message in (
         ([], "error: recipe: must be chosen, but is not; add recipe=NAME, where NAME is one of "),
         (["recipe=nope"], "error: recipe: must be one of "),
-    ],
-)
-def test_a_program_answers_a_wrong_command_line_with_what_would_be_right(arguments: list[str], message: str) -> None:
-    result = run_ranks("prompts", arguments)
-    assert result.returncode == 2
-    assert result.stderr.startswith(message)
-    available = result.stderr.removeprefix(message).replace(",", "").split()
-    assert set(choices("recipe")) <= set(available)
+    ):
+        result = run_ranks("prompts", arguments)
+        assert result.returncode == 2
+        assert result.stderr.startswith(message)
+        available = result.stderr.removeprefix(message).replace(",", "").split()
+        assert set(choices("recipe")) <= set(available)
