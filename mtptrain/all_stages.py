@@ -1,8 +1,8 @@
 """Runs all stages that a recipe needs on this machine, from the prompts to the export: `mtptrain run`.
 
     mtptrain run recipe=quickstart
-    mtptrain run recipe=mtp head=eagle3 target.path=/models/mine run_dir=runs/mine "prompts.paths=[chats.jsonl]" plan=true
-    mtptrain run recipe=mtp head=eagle3 target.path=/models/mine run_dir=runs/mine "prompts.paths=[chats.jsonl]"
+    mtptrain run recipe=mtp head=eagle3 target.path=mine run_dir=runs/mine "prompts.paths=[chats.jsonl]" plan=true
+    mtptrain run recipe=mtp head=eagle3 target.path=mine run_dir=runs/mine "prompts.paths=[chats.jsonl]"
     mtptrain run --multirun recipe=quickstart train.lr=1e-3,3e-3 'run_dir=runs/lr/${train.lr}'
 
 `plan=true` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one for
