@@ -27,9 +27,9 @@ from mtptrain.config import PipelineConfig, check_depths
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.round_costs import LoopBench, PromptIds, Spent
 from mtptrain.decoding.speculate import PHASES
+from mtptrain.planning.break_even import OWN_LOOP, predicted_speed_up, read_costs
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
-from mtptrain.serving.break_even import OWN_LOOP, predicted_speed_up, read_costs
 from mtptrain.target.loading import load_target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError

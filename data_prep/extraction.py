@@ -11,6 +11,7 @@ from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.decoding.prompts import check_document_lengths
+from mtptrain.engines.vllm.client import find_python
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.shard_format import check_store_dtype
@@ -18,7 +19,6 @@ from mtptrain.hidden_states.stream import shard_windows
 from mtptrain.hidden_states.writer import shard_ranges
 from mtptrain.init_from.draft_model import check_start
 from mtptrain.run import Run
-from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import refuse_quantised_parts

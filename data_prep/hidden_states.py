@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
-from mtptrain.convert.formats import warn_of_limits
+from mtptrain.engines.table import warn_of_limits
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams

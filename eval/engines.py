@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 from mtptrain.decoding.prompts import check_head_context
+from mtptrain.engines.base import Served
+from mtptrain.engines.engine import Decoder
+from mtptrain.engines.engines import ENGINES
+from mtptrain.engines.exports import read_serving_facts
+from mtptrain.engines.server import EngineServer
 from mtptrain.run import Run
-from mtptrain.serving.base import Served
-from mtptrain.serving.engine import Decoder
-from mtptrain.serving.engine_server import EngineServer
-from mtptrain.serving.engines import ENGINES
-from mtptrain.serving.exports import read_serving_facts
 
 Prompts = Sequence[Sequence[int]]
 

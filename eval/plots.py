@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mtptrain.decoding.speculate import PHASES
-from mtptrain.serving.break_even import RoundCost, usual_length
+from mtptrain.planning.break_even import RoundCost, usual_length
 
 Drafters = Mapping[str, Mapping[str, Any]]
 """The figures of each drafter, by its display name."""

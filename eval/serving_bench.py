@@ -22,16 +22,16 @@ from pathlib import Path
 
 from rich.table import Table
 
+from eval.serving_speed.bench_rows import Row, speeds_of
+from eval.serving_speed.engine_settings import best_num_drafts, remove_engine_settings, write_engine_settings
 from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig
-from mtptrain.convert.engine_settings import best_num_drafts, remove_engine_settings, write_engine_settings
+from mtptrain.engines.base import Served
+from mtptrain.engines.engines import ENGINES
+from mtptrain.planning.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.run import Run
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing_output
-from mtptrain.serving.base import Served
-from mtptrain.serving.bench_rows import Row, speeds_of
-from mtptrain.serving.break_even import RoundCost, break_even_dir, read_costs
-from mtptrain.serving.engines import ENGINES
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
 

@@ -27,16 +27,16 @@ from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import Dtype, PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.engine import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, Decoder, EngineCounts, EngineRun
+from mtptrain.engines.engines import ENGINES
 from mtptrain.init_from.start import RunHead
 from mtptrain.run import Run
 from mtptrain.run_dir import claim_stage_dir, write_provenance, writing_output
-from mtptrain.serving.divergence import Divergence, first_answer_divergence, first_draft_divergence
-from mtptrain.serving.engine import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, Decoder, EngineCounts, EngineRun
-from mtptrain.serving.engines import ENGINES
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target

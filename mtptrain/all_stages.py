@@ -44,14 +44,14 @@ from mtptrain.command_line import program as command_line
 from mtptrain.command_line.program import python_module, stage_command
 from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
-from mtptrain.convert.formats import has_format
 from mtptrain.decoding.prompts_file import check_is_file
+from mtptrain.engines.exports import export_dir, refuse_changed_export
+from mtptrain.engines.table import has_format
 from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
 from mtptrain.planning.plan import Plan, duration, print_plan
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with
-from mtptrain.serving.exports import export_dir, refuse_changed_export
 from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with

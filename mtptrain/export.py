@@ -16,16 +16,20 @@ from rich.console import Console
 from rich.table import Table
 
 from mtptrain.config import ExportEngine, PipelineConfig
-from mtptrain.convert.base import Format
-from mtptrain.convert.export_proof import prove_equal_proposals
-from mtptrain.convert.formats import format_for
-from mtptrain.convert.llama_cpp import GgufFormat
+from mtptrain.decoding.export_proof import DOCUMENTS, TOKENS, DocumentBatch, prove_equal_proposals
+from mtptrain.engines.exports import README, SERVING, WRITTEN, WRITTEN_FOR, export_dir
+from mtptrain.engines.format import Format
+from mtptrain.engines.llama_cpp.formats import GgufFormat
+from mtptrain.engines.table import format_for
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import build_head, first_misfit
+from mtptrain.hidden_states.store import MANIFEST, HiddenStore
 from mtptrain.run import Run
 from mtptrain.run_dir import CONFIG, PROVENANCE, replaced
-from mtptrain.serving.exports import README, SERVING, WRITTEN, WRITTEN_FOR, export_dir
 from mtptrain.settings.evaluation import ExportDtype
+from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
+from mtptrain.target.model import TargetStates
+from mtptrain.training.batches import pack_states
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
@@ -75,9 +79,9 @@ def export(run: Run) -> None:
         write_head(directory, form, trained.head.state_dict())
         form.add_target(directory, run.target.directory)
         check_tensors(directory, form)
-        proof = prove_equal_proposals(
-            run.stage_dir("hidden_states"), run.target.directory, trained.head, reload_head(directory, form)
-        )
+        parts = load_frozen_parts(run.target.directory).to(torch.device("cpu"), torch.float32)
+        documents = stored_documents(run.stage_dir("hidden_states"), trained.head, parts)
+        proof = prove_equal_proposals(parts, documents, trained.head, reload_head(directory, form))
         write_text(directory / README, readme(run, form, measured, output_dir))
         hide_homes(directory)
         written = {
@@ -130,6 +134,32 @@ def reload_head(directory: Path, form: Format) -> Head:
     head = build_head(form.head, form.target)
     head.load_state_dict(form.state(form.read(directory)))
     return head.eval()
+
+
+def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[DocumentBatch]:
+    """Returns the first documents with enough tokens, or none if the store is missing or does not fit the head."""
+    if not (store_dir / MANIFEST).is_file():
+        return []
+    store = HiddenStore.open(store_dir)
+    if (store.manifest.identity.capture_layers, store.manifest.hidden_size) != (
+        head.capture_layers,
+        parts.embed_tokens.shape[1],
+    ):
+        return []
+    documents: list[DocumentBatch] = []
+    for index in range(store.num_documents):
+        if len(store.mapped_document(index).input_ids) > TOKENS:
+            document = store.document(index)
+            states, _ = pack_states([document], [TOKENS], "hidden_states", True)  # [S, H]
+            captured, _ = pack_states([document], [TOKENS], "aux_hidden_states", True)  # [S, L, H]
+            assert states is not None
+            normed = parts.final_norm(states.float())[None]  # [1, S, H]
+            streams = states[:, None] if captured is None else captured  # [S, L, H]
+            target_states = TargetStates(normed, streams.float()[None] if head.read_layers else None)
+            documents.append((document.input_ids[None, : TOKENS + 1].long(), target_states))
+        if len(documents) == DOCUMENTS:
+            break
+    return documents
 
 
 def measured_acceptance(path: Path, head_sha256: str) -> str:

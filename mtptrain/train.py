@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 from mtptrain.config import PipelineConfig, Resume, TrainConfig
-from mtptrain.convert.formats import warn_of_limits
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.prompt_files import Split
 from mtptrain.decoding.prompts import check_document_lengths
+from mtptrain.engines.table import warn_of_limits
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import (

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from mtptrain.command_line.program import run_program
 from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.config import PipelineConfig
-from mtptrain.convert.formats import has_format
+from mtptrain.engines.table import has_format
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.utils.errors import UserError
 

@@ -14,6 +14,7 @@ from data_prep.responses.dialogue import RegeneratedConversation
 from data_prep.responses.manifest import ResponsesIdentity
 from data_prep.responses.store import ResponsesStore, line_of
 from eval.choose_head import heads_to_measure
+from mtptrain.engines.exports import SERVING, read_serving_facts
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.hidden_states.stream import STREAM, released_windows
@@ -21,7 +22,6 @@ from mtptrain.hidden_states.writer import begin_store
 from mtptrain.init_from.native_mtp import read_native_mtp
 from mtptrain.init_from.published import read_published
 from mtptrain.init_from.start import load_init
-from mtptrain.serving.exports import SERVING, read_serving_facts
 from mtptrain.target.files import TargetFiles
 from mtptrain.training.metrics import read_metrics
 from mtptrain.utils.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.config import RECIPES, Backend, Dtype, PromptSource
-from mtptrain.convert.formats import format_for
+from mtptrain.engines.table import format_for
 from mtptrain.planning.plan import Plan
 from mtptrain.planning.target import target_costs
 from mtptrain.target.loading import FITTING_SHARE

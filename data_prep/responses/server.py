@@ -16,7 +16,7 @@ import httpx
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.serving.engine import NEUTRAL_SAMPLING
+from mtptrain.engines.engine import NEUTRAL_SAMPLING
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable

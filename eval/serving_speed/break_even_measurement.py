@@ -21,18 +21,17 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
+from eval.serving_speed.bench_rows import Row
 from mtptrain.command_line.program import command, quoted, stage_command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig
-from mtptrain.convert.formats import format_for
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.round_costs import LoopBench, Spent
+from mtptrain.engines.engines import ENGINES
+from mtptrain.engines.table import format_for
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_trainable_head, save_head
-from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance
-from mtptrain.serving.bench_rows import Row
-from mtptrain.serving.break_even import (
+from mtptrain.planning.break_even import (
     OWN_LOOP,
     PROMPT_LOOKUP_LENGTHS,
     RoundCost,
@@ -41,7 +40,8 @@ from mtptrain.serving.break_even import (
     usual_length,
     verdicts,
 )
-from mtptrain.serving.engines import ENGINES
+from mtptrain.run import Run
+from mtptrain.run_dir import write_provenance
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.utils.distributed import device_name, init_ranks

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from eval.serving_speed.bench_rows import Row, fastest, warn_of_unequal_work
 from mtptrain.config import PipelineConfig
-from mtptrain.serving.base import Served
-from mtptrain.serving.bench_rows import Row, fastest, warn_of_unequal_work
-from mtptrain.serving.engine import Load, LoadResult, Requests
-from mtptrain.serving.engine_server import EngineServer
-from mtptrain.serving.engines import ENGINES
-from mtptrain.serving.load import send_all
+from mtptrain.engines.base import Served
+from mtptrain.engines.engine import Load, LoadResult, Requests
+from mtptrain.engines.engines import ENGINES
+from mtptrain.engines.load import send_all
+from mtptrain.engines.server import EngineServer
 from mtptrain.utils.files import write_json
 
 SCRATCH = ".scratch"

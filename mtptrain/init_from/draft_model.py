@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from mtptrain.engines.exports import refuse_changed_export
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import build_head, checked_weights
 from mtptrain.init_from.published import Published, read_tensors
-from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.files import TargetFiles

@@ -2,11 +2,11 @@
 
 import torch
 
+from mtptrain.engines.exports import refuse_changed_export
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.heads.native_mtp_tensors import ModuleTensors
 from mtptrain.init_from.published import Published, read_tensors, resolve_init, weight_files
-from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError

@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
+from mtptrain.engines.exports import refuse_changed_export
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import layer_types
@@ -22,7 +23,6 @@ from mtptrain.heads.files import checked_weights, renamed, stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.init_from.config_json import ConfigJson, read_config, warn_of_other_rope_or_eps
 from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Settings
-from mtptrain.serving.exports import refuse_changed_export
 from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import HUB_ERRORS, indexed_files

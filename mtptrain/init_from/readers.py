@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from mtptrain.engines.exports import SERVING
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import FULL, SLIDING
@@ -20,7 +21,6 @@ from mtptrain.heads.eagle3 import FROM_1_IN_SGLANG, LAYER_IDS, can_capture
 from mtptrain.heads.files import renamed
 from mtptrain.heads.mtp import swap_halves
 from mtptrain.init_from.config_json import PLAIN_ARITHMETIC, SPECULATORS, ConfigJson
-from mtptrain.serving.exports import SERVING
 from mtptrain.settings.heads import CausalLayers, Dflash2Config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts

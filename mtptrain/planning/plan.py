@@ -25,9 +25,10 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
-from mtptrain.convert.export_proof import proof_bytes
-from mtptrain.convert.formats import warn_of_limits
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
+from mtptrain.decoding.export_proof import proof_bytes
+from mtptrain.engines.engines import describe_engines
+from mtptrain.engines.table import warn_of_limits
 from mtptrain.heads import HEADS
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
@@ -35,10 +36,9 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.vllm_streams import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
+from mtptrain.planning.break_even import read_costs, verdicts
 from mtptrain.planning.step import activation_bytes, step_flops
 from mtptrain.planning.target import cached_values, target_costs, validation_bytes
-from mtptrain.serving.break_even import read_costs, verdicts
-from mtptrain.serving.engines import describe_engines
 from mtptrain.settings.precision import train_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles

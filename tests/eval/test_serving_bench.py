@@ -11,27 +11,27 @@ from hydra import compose, initialize_config_dir
 
 from eval import serving_bench
 from eval.serving_bench import prepare, write_results
+from eval.serving_speed.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
 from eval.serving_speed.engine_runs import measure
-from mtptrain.config import RECIPES, load_config
-from mtptrain.convert.engine_settings import (
+from eval.serving_speed.engine_settings import (
     best_fixed_num_drafts,
     best_num_drafts,
     per_batch_size,
     why_fixed,
     write_engine_settings,
 )
+from mtptrain.config import RECIPES, load_config
+from mtptrain.engines import server as engine_server
+from mtptrain.engines.base import Served
+from mtptrain.engines.engine import Answer, LoadResult
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance
-from mtptrain.serving import engine_server
-from mtptrain.serving.base import Served
-from mtptrain.serving.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
-from mtptrain.serving.engine import Answer, LoadResult
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program
-from tests.mtptrain.serving.fake_server import fake_server
-from tests.mtptrain.serving.test_break_even import store as store_costs
+from tests.mtptrain.engines.fake_server import fake_server
+from tests.mtptrain.planning.test_break_even import store as store_costs
 
 SPEEDS = {
     1: {0: 100.0, 1: 120.0, 3: 150.0},

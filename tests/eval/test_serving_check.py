@@ -7,12 +7,12 @@ import pytest
 
 from eval.engines import find_decoder
 from eval.serving_check import Comparison, OurRun, what_differs
+from mtptrain.decoding.divergence import Divergence
 from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.engine import EngineCounts, EngineRun, counts_of_all_rounds
+from mtptrain.engines.exports import read_serving_facts
+from mtptrain.engines.vllm.client import GenerateJob, VllmProcess
 from mtptrain.run import Run
-from mtptrain.serving.divergence import Divergence
-from mtptrain.serving.engine import EngineCounts, EngineRun, counts_of_all_rounds
-from mtptrain.serving.exports import read_serving_facts
-from mtptrain.serving.vllm_client import GenerateJob, VllmProcess
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import make_config, run_program

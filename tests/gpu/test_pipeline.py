@@ -20,12 +20,12 @@ import torch
 from mtptrain.command_line.program import quoted, stage_command
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
+from mtptrain.decoding.divergence import first_answer_divergence
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.sampler import Sampler
+from mtptrain.engines.vllm.client import find_python
 from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.run import Run
-from mtptrain.serving.divergence import first_answer_divergence
-from mtptrain.serving.vllm_client import find_python
 from mtptrain.target.loading import load_target
 from mtptrain.training.batches import pack_states
 from mtptrain.training.checkpoint import finished_checkpoints

@@ -16,7 +16,7 @@ import pytest
 from mtptrain import all_stages
 from mtptrain.command_line.program import stage_command
 from mtptrain.command_line.stages import STAGES, stages_of
-from mtptrain.convert.formats import has_format
+from mtptrain.engines.table import has_format
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
 from mtptrain.run_dir import CONFIG, was_made_with, write_provenance

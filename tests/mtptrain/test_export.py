@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.config import ExportEngine, PipelineConfig
-from mtptrain.convert import mimo
-from mtptrain.convert.export_proof import (
+from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
+from mtptrain.decoding.export_proof import (
     TOKENS,
     proof_bytes,
-    stored_documents,
 )
-from mtptrain.convert.formats import format_for
-from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
-from mtptrain.export import export, mode_note
+from mtptrain.engines import mimo
+from mtptrain.engines.table import format_for
+from mtptrain.export import export, mode_note, stored_documents
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.run import Run
 from mtptrain.run_dir import was_made_with, write_provenance
@@ -31,7 +30,7 @@ from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sealed
 from tests.conftest import GENERATION_TEMPLATE, make_config, make_target, make_tokenizer
-from tests.mtptrain.convert.conftest import random_head
+from tests.mtptrain.engines.conftest import random_head
 from tests.programs import largest_file
 from tests.sealed import seal_prompts
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.convert.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_documents
-from mtptrain.convert.formats import format_for
+from mtptrain.decoding.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_documents
+from mtptrain.engines.table import format_for
 from mtptrain.export import check_directory_name, check_tensors, reload_head, write_head
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
@@ -29,7 +29,7 @@ from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import make_target
-from tests.mtptrain.convert.conftest import random_head
+from tests.mtptrain.engines.conftest import random_head
 from tests.sealed import seal_again
 
 CONFIG = MtpHead.Config()
@@ -73,14 +73,15 @@ def test_the_proof_compares_every_depth_that_a_head_is_bound_to(tiny_target: Pat
     assert not torch.equal(before[..., -1], after[..., -1])
 
 
-def test_the_proof_compares_confidences(tmp_path: Path, tiny_target: Path) -> None:
+def test_the_proof_compares_confidences(tiny_target: Path) -> None:
     target_config, config = read_target_config(tiny_target), DsparkHead.Config(capture_layers=[1, 2], ttt_steps=3)
     head = random_head(config, target_config).eval()
-    assert prove_equal_proposals(tmp_path, tiny_target, head, deepcopy(head)) > 100
+    parts = load_frozen_parts(tiny_target).to(torch.device("cpu"), torch.float32)
+    assert prove_equal_proposals(parts, [], head, deepcopy(head)) > 100
     other = deepcopy(head)
     other.calibrate(1.5, -1)
     with pytest.raises(UserError, match="must propose the same tokens as the trained one, as surely, but"):
-        prove_equal_proposals(tmp_path, tiny_target, head, other)
+        prove_equal_proposals(parts, [], head, other)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.engine import EngineRun
+from mtptrain.engines.vllm import client as vllm
+from mtptrain.engines.vllm.client import GenerateJob
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
-from mtptrain.serving import vllm_client as vllm
-from mtptrain.serving.engine import EngineRun
-from mtptrain.serving.vllm_client import GenerateJob
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.convert.formats import format_for
 from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.engine import EngineCounts, EngineRun
+from mtptrain.engines.llama_cpp.server import DEFAULT_SERVER, LlamaProcess, find_llama_server, server_arguments
+from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
-from mtptrain.serving.engine import EngineCounts, EngineRun
-from mtptrain.serving.llama_server import DEFAULT_SERVER, LlamaProcess, find_llama_server, server_arguments
 from tests.gguf_files import tokenizer_settings
 from tests.serving.cases import CONTEXT_TOKENS, EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
 from tests.serving.ours import OnDisk, Serve, drafted_here

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.convert.formats import format_for
 from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.engine import EngineCounts, EngineRun
+from mtptrain.engines.openvino.client import DEFAULT_PYTHON, OpenvinoModels, OpenvinoProcess, find_openvino_python
+from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
-from mtptrain.serving.engine import EngineCounts, EngineRun
-from mtptrain.serving.openvino_client import DEFAULT_PYTHON, OpenvinoModels, OpenvinoProcess, find_openvino_python
 from tests.serving.cases import EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
 from tests.serving.ours import OnDisk, Serve, drafted_here
 

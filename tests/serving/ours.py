@@ -12,8 +12,8 @@ from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.engine import EngineCounts, EngineRun
 from mtptrain.heads.base import Head
-from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS, Case

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtptrain.convert.formats import FORMATS, format_for
-from mtptrain.convert.limits import check_servable
 from mtptrain.decoding.acceptance import summarise
+from mtptrain.engines.engine import EngineCounts
+from mtptrain.engines.limits import check_servable
+from mtptrain.engines.table import FORMATS, format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
-from mtptrain.serving.engine import EngineCounts
 from tests.serving.cases import (
     BF16_CASES,
     CASES,
@@ -112,7 +112,7 @@ def cell(
     check_tensors(directory, form)
     reloaded = form.state(load_file(directory / form.weights_name))
     assert reloaded.keys() == state.keys() and all(torch.equal(reloaded[name], state[name]) for name in state)
-    # tests/mtptrain/convert/test_transformers.py compares what transformers accepts with our own loop.
+    # tests/mtptrain/engines/test_transformers.py compares what transformers accepts with our own loop.
     return EQUAL if engine == "transformers" else CHECKED
 
 

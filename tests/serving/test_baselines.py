@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
+from mtptrain.engines.engine import EngineCounts, EngineRun
+from mtptrain.engines.vllm import client as vllm
 from mtptrain.init_from.start import load_draft_model
-from mtptrain.serving import vllm_client as vllm
-from mtptrain.serving.engine import EngineCounts, EngineRun
 from mtptrain.target.files import TargetFiles
 from tests.serving.conftest import plain_job
 from tests.serving.ours import OnDisk, decoded_here

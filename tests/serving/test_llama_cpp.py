@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from mtptrain.convert.formats import format_for
+from mtptrain.engines.engine import Load, Requests
+from mtptrain.engines.llama_cpp.server import HOST_SAMPLING, LlamaServer, server_arguments
+from mtptrain.engines.load import send
+from mtptrain.engines.server_process import started_server
+from mtptrain.engines.table import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
-from mtptrain.serving.engine import Load, Requests
-from mtptrain.serving.llama_server import HOST_SAMPLING, LlamaServer, server_arguments
-from mtptrain.serving.load import send
-from mtptrain.serving.server_process import started_server
 from tests.conftest import Run, run_program
 from tests.gguf_files import F32, write_gguf
 from tests.gguf_files import tensors_of as tensors_of_target

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mtptrain.convert.mimo import MIMO_LAYER
+from mtptrain.engines.mimo import MIMO_LAYER
 from tests.conftest import TINY_SETTINGS, run_program, write_text_files
 from tests.serving.cases import Case
 from tests.serving.ours import OnDisk

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.convert.formats import format_for
 from mtptrain.decoding.acceptance import summarise
+from mtptrain.decoding.divergence import first_answer_divergence, first_draft_divergence
+from mtptrain.engines.engine import EngineCounts
+from mtptrain.engines.table import format_for
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
-from mtptrain.serving.divergence import first_answer_divergence, first_draft_divergence
-from mtptrain.serving.engine import EngineCounts
 from tests.serving.cases import (
     BF16_CASES,
     BROKEN_CASES,

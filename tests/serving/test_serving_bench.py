@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtptrain.convert.engine_settings import vllm_settings
-from mtptrain.serving.vllm_server import VllmServer
+from eval.serving_speed.engine_settings import vllm_settings
+from mtptrain.engines.vllm.server import VllmServer
 from tests.conftest import Run, program_command, run_program
 from tests.programs import ROOT, is_running
 from tests.serving.conftest import vllm_server

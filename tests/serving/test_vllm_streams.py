@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtptrain.config import Dtype, HiddenStatesConfig
+from mtptrain.engines.exports import WITHOUT_STREAMS_IN_VLLM
 from mtptrain.hidden_states.extraction.vllm_streams import (
     ENVIRONMENT,
     VllmStreams,
@@ -27,7 +28,6 @@ from mtptrain.hidden_states.extraction.vllm_streams import (
     engine_environment,
     visible_devices,
 )
-from mtptrain.serving.exports import WITHOUT_STREAMS_IN_VLLM
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import SPIN_COUNT
 from tests.conftest import make_target

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, HiddenStatesConfig
-from mtptrain.serving.exports import WITHOUT_STREAMS_IN_VLLM
-from mtptrain.serving.vllm_client import WORKER, find_python
-from mtptrain.serving.worker import SHOWN_LINES
+from mtptrain.engines.exports import WITHOUT_STREAMS_IN_VLLM
+from mtptrain.engines.vllm.client import WORKER, find_python
+from mtptrain.engines.worker import SHOWN_LINES
 from mtptrain.target.families import head_dim, key_heads, read_target_config, sliding_window
 from mtptrain.target.form import find_form
 from mtptrain.utils.errors import UserError

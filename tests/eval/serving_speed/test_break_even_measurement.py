@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from eval.serving_speed import break_even_measurement
+from eval.serving_speed.bench_rows import Row
 from eval.serving_speed.break_even_measurement import costs_of_rows, loop_cost, measure_break_even, warn_of_impossible
 from mtptrain.decoding.round_costs import Spent
+from mtptrain.engines.engine import Answer, LoadResult
+from mtptrain.planning.break_even import RoundCost
 from mtptrain.run_dir import write_provenance
-from mtptrain.serving.bench_rows import Row
-from mtptrain.serving.break_even import RoundCost
-from mtptrain.serving.engine import Answer, LoadResult
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError

@@ -195,9 +195,9 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 STARTED_BY_PROGRAMS = {
     "benchmarks/speculators_worker.py",
     "mtptrain/__main__.py",
-    "mtptrain/serving/openvino_worker.py",
-    "mtptrain/serving/supervisor.py",
-    "mtptrain/serving/vllm_worker.py",
+    "mtptrain/engines/openvino/openvino_worker.py",
+    "mtptrain/engines/supervisor.py",
+    "mtptrain/engines/vllm/vllm_worker.py",
     "slurm/on_node.py",
 }
 """Modules that users do not start, or that only start another program."""

@@ -2,10 +2,10 @@
 
 import torch
 
-from mtptrain.convert.limits import BLOCK_DRAFTERS
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, speculate
+from mtptrain.engines.limits import BLOCK_DRAFTERS
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head

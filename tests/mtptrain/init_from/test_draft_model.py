@@ -19,13 +19,13 @@ from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
+from mtptrain.engines.vllm import engine as vllm_engine
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head, save_head
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.init_from.from_target import start_from_target
 from mtptrain.init_from.start import load_draft_model, load_init
 from mtptrain.run import Run as ConfiguredRun
-from mtptrain.serving import vllm_engine
 from mtptrain.settings.heads import DraftModelConfig
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles

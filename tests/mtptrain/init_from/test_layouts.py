@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.convert.formats import FORMATS
+from mtptrain.engines.table import FORMATS
 from mtptrain.heads.base import Tensors
 from mtptrain.init_from.readers import MODEL_OPT_EAGLE3, OLDER_NORMS, num_differing_rows
 from mtptrain.init_from.start import load_init

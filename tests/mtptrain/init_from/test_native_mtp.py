@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.convert.formats import format_for
-from mtptrain.convert.target_files import INDEX
+from mtptrain.engines.table import format_for
+from mtptrain.engines.target_files import INDEX
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, load_head, save_head

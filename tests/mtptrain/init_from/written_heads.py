@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.convert.formats import format_for
+from mtptrain.engines.table import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import build_head

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.convert.mimo import MIMO_LAYER
+from mtptrain.engines.mimo import MIMO_LAYER
 from mtptrain.utils.files import tensor_shapes
 
 Break = Callable[[Path], None]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from mtptrain.convert.formats import format_for
+from mtptrain.engines.table import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead

@@ -1,0 +1,290 @@
+"""Decodes prompts on llama.cpp's `llama-server`, and counts our drafts by its rules. Tested with b11434."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.engine import Decoder, EngineCounts, EngineRun, Requests, counts_of_all_rounds
+from mtptrain.engines.exports import WRITTEN_FOR, warn_of_other_version
+from mtptrain.engines.server import Counters, EngineServer, counts_of
+from mtptrain.engines.server_process import started_server
+from mtptrain.engines.worker import how_to_install
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.gguf import fingerprint
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import parse_json
+
+DEFAULT_SERVER = Path(__file__).parents[2] / ".engines" / "llama_cpp" / "bin" / "llama-server"
+EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
+EXACT_DRAFT = ("-ctkd", "f32", "-ctvd", "f32")
+"""Arguments for keys and values in fp32. By default they are rounded to f16, which changes some answers."""
+HOST_SAMPLING = "--no-spec-draft-backend-sampling"
+"""Without this argument, llama.cpp b11434 drafts wrong tokens with EAGLE-3 heads (and a few with others) as soon as two
+requests are answered at once; by default it answers four. Answers stay right, so only counters and speed show it."""
+NO_PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Values to set in every request: omitted ones come from the GGUF file, and penalties affect greedy decoding."""
+HEAD_FILE = "model.gguf"
+"""Name of the head's file in an export."""
+VERSION_TIMEOUT_S = 60.0
+RULE = (
+    "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
+    "answer: ours are counted by the same rules."
+)
+
+
+def find_llama_server(path: str | None) -> Path:
+    """Returns the program `llama-server`: `serving.llama_server`, the one in the checkout, or that on PATH.
+
+    Raises:
+        UserError: there is none.
+    """
+    on_path = shutil.which("llama-server")
+    found = Path(path) if path else DEFAULT_SERVER if DEFAULT_SERVER.is_file() or on_path is None else Path(on_path)
+    if llama_version(found) is None:
+        does, why = "does not exist", ""
+        if found.exists():
+            does, why = "does not print its version", f"run `{found} --version` to see why, "
+        install = how_to_install(".engines/llama_cpp", f"build llama.cpp {WRITTEN_FOR['llama_cpp']}")
+        raise UserError(
+            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} {does}; {why}{install}, "
+            "or set serving.llama_server=PATH"
+        )
+    return found
+
+
+def llama_version(program: Path) -> str | None:
+    """Returns the version that a program names; None if it is not llama.cpp's, or cannot be run."""
+    try:
+        command = [str(program), "--version"]
+        result = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True, timeout=VERSION_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^version: (.*)", result.stdout + result.stderr, re.MULTILINE)
+    return found and found[1]
+
+
+def is_in_fp32(path: Path) -> bool:
+    """Returns whether all matrices of a GGUF file are in fp32."""
+    kinds = {tensor.tensor_type for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1}
+    return kinds <= {GGMLQuantizationType.F32}
+
+
+def draft_arguments(method: str, num_drafts: int) -> list[str]:
+    """Returns the arguments of `llama-server` that draft K = `num_drafts` tokens by a method of llama.cpp."""
+    return ["--spec-type", method, "--spec-draft-n-max", str(num_drafts), "--spec-draft-p-min", "0", HOST_SAMPLING]
+
+
+def server_arguments(
+    target: Path, max_context: int, num_slots: int, is_exact: bool, head: tuple[Path, str, int] | None
+) -> list[str]:
+    """Returns the arguments of `llama-server`, without host and port.
+
+    Args:
+        target: the target's GGUF file.
+        max_context: number of tokens that a request may have.
+        num_slots: number of requests at a time.
+        is_exact: keep keys and values in fp32, without flash attention.
+        head: the exported file, the kind of draft, and K; None decodes without drafts.
+    """
+    arguments = ["-m", str(target), "-c", str(max_context * num_slots), "-np", str(num_slots)]
+    arguments += ["--metrics", "--no-warmup", *(EXACT if is_exact else ())]
+    if head is not None:
+        file, method, num_drafts = head
+        arguments += ["-md", str(file), *draft_arguments(method, num_drafts)]
+        arguments += EXACT_DRAFT if is_exact else ()
+    return arguments
+
+
+class LlamaCounting(Decoder):
+    """The name of the engine, and the rules by which it counts."""
+
+    name = "llama.cpp"
+    advice = (
+        "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
+        f"llama.cpp drafts nothing, and with {' '.join((HOST_SAMPLING, *EXACT, *EXACT_DRAFT))}"
+    )
+    why_no_drafts = ": no drafts were made, as llama-server makes none without --spec-type"
+
+    def counted(
+        self,
+        generations: Sequence[Generation],
+        num_speculative_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> tuple[EngineCounts, str]:
+        """Returns what llama.cpp counts for our answers, and a sentence on its rules if they changed the counts."""
+        rounds = drafted = 0
+        accepted_at = np.zeros(num_speculative_tokens, int)
+        for generation in generations:
+            for num_drafts, num_accepted in _drafts(generation, num_speculative_tokens, max_new_tokens, stop_token_ids):
+                rounds, drafted = rounds + 1, drafted + num_drafts
+                accepted_at[:num_accepted] += 1
+        counts = EngineCounts(rounds, drafted, accepted_at.tolist())
+        return counts, "" if counts == counts_of_all_rounds(generations) else RULE
+
+
+class LlamaServer(LlamaCounting, EngineServer):
+    """A running `llama-server` at a base URL."""
+
+    program = "llama-server"
+    options = " --metrics"
+    context_option = "-c"
+    kept_connections = 0  # the server closes each one, and a request sent before the client notices would fail
+
+    def __init__(self, url: str, log_path: Path | None = None) -> None:
+        """Ask the server for its version, target and context length.
+
+        Raises:
+            UserError: the server does not answer, or is not llama.cpp's.
+        """
+        super().__init__(url, log_path)
+        self.version, self.root, self.max_model_len, weights = self.read("/props", _properties)
+        self.may_round = "all F32" not in weights
+        self.counters()  # the page of metrics exists only with --metrics
+        build = re.match(r"b(\d+)-", self.version)
+        # Built from sources without a Git history, such as a package's, llama.cpp says b0.
+        if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
+            warn_of_other_version("llama_cpp", "llama.cpp", self.version, self.place)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
+        """Returns greedy answers to prompts of token ids, one at a time, and how much the counters grew.
+
+        Raises:
+            UserError: the server does not answer, or answers with an error, or serves other requests in the meantime,
+                or ends answers at other tokens.
+        """
+        before, drafted, answers = self.counters(), 0, []
+        for prompt in prompts:
+            request = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
+            request |= {**NO_PENALTIES, "return_tokens": True, "cache_prompt": False}
+            tokens, num_drafted, ended = self.read("/completion", _completion, request)
+            self._check_end(tokens, ended, stop_token_ids)
+            answers.append(tokens)
+            drafted += num_drafted
+        counts = self.counts_since(before, len(prompts))
+        if counts is not None and counts.drafted != drafted:
+            raise self.is_busy(f"drafted {counts.drafted} tokens instead of {drafted}")
+        return EngineRun(self.version, answers, counts, None)
+
+    def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
+        """Returns how much the drafting counters grew. The server does not count requests."""
+        return counts_of(self.growth_since(before))
+
+    def check_model(self, target: TargetFiles, head_dir: Path) -> None:
+        """Refuse a server of another file than the target's. A file on another machine must have its name.
+
+        Without a setting that names the target's file, nothing is compared.
+
+        Raises:
+            UserError: it serves another file.
+        """
+        head_file, gguf, served = head_dir / HEAD_FILE, target.gguf, Path(self.root)
+        self.may_round |= head_file.is_file() and not is_in_fp32(head_file)
+        if gguf is None:
+            return
+        are_here = served.is_file() and gguf.is_file()
+        is_same = fingerprint(served) == fingerprint(gguf) if are_here else served.name == gguf.name
+        if not is_same:
+            raise UserError(
+                f"serving.url: the server must serve {gguf}, but {self.shown_url} serves {self.root}, which is another "
+                "file; ask another server, or set target.gguf"
+            )
+
+    def streamed_request(self, prompt: Sequence[int], requests: Requests, index: int) -> tuple[str, dict[str, Any]]:
+        return "/completion", {
+            "prompt": list(prompt),
+            "n_predict": requests.max_new_tokens,
+            **{"temperature": requests.temperature, "top_p": requests.top_p, "top_k": requests.top_k},
+            **{"min_p": 0.0, **NO_PENALTIES},
+            "ignore_eos": requests.ignore_eos,
+            "seed": requests.seed + index,
+            **{"stream": True, "cache_prompt": False, "timings_per_token": True},
+        }
+
+    def step_of(self, message: dict[str, Any]) -> tuple[object, int]:
+        """Returns the time of a step, which llama.cpp reads once, although it sends a message for each token."""
+        if message["stop"]:
+            return None, message["tokens_predicted"]
+        return message["timings"]["predicted_ms"], 0
+
+    def _check_end(self, tokens: Sequence[int], ended: bool, stop_token_ids: Sequence[int]) -> None:
+        early = [token for token in tokens[:-1] if token in stop_token_ids]
+        if early or (ended and tokens[-1] not in stop_token_ids):
+            does = f"goes on after token {early[0]}" if early else f"ends an answer at token {tokens[-1]}"
+            raise UserError(
+                f"{self.place}: the target's GGUF file must end answers at the tokens of the target's "
+                f"generation_config.json, {list(stop_token_ids)}, but the server {does}; convert the target again, or "
+                "correct eos_token_id in generation_config.json"
+            )
+
+
+@dataclass(frozen=True)
+class LlamaProcess(LlamaCounting):
+    """Runs `llama-server` in a new process for each list of prompts."""
+
+    command: Sequence[Path | str]
+    """The program and its arguments."""
+    log_path: Path
+    may_round: bool = False
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
+        """Returns the answers of `LlamaServer.generate`.
+
+        Raises:
+            UserError: the server cannot load the target or the head, or one of the errors of `LlamaServer.generate`.
+        """
+        with started_server(LlamaServer, self.command, self.log_path) as server:
+            return server.generate(prompts, max_new_tokens, stop_token_ids)
+
+
+def _drafts(
+    generation: Generation, num_speculative_tokens: int, max_new_tokens: int, stop_token_ids: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Returns how many tokens each round drafts and accepts by llama.cpp's rules.
+
+    `get_n_draft_max` leaves room for the token that follows the drafts. `common_sampler_sample_and_accept_n` ends at an
+    accepted end of the answer, unless that is the last draft.
+    """
+    rounds, position = [], 1  # the target chose token 0 itself
+    for accepted in generation.accepted_by_round:
+        num_drafts = min(num_speculative_tokens, max_new_tokens - position - 1)
+        if num_drafts > 0:
+            accepted = min(accepted, num_drafts)
+            for index, token in enumerate(generation.tokens[position : position + accepted]):
+                if token in stop_token_ids and index + 1 < num_drafts:
+                    accepted = index
+                    break
+            rounds.append((num_drafts, accepted))
+            position += accepted
+        position += 1
+    return rounds
+
+
+def _properties(body: bytes) -> tuple[str, str, int, str]:
+    """Returns the version, the target's file, the context length and the type of the target's weights."""
+    answer = parse_json(body, "props")
+    length = int(answer["default_generation_settings"]["n_ctx"])
+    return str(answer["build_info"]), str(answer["model_path"]), length, str(answer["model_ftype"])
+
+
+def _completion(body: bytes) -> tuple[list[int], int, bool]:
+    """Returns the tokens of a completion, the number of drafted tokens, and whether it ended by itself."""
+    answer = parse_json(body, "completion")
+    tokens = [int(token) for token in answer["tokens"]]
+    if not tokens:
+        raise ValueError("no token, not even that of the answer's end")
+    return tokens, int(answer["timings"].get("draft_n", 0)), answer["stop_type"] == "eos"

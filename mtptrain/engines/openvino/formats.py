@@ -1,0 +1,122 @@
+"""Export formats for OpenVINO GenAI 2026.4.1: vLLM's layout, with what optimum-intel 2.2 needs to convert it.
+
+The export is not converted yet. The commands in its README do that with `optimum-cli`, in an environment of its own;
+`mtptrain serving-check` and `serving-bench` convert it themselves, into a temporary folder. Sources:
+`LlamaEagle3Model` and `Qwen3DFlashDraftModel` in optimum's exporters/openvino/model_patcher.py;
+src/cpp/src/speculative_decoding/ in openvino.genai.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from mtptrain.engines.format import Format
+from mtptrain.engines.vllm.formats import VllmDflash, VllmDraftModel, VllmEagle3
+from mtptrain.heads.base import Tensors
+from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.settings.heads import HeadConfig
+from mtptrain.target.frozen_parts import load_frozen_parts
+from mtptrain.utils.files import save_tensors
+
+CONVERT = "optimum-cli export openvino --task text-generation-with-past --weight-format fp32"
+SET_LAYERS = """\
+import os, openvino
+model = openvino.Core().read_model("head_openvino/openvino_model.xml")
+model.set_rt_info({layers}, "hidden_layers_list")
+openvino.save_model(model, "head_openvino/new.xml", compress_to_fp16=False)
+for kind in ("xml", "bin"):
+    os.replace(f"head_openvino/new.{{kind}}", f"head_openvino/openvino_model.{{kind}}")
+"""
+RUN = """\
+import openvino_genai
+scheduler = openvino_genai.SchedulerConfig()
+scheduler.enable_prefix_caching = False
+draft = openvino_genai.draft_model("head_openvino", "CPU")
+pipeline = openvino_genai.LLMPipeline("target_openvino", "CPU", draft_model=draft, scheduler_config=scheduler)
+# generation_config.json may ask for sampling, which is wrong with drafts: see the notes
+greedy = {{"do_sample": False, "max_new_tokens": 64}}
+print(pipeline.generate("def main", num_assistant_tokens={num_speculative_tokens}, **greedy))
+"""
+
+
+class OpenvinoFormat(Format):
+    """The commands and the notes that OpenVINO's formats share."""
+
+    hidden_layers: tuple[int, ...] = ()
+    """Layers that must be written into the converted head."""
+
+    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
+        program = RUN.format(num_speculative_tokens=num_speculative_tokens)
+        if self.hidden_layers:
+            program = SET_LAYERS.format(layers=list(self.hidden_layers)) + program
+        return (
+            f"{CONVERT} -m {shlex.quote(target)} target_openvino\n"
+            f"{CONVERT} --trust-remote-code -m {shlex.quote(str(directory))} head_openvino\n"
+            f"python - <<'END'\n{program}END"
+        )
+
+    def notes(self) -> list[str]:
+        notes = [
+            "These commands need `openvino-genai==2026.4.1.0 optimum-intel==2.2.0 einops 'diffusers<0.38'`.",
+            "Decode greedily: with drafts, OpenVINO GenAI 2026.4 samples other texts than without (seen with EAGLE-3 "
+            "heads at temperature 0.3 and 0.8: garbage).",
+            'With `INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32"` for both models, OpenVINO accepts '
+            "exactly the drafts that mtptrain does. By default it rounds to the types in which the CPU is fastest.",
+        ]
+        if self.hidden_layers:
+            notes.append(
+                "Without `--trust-remote-code`, optimum converts an EAGLE-3 head as a plain Llama, without an error. "
+                "Without `hidden_layers_list`, OpenVINO takes its default streams of the target without an error. They "
+                "are one layer later than vLLM's, because it counts layers from their outputs."
+            )
+        return notes
+
+
+class OpenvinoEagle3(OpenvinoFormat, VllmEagle3):
+    """Exports `eagle3`, always with an lm_head and d2t, because optimum's class has both."""
+
+    def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
+        super().__init__(head, target)
+        self.layers = Eagle3Head.resolve_capture_layers(self.head, target)
+        # OpenVINO's id k is the stream after k + 1 decoder layers.
+        self.hidden_layers = tuple(layer - 1 for layer in self.layers)
+        self.vocab_size = self.head.draft_vocab_size or int(target.vocab_size)
+
+    def tensors(self, state: Tensors) -> Tensors:
+        tensors = super().tensors(state)
+        if "d2t" not in tensors:
+            tensors["d2t"] = torch.zeros(self.vocab_size, dtype=torch.long)
+        return tensors
+
+    def state(self, tensors: Tensors) -> Tensors:
+        state = super().state(tensors)  # without a draft vocabulary, and so without t2d, `tensors` has added d2t
+        return state if "t2d" in tensors else {name: tensor for name, tensor in state.items() if name != "d2t"}
+
+    def read(self, directory: Path) -> Tensors:
+        """Returns the engine's tensors that `write` wrote, without the target's lm_head."""
+        tensors = super().read(directory)
+        if self.head.draft_vocab_size is None:
+            tensors.pop("lm_head.weight", None)
+        return tensors
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        # optimum-intel does not read these ids: `head.init_from` and `openvino_worker`, which tells OpenVINO, do.
+        return super().config_json(dtype) | {"draft_vocab_size": self.vocab_size} | self.layer_ids(self.layers)
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """Add the target's lm_head to a head without its own."""
+        if self.head.draft_vocab_size is None:
+            tensors, lm_head = self.read(directory), load_frozen_parts(target_dir).lm_head
+            dtype = tensors["fc.weight"].dtype
+            save_tensors(directory / self.weights_name, tensors | {"lm_head.weight": lm_head.to(dtype)})
+
+
+class OpenvinoDflash(OpenvinoFormat, VllmDflash):
+    """Exports `dflash`. OpenVINO takes embeddings and lm_head from the target."""
+
+
+class OpenvinoDraftModel(OpenvinoFormat, VllmDraftModel):
+    """Exports `draft_model` as a standard transformers checkpoint with the target's tokenizer."""

@@ -1,0 +1,196 @@
+"""Asks a running engine over HTTP, and reads the counters of its metrics page."""
+
+import re
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from mtptrain.engines.engine import Decoder, EngineCounts, Requests
+from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.masking import address_below, hide_passwords
+
+Parsed = TypeVar("Parsed")
+
+REQUEST_TIMEOUT_S = 600.0
+SETTLED_AFTER_S = 0.3
+"""Seconds after which unchanged counters are final."""
+SETTLE_LIMIT_S = 10.0
+"""Seconds within which the counters must stop changing after the last answer."""
+SHOWN_CHARACTERS = 200
+"""Maximum number of characters that an error quotes from an answer."""
+UNKNOWN_PATH = (404, 405, 501)
+"""Statuses with which a server says that it has no such page. llama.cpp answers 501 without `--metrics`."""
+NO_PROXY = {"all://127.0.0.1": None, "all://localhost": None}
+"""The addresses that a client asks without the proxy of the environment: servers of this machine."""
+UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, OverflowError)
+"""The errors of reading an answer that is another than an engine's."""
+Counters = dict[tuple[str, int | None], int]
+"""A server's counters, by name and draft position (None for counters without positions)."""
+_SAMPLE = re.compile(r'^\w+:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?.*\})? (\S+)$')
+
+
+class EngineServer(Decoder):
+    """A running engine at a base URL."""
+
+    program: str
+    """The command that starts such a server."""
+    options = ""
+    """Options that the command needs, for error messages."""
+    context_option: str
+    """The command's option that sets the length of the context."""
+    kept_connections: int | None = None
+    """Maximum number of idle connections; None keeps all. A server may close them after each answer."""
+    may_round = False
+    version: str
+    root: str
+    """The model that the server was started with."""
+    max_model_len: int
+
+    def __init__(self, url: str, log_path: Path | None = None) -> None:
+        """Store the address of the server, and the log of one that mtptrain has started.
+
+        Users know a server of their own by its address, and one that mtptrain has started by its log.
+        """
+        self.url = url.rstrip("/")
+        self.shown_url = hide_passwords(self.url)
+        """The address as messages show it."""
+        self.place, self._advice = "serving.url", f"start `{self.program}{self.options}` or correct the address"
+        if log_path is not None:
+            self.place, self._advice = f"{self.program}, whose log is {log_path}", "read its log"
+        self._client = self.client()
+
+    def client(self, max_connections: int | None = None) -> httpx.Client:
+        """Returns a client that asks a server of this machine without the proxy of the environment."""
+        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=self.kept_connections)
+        return httpx.Client(timeout=REQUEST_TIMEOUT_S, follow_redirects=True, limits=limits, mounts=NO_PROXY)
+
+    @abstractmethod
+    def check_model(self, target: TargetFiles, head_dir: Path) -> None:
+        """Check that the server serves the target, or the export if that holds the target too.
+
+        Raises:
+            UserError: it serves another model.
+        """
+
+    def check_context(self, needed_tokens: int) -> None:
+        """Check that the context holds the longest prompt, its answer and spare drafts.
+
+        Raises:
+            UserError: it is shorter.
+        """
+        if self.max_model_len < needed_tokens:
+            raise UserError(
+                f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
+                "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
+                f"{self.max_model_len}; start it with {self.context_option} {needed_tokens}"
+            )
+
+    @abstractmethod
+    def streamed_request(self, prompt: Sequence[int], requests: Requests, index: int) -> tuple[str, dict[str, Any]]:
+        """Returns the path and content of request `index` of a load, whose answer is streamed.
+
+        No request may read a prefix that another one left in the cache.
+        """
+
+    @abstractmethod
+    def step_of(self, message: dict[str, Any]) -> tuple[object, int]:
+        """Returns what a message of a stream has: a value that all messages of a step share, and a number of tokens.
+
+        The value is None for a message without tokens. The numbers of an answer's messages add up to its tokens.
+        """
+
+    @abstractmethod
+    def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
+        """Returns how much the drafting counters grew; None if the server does not draft.
+
+        Raises:
+            UserError: the server finished other requests than these in the meantime, or its counters keep changing.
+        """
+
+    def counters(self) -> Counters:
+        """Returns every counter by name and position, summed over engines and other labels."""
+        return self.read("/metrics", _counters)
+
+    def settled_counters(self) -> Counters:
+        """Returns the counters once they stop changing: the server answers a request before counting its last step.
+
+        Raises:
+            UserError: they do not stop changing.
+        """
+        counters, deadline = self.counters(), time.monotonic() + SETTLE_LIMIT_S
+        while time.monotonic() < deadline:
+            time.sleep(SETTLED_AFTER_S)
+            if (later := self.counters()) == counters:
+                return counters
+            counters = later
+        raise self.is_busy(f"its counters still change {SETTLE_LIMIT_S:g} s after the last answer")
+
+    def is_busy(self, does: str) -> UserError:
+        """Returns the error of a server that answers other requests than ours."""
+        return UserError(
+            f"{self.place}: the server must serve no other requests during the check, but {does}; repeat the check "
+            "when it is idle"
+        )
+
+    def growth_since(self, before: Counters) -> Counters:
+        """Returns how much each counter grew, once they stop changing."""
+        return {name: number - before.get(name, 0) for name, number in self.settled_counters().items()}
+
+    def read(self, path: str, parse: Callable[[bytes], Parsed], content: dict[str, Any] | None = None) -> Parsed:
+        """Returns what `parse` makes of the response to a GET request, or to a POST request with JSON content.
+
+        Raises:
+            UserError: the server does not answer, or the server answers with an error, or `parse` cannot read the
+                answer.
+        """
+        response, url = None, address_below(self.url, path)
+        try:
+            response = self._client.request("GET" if content is None else "POST", url, json=content)
+            response.raise_for_status()
+            return parse(response.content)
+        except (httpx.HTTPError, httpx.InvalidURL, *UNREADABLE) as error:
+            does = f"does not answer ({error})"
+            if response is not None:
+                status = "" if response.is_success else f" {response.status_code}:"
+                does = f"answers{status} {shown(response.content)}"
+                if status and (content is not None or response.status_code not in UNKNOWN_PATH):
+                    raise UserError(
+                        f"{self.place}: must answer every request, but {self.shown_url}{path} {does}; see the "
+                        "server's log"
+                    ) from error
+            raise UserError(
+                f"{self.place}: must be a running {self.name} server, but {self.shown_url}{path} {does}; {self._advice}"
+            ) from error
+
+
+def counts_of(counters: Counters) -> EngineCounts | None:
+    """Returns the drafting counters, which vLLM and llama.cpp name alike; None if the server does not draft."""
+    if ("spec_decode_num_drafts", None) not in counters:
+        return None
+    by_position = {
+        position: n
+        for (name, position), n in counters.items()
+        if name == "spec_decode_num_accepted_tokens_per_pos" and position is not None
+    }
+    accepted_at = [by_position[position] for position in sorted(by_position)]
+    return EngineCounts(
+        counters["spec_decode_num_drafts", None], counters["spec_decode_num_draft_tokens", None], accepted_at
+    )
+
+
+def shown(body: bytes) -> str:
+    """Returns the beginning of an answer, in one line."""
+    return " ".join(body[:SHOWN_CHARACTERS].decode(errors="replace").split()) or "nothing"
+
+
+def _counters(body: bytes) -> Counters:
+    counters: Counters = {}
+    for name, position, value in (match.groups() for match in map(_SAMPLE.match, body.decode().splitlines()) if match):
+        key = (name, None if position is None else int(position))
+        counters[key] = counters.get(key, 0) + int(float(value))
+    return counters

@@ -1,0 +1,96 @@
+"""Adds a target's files to the directory of an exported head, for engines that load both from one checkpoint."""
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+
+from mtptrain.engines.format import Format
+from mtptrain.heads.base import Tensors
+from mtptrain.target.hub import weight_files
+from mtptrain.utils.files import save_tensors, tensor_shapes, write_json
+
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Files of the target's tokenizer and generation settings."""
+INDEX = "model.safetensors.index.json"
+
+
+class WholeCheckpoint(Format):
+    """A target's checkpoint for vLLM, in which a head takes the place of the checkpoint's own MTP layer."""
+
+    method = "mtp"
+    weights_name = "mtp.safetensors"
+    holds_target = True
+
+    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
+        settings = {"method": self.method, "num_speculative_tokens": num_speculative_tokens}
+        return shlex.join(["vllm", "serve", str(directory), "--speculative-config", json.dumps(settings)])
+
+    def notes(self) -> list[str]:
+        return [
+            "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
+            "or copies where links are not possible; a file that had tensors of the MTP layer is written again without "
+            "them."
+        ]
+
+
+def add_target_files(
+    directory: Path, target_dir: Path, head_file: str, is_replaced: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Add the target's weights, its tokenizer, and the index of all tensors to a directory with a head's tensors.
+
+    Weight files are hard-linked if possible. A file with tensors that the head replaces is rewritten without them.
+
+    Args:
+        directory: the directory with `config.json` and the head's tensors.
+        target_dir: the target's directory.
+        head_file: name of the file with the head's tensors.
+        is_replaced: tells by its name whether to leave a tensor of the target out.
+    """
+    names = []
+    for path in weight_files(target_dir):
+        # Engines would load model.safetensors instead of the index, and the head's file must not be overwritten.
+        name = {"model.safetensors": "target.safetensors", head_file: f"target-{head_file}"}.get(path.name, path.name)
+        is_left_out = [is_replaced(tensor) for tensor in tensor_shapes(path)]
+        if all(is_left_out):
+            continue
+        names.append(name)
+        if any(is_left_out):
+            save_tensors(directory / name, read_without(path, is_replaced))
+        else:
+            link_or_copy(path, directory / name)
+    for pattern in COPIED:
+        for path in target_dir.glob(pattern):
+            if path.name != INDEX and not (directory / path.name).exists():  # such as the head's config.json
+                shutil.copyfile(path, directory / path.name)
+    write_index(directory, [*names, head_file])
+
+
+def read_without(path: Path, is_replaced: Callable[[str], bool]) -> Tensors:
+    """Returns a file's tensors, except those that are replaced."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in tensor_shapes(path) if not is_replaced(name)}
+
+
+def write_index(directory: Path, files: list[str]) -> None:
+    """Write the index that maps each tensor to its file, and has the total bytes of the tensors."""
+    weight_map = {tensor: name for name in files for tensor in tensor_shapes(directory / name)}
+    total_bytes = sum(tensors_bytes(directory / name) for name in files)
+    write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def tensors_bytes(path: Path) -> int:
+    """Returns the bytes of a safetensors file's tensors, which follow the header and the 8 bytes of its length."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def link_or_copy(source: Path, destination: Path) -> None:
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:  # another file system, or another user's files
+        shutil.copyfile(source, destination)

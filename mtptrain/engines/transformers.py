@@ -1,0 +1,72 @@
+"""Export for `generate(use_mtp=True)` in transformers 5.23: the head is an extra layer in the target's checkpoint.
+
+Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel` in modeling_layers.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from mtptrain.engines.format import LAYER_PARTS, Format
+from mtptrain.engines.target_files import add_target_files
+from mtptrain.settings.heads import HeadConfig
+from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
+
+MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+"""Model classes of the families whose decoder layer equals the head's. transformers builds the head from that layer."""
+
+
+class TransformersMtp(Format):
+    """Exports `mtp` as a layer after the target's last one, in a directory with the target's weights.
+
+    One layer drafts one token. K copies of the head would draft K tokens, but copy k would read keys of depth k
+    for all earlier tokens, whereas the head was trained to read their keys of depth 0.
+    """
+
+    method = "use_mtp"
+    weights_name = "mtp.safetensors"
+
+    def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
+        super().__init__(head, target)
+        self.architecture = MODEL_CLASSES[target.model_type]
+        prefix = f"model.layers.{target.num_hidden_layers}."
+        self.names = {part: prefix + part for part in ("enorm.weight", "hnorm.weight", "eh_proj.weight", *LAYER_PARTS)}
+        self.names["norm.weight"] = prefix + "post_norm.weight"
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        config = self.target.to_dict() | {"architectures": [self.architecture], "num_mtp_layers": 1}
+        return {name: value for name, value in config.items() if name != "_name_or_path"}  # omits a local path
+
+    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
+        return f"""\
+from transformers import AutoTokenizer, {self.architecture}
+
+# This pattern tells use_mtp which tensors of the checkpoint belong to the head.
+{self.architecture}._keys_to_ignore_on_load_unexpected = [r"model\\.layers\\.{self.target.num_hidden_layers}\\."]
+tokenizer = AutoTokenizer.from_pretrained("{directory}")
+model = {self.architecture}.from_pretrained("{directory}", dtype="auto")
+prompt = tokenizer("def main", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, max_new_tokens=64)[0]))"""
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """Add the target's weights (as hard links, if possible), its tokenizer, and the index of all tensors.
+
+        Raises:
+            UserError: the target is the language model of an image+text checkpoint.
+        """
+        if TargetFiles(target_dir).has_image_encoder:
+            raise UserError(
+                "target.path: must be the checkpoint of a language model alone to export head mtp for transformers, "
+                f"but {target_dir} is an image+text checkpoint, in whose tensor names {self.architecture} would not "
+                "find its own; set export.engine=vllm"
+            )
+        add_target_files(directory, target_dir, self.weights_name)
+
+    def notes(self) -> list[str]:
+        return [
+            "One sequence at a time. `use_mtp` drafts one token per round with this export, so the acceptance length "
+            "is 1 plus the acceptance rate at position 0.",
+            "The target's weights here are hard links to the target's files, or copies where links are not possible.",
+        ]

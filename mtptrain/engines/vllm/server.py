@@ -1,0 +1,152 @@
+"""Decodes prompts on a running vLLM server, and reads its counters."""
+
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.engine import NEUTRAL_SAMPLING, EngineCounts, EngineRun, Requests, counts_of_all_rounds
+from mtptrain.engines.exports import warn_of_untested_vllm
+from mtptrain.engines.server import Counters, EngineServer, counts_of
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import weights_fingerprint
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import parse_json
+
+MAX_CONCURRENT_REQUESTS = 16
+
+
+class VllmServer(EngineServer):
+    """A running `vllm serve` at a base URL."""
+
+    name = "vLLM"
+    program = "vllm serve"
+    context_option = "--max-model-len"
+    advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"
+    how_to_see_rounds = "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
+
+    def __init__(self, url: str, log_path: Path | None = None) -> None:
+        """Ask the server for its version, model and context length.
+
+        Raises:
+            UserError: the server does not answer, or the server is not vLLM.
+        """
+        super().__init__(url, log_path)
+        self.version = self.read("/version", _version)
+        if log_path is None:  # the version in our Python was checked
+            warn_of_untested_vllm(self.version, f"serving.url={self.shown_url}")
+        self.model, self.root, self.max_model_len = self.read("/v1/models", _model)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
+        """Returns greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
+
+        Raises:
+            UserError: the server does not answer, or the server answers with an error, or the server serves other
+                requests in the meantime, which makes its counters useless.
+        """
+        before = self.counters()
+
+        def ask(prompt: Sequence[int]) -> tuple[list[int], list[int] | None]:
+            request = {
+                "model": self.model,
+                "prompt": list(prompt),
+                "max_tokens": max_new_tokens,
+                "temperature": 0.0,
+                **{"top_p": 1.0, "top_k": 0, **NEUTRAL_SAMPLING},
+                "ignore_eos": True,
+                "stop_token_ids": list(stop_token_ids),
+                "return_token_ids": True,
+            }
+            return self.read("/v1/completions", _completion, request)
+
+        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
+            answers = list(pool.map(ask, prompts))
+        accepted = [rounds for _, rounds in answers]
+        return EngineRun(
+            self.version,
+            [tokens for tokens, _ in answers],
+            self.counts_since(before, len(prompts)),
+            None if all(rounds is None for rounds in accepted) else [rounds or [] for rounds in accepted],
+        )
+
+    def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
+        """Returns how much the drafting counters grew; None if the server does not draft.
+
+        Raises:
+            UserError: the server finished other requests than these in the meantime, or its counters keep changing.
+        """
+        counts = self.growth_since(before)
+        num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
+        if num_finished != num_requests:
+            raise self.is_busy(f"finished {num_finished} requests instead of {num_requests}")
+        return counts_of(counts)
+
+    def check_model(self, target: TargetFiles, head_dir: Path) -> None:
+        """Check that the server serves the target, or the run's export. That of a MiMo head holds the target.
+
+        Raises:
+            UserError: it serves another model.
+        """
+        if Path(self.root).resolve() != head_dir.resolve() and not is_same_model(self.root, target):
+            raise UserError(
+                f"serving.url: the server must serve {target.path}, but {self.shown_url} serves {self.root}; ask "
+                "another server, or set target.path"
+            )
+
+    def streamed_request(self, prompt: Sequence[int], requests: Requests, index: int) -> tuple[str, dict[str, Any]]:
+        return "/v1/completions", {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": requests.max_new_tokens,
+            **{"temperature": requests.temperature, "top_p": requests.top_p, "top_k": requests.top_k},
+            **NEUTRAL_SAMPLING,
+            "ignore_eos": requests.ignore_eos,
+            "seed": requests.seed + index,
+            "cache_salt": uuid.uuid4().hex,  # requests with different salts share no cached prefix
+            **{"stream": True, "stream_options": {"include_usage": True}},
+        }
+
+    def step_of(self, message: dict[str, Any]) -> tuple[object, int]:
+        """Returns a new value for each message with tokens, all of a step, and the number of tokens of the last one."""
+        if message["choices"]:
+            return object(), 0
+        return None, message["usage"]["completion_tokens"]
+
+    def counted(self, generations: Sequence[Generation], *limits: object) -> tuple[EngineCounts, str]:
+        return counts_of_all_rounds(generations), ""
+
+
+def is_same_model(root: str, target: TargetFiles) -> bool:
+    """Returns whether a server that was started with `root` serves the target.
+
+    If `root` is a directory on this machine, it must hold the target's weights. If it is a hub name or a path on
+    another machine, its last component must be that of the target's path.
+    """
+    if Path(root).is_dir():
+        return weights_fingerprint(Path(root)) == target.weights_sha256
+    return Path(root).name.lower() in (Path(target.path).name.lower(), target.directory.name.lower())
+
+
+def _version(body: bytes) -> str:
+    return str(parse_json(body, "version")["version"])
+
+
+def _model(body: bytes) -> tuple[str, str, int]:
+    """Returns the model's name, the path or hub name that the server was started with, and its context length."""
+    model = parse_json(body, "models")["data"][0]
+    return str(model["id"]), str(model.get("root") or model["id"]), int(model["max_model_len"])
+
+
+def _completion(body: bytes) -> tuple[list[int], list[int] | None]:
+    """Returns the tokens of a completion, and the number of accepted drafts in each round.
+
+    The second is None unless the server runs with `--per-request-spec-decode-metrics detailed`.
+    """
+    answer = parse_json(body, "completion")
+    rounds = ((answer.get("metrics") or {}).get("speculative_decoding") or {}).get("per_step_accepted")
+    tokens = [int(token) for token in answer["choices"][0]["token_ids"]]
+    return tokens, rounds and [int(accepted) for accepted in rounds]

@@ -1,0 +1,60 @@
+"""Builds heads with H=64, I=96, and one attention head and one key/value head of size 64.
+
+The target has 4 layers and a vocabulary of 260.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from mtptrain.engines.limits import BLOCK_DRAFTERS
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.settings.heads import HeadConfig
+
+
+def target_config(**settings: object) -> LlamaConfig:
+    defaults = {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+    }
+    return LlamaConfig(**{**defaults, **settings})
+
+
+def head_config(name: str, **settings: Any) -> HeadConfig:
+    if name in ("eagle3", "peagle", *BLOCK_DRAFTERS):
+        settings.setdefault("capture_layers", [1, 2, 3])
+    if name == "dflash2":
+        settings.setdefault("selector_top_k", 7)  # llama.cpp serves no more with such small targets
+    config: HeadConfig = HEADS[name].Config(**settings)
+    return config
+
+
+def random_head(config: HeadConfig, target: LlamaConfig) -> Head:
+    """Builds a head with random weights that all differ, and a random d2t."""
+    torch.manual_seed(0)
+    head = build_head(config, target)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_()
+        if head.d2t is not None:
+            ids = torch.randperm(target.vocab_size)[: len(head.d2t)].sort().values
+            head.d2t.copy_(ids - torch.arange(len(ids)))
+    return head
+
+
+def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def target() -> LlamaConfig:
+    return target_config()

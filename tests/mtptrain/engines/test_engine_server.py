@@ -1,0 +1,157 @@
+"""Tests the clients of running servers with a fake server that has the same pages and counters."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mtptrain.engines import server as engine_server
+from mtptrain.engines.engine import EngineCounts
+from mtptrain.engines.llama_cpp.server import LlamaServer
+from mtptrain.engines.vllm.server import VllmServer
+from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
+from tests.conftest import make_target
+from tests.mtptrain.engines.fake_server import FakeServer, fake_server
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setattr(engine_server, "SETTLED_AFTER_S", 0.01)
+    with fake_server() as server:
+        yield server
+
+
+def test_a_servers_counters_are_differences_summed_over_engines_and_in_the_order_of_positions(fake: FakeServer) -> None:
+    fake.num_answered = 5  # requests served earlier do not count
+    run = VllmServer(fake.url + "/").generate([[1, 2], [3]], 4, [7])
+    assert run.counts == EngineCounts(rounds=6, drafted=12, accepted_at=[4, 0])
+    assert run.tokens == [[2, 1], [3]] and run.accepted_by_round is None and run.version == "0.32.0"
+    for request in fake.requests:
+        assert request["temperature"] == 0 and request["return_token_ids"] and request["stop_token_ids"] == [7]
+
+
+def test_a_server_that_serves_others_too_is_refused(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.finished_per_request = 2
+    busy = r"^serving\.url: the server must serve no other requests during the check, but "
+    with pytest.raises(UserError, match=busy + "finished 4 requests instead of 2; repeat"):
+        VllmServer(fake.url).generate([[1], [2]], 4, [7])
+    monkeypatch.setattr(engine_server, "SETTLE_LIMIT_S", 0.1)
+    server = VllmServer(fake.url)
+    fake.is_busy = True
+    with pytest.raises(UserError, match=busy + r"its counters still change 0\.1 s after"):
+        server.counts_since({}, 1)
+
+
+def test_a_server_of_another_version_than_the_tested_one_is_warned_of(fake: FakeServer) -> None:
+    fake.answers["/version"] = b'{"version": "0.33.1"}'
+    with pytest.warns(UserWarning, match=r"serving\.url=http://.*: vLLM should be 0\.32, .*, but is 0\.33\.1; another"):
+        VllmServer(fake.url)
+
+
+NOT_VLLM = {
+    "/version": (b"[1]", b"{}", b"[" * 100_000, b"<html>\n<p>"),
+    "/v1/models": (b'{"data": []}', b'{"data": [{"id": "a"}]}', b'{"data": [{"id": "a", "max_model_len": null}]}'),
+    "/v1/completions": (
+        b"{}",
+        b'{"choices": [{"token_ids": [1]}], "metrics": [1]}',
+        b'{"choices": [{"token_ids": [1]}], "metrics": {"speculative_decoding": {"per_step_accepted": 1}}}',
+    ),
+    "/metrics": (b"vllm:request_success_total NaN\n", b"vllm:request_success_total +Inf\n"),
+}
+
+
+def test_an_answer_that_vllm_would_not_give_is_refused_in_one_line(fake: FakeServer) -> None:
+    for path, bodies in NOT_VLLM.items():
+        for body in bodies:
+            fake.answers = {path: body}
+            with pytest.raises(UserError) as failed:
+                VllmServer(fake.url).generate([[1]], 4, [7])
+            shown = " ".join(body.decode().split())[:200]
+            assert str(failed.value) == (
+                f"serving.url: must be a running vLLM server, but {fake.url}{path} answers {shown}; start `vllm serve` "
+                "or correct the address"
+            )
+
+
+def test_an_answer_of_llama_cpp_without_tokens_is_refused(fake: FakeServer) -> None:
+    fake.serves("target")
+    fake.answers["/completion"] = b'{"tokens": [], "timings": {}, "stop_type": "eos"}'
+    with pytest.raises(UserError, match=r"must be a running llama\.cpp server, but \S+/completion answers \{\"tokens"):
+        LlamaServer(fake.url).generate([[1]], 4, [7])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9", "http://127.0.0.1:99999", "http://[::1", "localhost", "http://" + "a" * 64]
+)
+def test_an_address_where_no_server_can_be_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match=r"^serving\.url: must be a running vLLM server, but \S+ does not answer \("):
+        VllmServer(url)
+
+
+def test_a_server_that_fails_while_it_answers_is_not_taken_for_another_program(fake: FakeServer) -> None:
+    server = VllmServer(fake.url)
+    fake.status = 503  # as while it loads
+    message = rf"serving\.url: must answer every request, but {fake.url}/\S+ answers 503: .*; see the server's log"
+    with pytest.raises(UserError, match=message):
+        server.generate([[1]], 4, [7])
+    fake.status = 501
+    with pytest.raises(UserError, match=r"must be a running llama\.cpp server, .* 501: .*; start `llama-server --m"):
+        LlamaServer(fake.url)
+
+
+def test_a_password_in_the_address_is_not_shown(fake: FakeServer) -> None:
+    fake.answers["/version"] = b"[]"
+    with pytest.raises(ValueError, match=r"but http://\*\*\*@127\.0\.0\.1:\d+/version answers"):
+        VllmServer(fake.url.replace("//", "//me:sesame@"))
+    with pytest.raises(UserError) as failed:
+        VllmServer(fake.url + "/?key=sesame&model=a")
+    assert f"but {fake.url}/?key=***&model=***/version answers" in str(failed.value) and "sesame" not in str(
+        failed.value
+    )
+
+
+def test_a_server_is_known_by_the_weights_of_its_directory_or_by_its_name(
+    fake: FakeServer, tmp_path: Path, tiny_target: Path
+) -> None:
+    """An export of MiMo's layer holds the target with another layer, and vLLM serves the export itself."""
+    other, target = make_target(tmp_path / "other", seed=1), TargetFiles(tiny_target, "meta/llama-8b")
+    for root, head_dir, is_right in (
+        (tiny_target, "none", True),
+        (other, other, True),
+        (other / "../other", other, True),
+        (other, "none", False),
+        ("/far/away/Llama-8B", "none", True),
+        ("meta/llama-1b", "none", False),
+    ):
+        fake.serves(root)
+        server = VllmServer(fake.url)
+        if is_right:
+            server.check_model(target, Path(head_dir))
+            continue
+        with pytest.raises(UserError, match=rf"the server must serve meta/llama-8b, but \S+ serves {root}; ask"):
+            server.check_model(target, Path(head_dir))
+    server.check_context(512)
+    with pytest.raises(
+        UserError, match=r"context must hold 513 tokens .* but holds 512; start it with --max-model-len"
+    ):
+        server.check_context(513)
+
+
+def test_a_llama_server_is_known_by_its_file_whatever_its_name(
+    fake: FakeServer, tmp_path: Path, tiny_target: Path
+) -> None:
+    gguf, served = tmp_path / "target.gguf", tmp_path / "served.gguf"
+    for path in (gguf, served):
+        path.write_bytes(b"weights")
+
+    def check(root: Path, given_gguf: str | None) -> None:
+        fake.serves(root)
+        LlamaServer(fake.url).check_model(TargetFiles(tiny_target, given_gguf=given_gguf), tmp_path)
+
+    check(served, str(gguf))
+    check(tmp_path / "elsewhere/target.gguf", str(gguf))
+    served.write_bytes(b"others")
+    check(served, None)  # a server needs no GGUF file on this machine
+    with pytest.raises(UserError, match=r"must serve \S+/target\.gguf, but \S+ serves \S+/served\.gguf, which is an"):
+        check(served, str(gguf))

@@ -1,0 +1,118 @@
+"""Tests that the MTP layer of a MiMo checkpoint is read, and is replaced in an export."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2ForCausalLM
+
+from mtptrain.engines.mimo import MIMO_LAYER, VllmMimo
+from mtptrain.engines.table import format_for
+from mtptrain.export import check_tensors, write_head
+from mtptrain.heads.base import Tensors
+from mtptrain.init_from.start import load_init
+from mtptrain.target.families import read_target_config
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import load_tokenizer
+from mtptrain.target.loading import load_target
+from tests.conftest import make_target
+from tests.mimo import MIMO_HEAD, add_mimo_layer
+from tests.mtptrain.engines.conftest import random_head
+
+
+def checkpoint(directory: Path) -> tuple[Path, Tensors]:
+    """Returns a tiny MiMo target with an MTP layer, and the layer's tensors under the names of head `mtp`."""
+    make_target(directory, "mimo")
+    return directory, add_mimo_layer(directory)
+
+
+def export(directory: Path, target_dir: Path) -> tuple[VllmMimo, Tensors]:
+    """Writes a random head into a copy of the checkpoint, and returns the format and the head's weights."""
+    form = format_for("vllm", MIMO_HEAD, read_target_config(target_dir))
+    state = random_head(MIMO_HEAD, form.target).state_dict()
+    write_head(directory, form, state)
+    form.add_target(directory, target_dir)
+    check_tensors(directory, form)
+    assert isinstance(form, VllmMimo)
+    return form, state
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> tuple[Path, Tensors]:
+    return checkpoint(tmp_path / "target")
+
+
+@pytest.mark.parametrize("model_type", ["mimo", "qwen2"], ids=["published", "exported"])
+def test_a_mimo_target_is_qwen2_without_the_mtp_layer(target: tuple[Path, Tensors], model_type: str) -> None:
+    directory, _ = target
+    config = json.loads((directory / "config.json").read_text())
+    published = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    (directory / "config.json").write_text(json.dumps(config | published))
+    ours = load_target(directory, torch.float32, torch.device("cpu"))
+    assert ours.config.model_type == "mimo" and load_tokenizer(directory)("a")["input_ids"]
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLM"]}))
+    theirs = Qwen2ForCausalLM.from_pretrained(directory)
+    tokens = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
+    settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
+    answers = [model.generate(tokens, **settings)[0].tolist() for model in (ours.model, theirs)]
+    assert answers[0] == answers[1] and len(set(answers[0][12:])) > 5
+
+
+def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path, Tensors], tmp_path: Path) -> None:
+    directory, layer = target
+    form, state = export(tmp_path / "export", directory)
+    assert all(not torch.equal(state[name], layer[name]) for name in layer)
+    index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in (tmp_path / "export").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    tensor_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    assert index["metadata"] == {"total_size": tensor_bytes}
+    before = load_file(directory / "model.safetensors")
+    after = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    assert after.keys() == before.keys() and sum(map(len, files.values())) == len(before)
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) != name.startswith(MIMO_LAYER), name
+    again = load_init(str(tmp_path / "export"), MIMO_HEAD, TargetFiles(directory))[1]
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert {path.name for path in directory.glob("*token*")} <= {path.name for path in (tmp_path / "export").iterdir()}
+    config = json.loads((tmp_path / "export/config.json").read_text())
+    assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
+    assert "auto_map" not in config and str(tmp_path) not in json.dumps(config)
+    assert form.launch("unused", Path("/DIR"), 3) == (
+        'vllm serve /DIR --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
+    )
+    assert form.launch("unused", Path("/my heads"), 3).startswith("vllm serve '/my heads' --speculative-config '{")
+    assert load_target(tmp_path / "export", torch.float32, torch.device("cpu")).config.model_type == "mimo"
+
+
+def test_shards_without_mtp_tensors_are_links_and_a_shard_of_mtp_tensors_alone_is_left_out(
+    target: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    directory, _ = target
+    tensors = load_file(directory / "model.safetensors")
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith(MIMO_LAYER)}
+    sharded = load_target(directory, torch.float32, torch.device("cpu")).model
+    sharded.save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
+    index_path = tmp_path / "sharded/model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    save_file(layer, tmp_path / "sharded/of_mtp.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(layer, "of_mtp.safetensors")
+    index_path.write_text(json.dumps(index))
+    export(tmp_path / "export", tmp_path / "sharded")
+    assert {path.name for path in (tmp_path / "export").glob("*.safetensors")} == {*shards, "mtp.safetensors"}
+    assert all(os.path.samefile(tmp_path / "sharded" / name, tmp_path / "export" / name) for name in shards)
+
+
+def test_a_head_without_biases_is_exported_with_zeros(target: tuple[Path, Tensors]) -> None:
+    directory, _ = target
+    config = replace(MIMO_HEAD, attention_bias=False)
+    form = format_for("vllm", config, read_target_config(directory))
+    tensors = form.tensors(random_head(config, form.target).state_dict())
+    biases = [tensor for name, tensor in tensors.items() if name.endswith(".bias")]
+    assert len(biases) == 3 and not any(bias.any() for bias in biases)
+    assert "self_attn.q_proj.bias" not in form.state(tensors)

@@ -1,0 +1,131 @@
+"""Tests what OpenVINO counts for our answers, and its errors. tests/serving/test_openvino.py compares both."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.base import Served
+from mtptrain.engines.engine import Answer, EngineCounts, Load, Requests
+from mtptrain.engines.engines import ENGINES
+from mtptrain.engines.openvino.client import OpenvinoModels, OpenvinoProcess, counts_of
+from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.target.files import TargetFiles
+from mtptrain.utils.errors import UserError
+from tests.programs import fake_python
+
+REQUESTS = Requests([[1, 2]], 4, 0.0, 1.0, 0, True, 0)
+
+
+def test_drafts_past_the_end_of_an_answer_are_not_counted() -> None:
+    whole = Generation([1, 2, 3, 4, 5, 6], 2, 0, 6, [2, 1, 0], [2, 1])
+    cut = Generation([1, 2, 3, 4, 5, 6], 2, 0, 6, [2, 2, 1], [2, 3])
+    process = OpenvinoProcess(OpenvinoModels(Path(), Path(), Path()), 3)
+    counted, rule = process.counted([whole, cut], 3, 6, [])
+    assert counted == EngineCounts(4, None, [4, 2, 0]) and "drafted tokens are not compared" in rule
+    # Of an engine that accepts more drafts than it should make, `check_counts` of serving-check sees another K.
+    assert counts_of([[1, 0], [4]], 3) == EngineCounts(3, None, [2, 1, 1, 1])
+    assert counts_of([[], [0]], 3) == EngineCounts(1, None, [0, 0, 0])
+
+
+Status = Enum("Status", ["RUNNING", "FINISHED", "IGNORED"])
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The worker with stand-ins for OpenVINO's modules, which have an environment of their own."""
+    openvino_genai = SimpleNamespace(GenerationStatus=Status, GenerationConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda ids: ids))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "openvino_genai", openvino_genai)  # type: ignore[arg-type]
+    name = "mtptrain.engines.openvino.openvino_worker"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+class Handle:
+    """A request in OpenVINO that gives two tokens in each step, and ends after its second one."""
+
+    def __init__(self, status: Status) -> None:
+        self.statuses = [Status.RUNNING, status]
+
+    def get_status(self) -> Status:
+        return self.statuses.pop(0)
+
+    def can_read(self) -> bool:
+        return True
+
+    def read(self) -> dict[int, Any]:
+        return {0: SimpleNamespace(generated_ids=[5, 6])}
+
+
+def test_a_load_keeps_its_number_of_requests_in_flight_and_one_that_openvino_gives_up_is_an_error(worker: Any) -> None:
+    in_flight: list[int] = []
+
+    def pipeline_of(statuses: list[Status]) -> Any:
+        handles: list[Handle] = []
+
+        def add(index: int, prompt: object, config: object) -> Handle:
+            handles.append(Handle(statuses[index]))
+            return handles[-1]
+
+        return SimpleNamespace(
+            add_request=add,
+            step=lambda: in_flight.append(sum(bool(handle.statuses) for handle in handles)),
+            get_config=lambda: SimpleNamespace(eos_token_id=0, stop_token_ids=set()),
+        )
+
+    requests, load = vars(REQUESTS), {"name": "K0", "num_requests": 3, "concurrency": 2}
+    result = worker.run_load(pipeline_of([Status.FINISHED] * 3), load, requests, 0)
+    assert in_flight == [2, 2, 1, 1] and result["tokens_of_steps"] == [[2, 2]] * 3
+    assert all(0 < first <= last for first, last in result["steps_s"])
+    with pytest.raises(SystemExit, match="must be answered as a whole, but ended with status IGNORED after 4 tokens"):
+        worker.run_load(pipeline_of([Status.FINISHED, Status.IGNORED]), load, requests, 0)
+
+
+def test_a_model_that_cannot_be_converted_is_told_what_may_help(worker: Any, tmp_path: Path) -> None:
+    for weights, advice in (("fp32", "correct the model"), ("int8", "set serving.openvino_weights=fp32, or correct")):
+        with pytest.raises(SystemExit, match=f"must be able to convert .* to {weights}, but fails as above; {advice}"):
+            worker.convert(tmp_path / "none", tmp_path / "converted", weights, True)
+
+
+CRASHES_ONCE = f"""#!{sys.executable}
+import json, os, pathlib, sys
+starts = pathlib.Path(__file__).parent / "starts"
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+if starts.read_text() == "x":
+    os.abort()
+answer = {{"version": "2026.3.0.0", "tokens": [[5, 6]], "steps": [[1, 1]]}}
+answer["results"] = [{{"duration_s": 1.0, "steps_s": [[0.2, 0.3]], "tokens_of_steps": [[1, 3]]}}]
+pathlib.Path(sys.argv[4]).write_text(json.dumps(answer))
+"""
+"""An OpenVINO that ends by SIGABRT when it is first asked, as the real one seldom does."""
+
+
+def test_an_openvino_that_crashes_is_started_once_more(
+    tmp_path: Path, user_warnings: list[warnings.WarningMessage]
+) -> None:
+    python = fake_python(tmp_path, CRASHES_ONCE)
+    served = Served(python, TargetFiles(Path()), Path(), {}, ServingConfig(), "float32", 8, 1, tmp_path)
+    engine = ENGINES["openvino"]
+    assert engine.decoder(served, 3).generate([[1]], 2, []).tokens == [[5, 6]]
+    (tmp_path / "starts").unlink()
+    version, (result,) = engine.run_loads(served, 3, REQUESTS, [Load("K3", 1, 1)], tmp_path)
+    assert (version, result.answers) == ("2026.3.0.0", [Answer([0.2, 0.3], 4)])
+    assert result.counts == EngineCounts(1, None, [1, 1, 0])
+    crashed, untested = (
+        [text in str(each.message) for each in user_warnings] for text in ("status -6", "only version")
+    )
+    assert crashed == [True, False] * 2 and untested == [False, True] * 2
+    (tmp_path / "starts").unlink()
+    (tmp_path / "starts").mkdir()  # any other failure is not tried again
+    with pytest.raises(UserError, match="ended with status 1; its last lines"):
+        engine.decoder(served, 3).generate([[1]], 2, [])
+    assert len(user_warnings) == 4

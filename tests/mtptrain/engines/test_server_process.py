@@ -1,0 +1,196 @@
+"""Tests how the processes of engines fail, and that they end with their parent. No engine is needed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from mtptrain.engines import server_process
+from mtptrain.engines.llama_cpp.server import LlamaServer
+from mtptrain.engines.openvino.client import WORKER as OPENVINO_WORKER
+from mtptrain.engines.server_process import started_server
+from mtptrain.engines.vllm.client import WORKER as VLLM_WORKER
+from mtptrain.engines.vllm.client import GenerateJob
+from mtptrain.engines.worker import SUPERVISOR, run_worker
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.startup import SPIN_COUNT
+from tests.programs import fake_python, is_running, wait_until_ended
+
+PYTHON = Path(sys.executable)
+ROOT = Path(__file__).parents[3]
+SERVER = """
+import http.server, json, os, signal, sys
+answers, ended = int(sys.argv[1]), sys.argv[2]
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global answers
+        if self.path != "/health" and answers == 0:
+            print("out of memory", flush=True)
+            os._exit(3)
+        answers -= self.path != "/health"
+        self.send_response(200)
+        self.end_headers()
+        facts = {"build_info": "b0-", "model_path": "m", "model_ftype": "all F32"}
+        facts["default_generation_settings"] = {"n_ctx": 8}
+        self.wfile.write(json.dumps(facts).encode() if self.path == "/props" else b"")
+
+def end(*_):
+    open(ended, "w").close()
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, end)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("num_answers", [0, 2], ids=["when it is connected to", "later"])
+def test_a_server_that_ends_while_it_is_asked_names_its_log_and_no_address(tmp_path: Path, num_answers: int) -> None:
+    command = [PYTHON, "-c", SERVER, str(num_answers), str(tmp_path / "ended")]
+    message = r"llama-server: must run until all prompts are answered, but ended with status 3; its log is (\S+), and"
+    with (
+        pytest.raises(UserError, match=message) as ended,
+        started_server(LlamaServer, command, tmp_path / "log") as server,
+    ):
+        server.counters()
+    assert str(tmp_path / "log") in str(ended.value) and "out of memory" in str(ended.value)
+
+
+def test_a_server_is_asked_without_a_proxy_and_to_end_and_the_errors_of_others_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(server_process, "ENDING_S", 0.1)
+    with (
+        pytest.raises(UserError, match=r"^report\.json: must be another file$"),
+        started_server(LlamaServer, [PYTHON, "-c", SERVER, "9", str(tmp_path / "ended")], tmp_path / "log") as server,
+    ):
+        assert server.max_model_len == 8 and server.place == f"llama-server, whose log is {tmp_path}/log"
+        raise UserError("report.json: must be another file")
+    assert (tmp_path / "ended").exists(), "the server must be able to shut down"
+
+
+def test_a_server_that_does_not_start_is_reported_and_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    message = (
+        rf"^llama-server: must start, but ended with status 1; its log is {log}, and its last lines are:\nno model$"
+    )
+    with (
+        pytest.raises(UserError, match=message),
+        started_server(LlamaServer, [PYTHON, "-c", "exit('no model')"], log),
+    ):
+        pass
+    monkeypatch.setattr(server_process, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(server_process, "ENDING_S", 0.1)
+    program = fake_python(tmp_path, f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/child\nwait\n")
+    with (
+        pytest.raises(UserError, match=r"must answer within 0\.5 s, but does not; read its log"),
+        started_server(LlamaServer, [program], log),
+    ):
+        pass
+    wait_until_ended(int((tmp_path / "child").read_text()))
+
+
+def test_an_engine_waits_as_it_does_elsewhere_unless_the_user_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import json, os, sys; json.dump(os.environ.get('GOMP_SPINCOUNT'), open(sys.argv[{}], 'w'))"
+    (tmp_path / "worker.py").write_text(code.format(-1))
+    for ours, theirs in ((SPIN_COUNT, None), ("77", "77")):
+        monkeypatch.setenv("GOMP_SPINCOUNT", ours)
+        command = [PYTHON, "-c", code.format(1), tmp_path / "server"]
+        with pytest.raises(UserError, match="must start"), started_server(LlamaServer, command, tmp_path / "log"):
+            pass
+        assert json.loads((tmp_path / "server").read_text()) == theirs
+        assert run_worker(PYTHON, tmp_path / "worker.py", "decode", {}, "engine") == theirs
+
+
+def read_pid(path: Path, parent: subprocess.Popen[bytes]) -> int:
+    """Returns the number in a file, once it is written."""
+    deadline = time.monotonic() + 120
+    while not path.exists() or not path.read_text():
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def test_a_supervised_command_and_its_children_end_with_the_parent(tmp_path: Path) -> None:
+    script = f"sleep 300 & echo $! > {tmp_path}/child; wait"
+    command = [PYTHON, SUPERVISOR, "sh", "-c", script]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    child = read_pid(tmp_path / "child", process)
+    assert process.stdin is not None and is_running(child)
+    process.stdin.close()  # as the end of the parent does
+    wait_until_ended(child)
+    assert process.wait(10) == -signal.SIGKILL
+
+
+SLEEP = """
+import os, time
+
+def sleep():
+    open({path!r}, "w").write(str(os.getpid()))
+    time.sleep(300)
+"""
+VLLM = """
+import sys, types
+import sleeping
+
+__version__, SamplingParams, LLM = "0", object, lambda **_: sleeping.sleep()
+for name in ("", ".kv_transfer", ".kv_transfer.kv_connector.v1.example_hidden_states_connector"):
+    sys.modules[f"vllm.distributed{name}"] = types.ModuleType(name)
+    sys.modules[f"vllm.distributed{name}"].__getattr__ = lambda _: object
+sys.modules["vllm.platforms"] = sys.modules["vllm.distributed"]
+"""
+OPENVINO = {
+    "openvino.py": "",
+    "openvino_genai.py": "",
+    "optimum/commands/optimum_cli.py": "import sleeping; sleeping.sleep()",
+}
+CONVERTED = {"target": "t", "head": "h", "converted_target": "/none/t", "converted_head": "/none/h", "weights": "fp32"}
+JOB = GenerateJob(name="job", target_dir="/none", prompts=[[1]], max_new_tokens=1, max_model_len=8)
+PARENT = """
+import json, sys
+from pathlib import Path
+from mtptrain.engines.llama_cpp.server import LlamaServer
+from mtptrain.engines.server_process import started_server
+from mtptrain.engines.worker import SUPERVISOR, run_worker
+
+worker, mode, job = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+if mode == "serve":
+    started_server(LlamaServer, [sys.executable, "-c", "import sleeping; sleeping.sleep()"], worker).__enter__()
+run_worker(Path(sys.executable), worker, mode, job, "engine")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("worker", "mode", "engine", "job"),
+    [
+        (VLLM_WORKER, "generate", {"vllm.py": VLLM}, [asdict(JOB)]),
+        (OPENVINO_WORKER, "decode", OPENVINO, CONVERTED),
+        (Path("/dev/null"), "serve", {}, {}),
+    ],
+    ids=["vllm", "openvino, while it converts", "a server"],
+)
+def test_an_engine_ends_with_its_children_when_its_parent_is_killed(
+    tmp_path: Path, worker: Path, mode: str, engine: dict[str, str], job: object
+) -> None:
+    for name, text in (engine | {"sleeping.py": SLEEP.format(path=str(tmp_path / "child"))}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-c", PARENT, str(worker), mode, json.dumps(job)]
+    parent = subprocess.Popen(command, env=dict(os.environ, PYTHONPATH=f"{tmp_path}:{ROOT}"))
+    child = read_pid(tmp_path / "child", parent)
+    assert is_running(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until_ended(child)

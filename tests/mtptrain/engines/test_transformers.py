@@ -1,0 +1,157 @@
+"""Tests the export for transformers, and that `generate` with `use_mtp` accepts the same drafts as mtptrain."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from mtptrain.decoding.drafters import HeadDrafter
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import speculate
+from mtptrain.engines.format import Format
+from mtptrain.engines.table import format_for
+from mtptrain.engines.target_files import link_or_copy
+from mtptrain.export import check_tensors, write_head
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.target.families import read_target_config
+from mtptrain.target.loading import load_target
+from mtptrain.target.model import Target
+from mtptrain.utils.errors import UserError
+from tests.conftest import make_target
+from tests.families import SIZES, write_image_model
+from tests.mtptrain.engines.conftest import head_config, random_head, shapes, target_config
+from tests.mtptrain.engines.test_vllm import LAYER
+
+PROMPTS = [[1, 2, 3], [50, 60, 70, 80, 90], [7, 7, 7, 9], list(range(40))]
+NEW_TOKENS = 32
+
+
+def test_mtp_is_one_more_layer_behind_the_targets_last() -> None:
+    target = target_config()
+    form = format_for("transformers", head_config("mtp"), target)
+    tensors = form.tensors(random_head(form.head, target).state_dict())
+    norms = {f"model.layers.4.{name}.weight": [64] for name in ("enorm", "hnorm", "post_norm")}
+    layer = {f"model.layers.4.{name}": shape for name, shape in LAYER.items()}
+    assert shapes(tensors) == {**norms, "model.layers.4.eh_proj.weight": [64, 128], **layer}
+
+
+def guessing_pair(directory: Path, family: str) -> tuple[Target, Head]:
+    """Makes a target whose next token depends mostly on the last token, and a head that mostly passes on the embedding
+    of the last token, so that some drafts are right."""
+    make_target(
+        directory, family, tie_word_embeddings=False, **({"sliding_window": None} if family == "mistral" else {})
+    )
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.02)
+    model.save_pretrained(directory)
+    target = load_target(directory, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    head = build_head(head_config("mtp"), target.config).eval().requires_grad_(False)
+    head.eh_proj.weight.mul_(0.16)
+    head.eh_proj.weight[:, :64] += torch.eye(64)
+    head.norm.weight.copy_(target.parts.norm_weight)
+    return target, head
+
+
+def write(directory: Path, target_dir: Path, target: Target, head: Head) -> Format:
+    form = format_for("transformers", head_config("mtp"), target.config)
+    write_head(directory, form, head.state_dict())
+    form.add_target(directory, target_dir)
+    check_tensors(directory, form)
+    return form
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], **how: object) -> tuple[list[int], int]:
+    """Returns the answer and the number of target forwards that produced the answer."""
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    handle = model.model.register_forward_hook(count)
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **how)[0, len(prompt) :].tolist()
+    handle.remove()
+    return answer, forwards
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_generate_accepts_exactly_the_drafts_that_our_own_loop_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    target, head = guessing_pair(tmp_path / "target", family)
+    form = write(tmp_path / "export", tmp_path / "target", target, head)
+    model_class = getattr(transformers, form.architecture)
+    monkeypatch.setattr(model_class, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
+    model = model_class.from_pretrained(tmp_path / "export")
+    accepted = 0
+    for prompt in PROMPTS:
+        plain, _ = greedy(model, prompt)
+        drafted, forwards = greedy(model, prompt, use_mtp=True)
+        drafter = HeadDrafter(head, target.parts, 1)
+        settings = {"num_speculative_tokens": 1, "max_new_tokens": NEW_TOKENS, "sampler": Sampler()}
+        ours = speculate(target, drafter, [prompt], **settings)[0]
+        assert drafted == plain == ours.tokens
+        assert forwards == 1 + ours.rounds, "the target must run once for the prompt and once per round"
+        accepted += sum(ours.accepted_at)
+    assert accepted > 10
+
+
+def test_the_directory_is_the_target_for_whoever_does_not_ask_for_drafts(tmp_path: Path) -> None:
+    target, head = guessing_pair(tmp_path / "target", "llama")
+    write(tmp_path / "export", tmp_path / "target", target, head)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    expected = target.model.state_dict()
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export")("a")["input_ids"]
+    ours, theirs = (AutoConfig.from_pretrained(path).to_dict() for path in (tmp_path / "export", tmp_path / "target"))
+    assert ours.pop("num_mtp_layers") == 1 and ours.pop("_name_or_path") != theirs.pop("_name_or_path")
+    assert ours == theirs
+    assert str(tmp_path) not in (tmp_path / "export/config.json").read_text()
+
+
+def test_the_language_model_of_an_image_and_text_checkpoint_is_refused(tmp_path: Path) -> None:
+    """transformers would find no tensor of the target under the language model's names, and fill all at random."""
+    text = {**SIZES, "model_type": "llama", "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings = {"text_config": text, "vision_config": vision, "image_token_index": 10}
+    write_image_model(tmp_path / "target", "llava", settings)
+    form = format_for("transformers", head_config("mtp"), read_target_config(tmp_path / "target"))
+    message = (
+        r"target\.path: must be the checkpoint of a language model alone to export head mtp for transformers, but "
+        r"\S+/target is an image\+text checkpoint, .* LlamaForCausalLM .*; set export\.engine=vllm"
+    )
+    with pytest.raises(UserError, match=message):
+        form.add_target(tmp_path, tmp_path / "target")
+
+
+def test_where_links_are_impossible_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, destination: object) -> None:
+        raise OSError("Invalid cross-device link")
+
+    (tmp_path / "source").write_text("weights")
+    monkeypatch.setattr(os, "link", refuse)
+    link_or_copy(tmp_path / "source", tmp_path / "copy")
+    assert (tmp_path / "copy").read_text() == "weights"
+    assert not os.path.samefile(tmp_path / "source", tmp_path / "copy")
+
+
+def test_the_program_that_is_written_for_the_user_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, head = guessing_pair(tmp_path / "target", "llama")
+    form = write(tmp_path / "export", tmp_path / "target", target, head)
+    before = transformers.LlamaForCausalLM._keys_to_ignore_on_load_unexpected
+    try:
+        exec(form.launch("unused", tmp_path / "export", 3), {})
+    finally:
+        transformers.LlamaForCausalLM._keys_to_ignore_on_load_unexpected = before
+    assert capsys.readouterr().out.startswith("def main")
+    assert "one token per round" in form.notes()[0]
