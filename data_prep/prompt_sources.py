@@ -29,7 +29,7 @@ from .renderings import (
     render_conversation,
 )
 from .responses.dialogue import Ending
-from .responses.manifest import read_responses
+from .responses.store import read_responses
 from .text_files import read_text_files
 
 

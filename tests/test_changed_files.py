@@ -11,8 +11,7 @@ import pytest
 from transformers import PreTrainedConfig
 
 from data_prep.responses.dialogue import RegeneratedConversation
-from data_prep.responses.manifest import ResponsesIdentity
-from data_prep.responses.store import ResponsesStore, line_of
+from data_prep.responses.store import ResponsesIdentity, ResponsesStore, line_of
 from eval.choose_head import heads_to_measure
 from mtptrain.engines.exports import SERVING, read_serving_facts
 from mtptrain.heads.draft_model import DraftModelHead

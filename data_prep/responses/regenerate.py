@@ -11,16 +11,20 @@ run retries the failed ones.
 """
 
 import asyncio
-import os
+import json
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TextIO
 
 import torch
+from rich.table import Table
 
+from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
 from mtptrain.data.chat_template import render_prompt, require_chat_template
+from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import RowFormat
 from mtptrain.run import Run, become_cpu_ranks
@@ -33,14 +37,11 @@ from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.progress import ProgressBar
 
-from ..conversations import read_conversations
+from ..conversations import Conversations, read_conversations
 from ..prompts_report import group_refusals
-from .dialogue import Dialogue, RegeneratedConversation, Sampling
-from .manifest import MANIFEST, ResponsesIdentity, ResponsesManifest
-from .report import print_report
+from .dialogue import Dialogue, Ending, RegeneratedConversation, Sampling, questions
 from .server import CompletionServer, regenerate_with_server
-from .store import FAILURES, ResponsesStore, line_of
-from .survey import survey_conversations
+from .store import FAILURES, MANIFEST, ResponsesIdentity, ResponsesManifest, ResponsesStore, hash_sources, line_of
 from .target import regenerate_with_target
 
 MIN_FAILURES_TO_STOP = 16
@@ -82,9 +83,9 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
 
     # 2. Read the conversations, and find those that earlier runs have not finished.
     conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
-    survey = survey_conversations(conversations, prompts.paths)
-    if not survey.sizes:
-        reasons = ", ".join(f"{group.count} refused: {group.reason}" for group in group_refusals(survey.refused))
+    sizes, refused = survey(conversations)
+    if not sizes:
+        reasons = ", ".join(f"{group.count} refused: {group.reason}" for group in group_refusals(refused))
         raise UserError(
             "prompts.paths: must hold at least one conversation that the target can answer, but there is none in "
             f"{', '.join(prompts.paths)} ({reasons}); correct the paths or the data"
@@ -92,7 +93,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     names = ["temperature", "top_p", "top_k", "max_new_tokens", *([] if server else ["dtype", "batch_size"])]
     identity = ResponsesIdentity(
         target=TargetIdentity.of(target),
-        sources=survey.sources,
+        sources=hash_sources(conversations, prompts.paths),
         backend="server" if server else "transformers",
         model=server.model if server else None,
         settings={f"responses.{name}": getattr(settings, name) for name in names}
@@ -102,11 +103,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     if ranks.is_first:
         store.begin(identity, server.version if server else None)
     done = ranks.gather(store.rows)[0]
-    missing = [row for row in survey.sizes if row not in done]
-    # A response may depend on its batch, so if one conversation of a batch is missing, the whole batch is generated
-    # again.
-    batches = [rows for rows in survey.batches(settings.batch_size) if not done.issuperset(rows)]
-    dtype = getattr(torch, settings.dtype.value)
+    missing = [row for row in sizes if row not in done]
     if missing and ranks.is_first:
         if server is None:
             announce_precision("responses.dtype", settings.dtype)
@@ -121,6 +118,11 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
         return Dialogue(target.tokenizer, row, name, messages, sampling, context_tokens)
 
     started, failed, num_tokens = time.monotonic(), dict[int, str](), 0
+    # A response may depend on its batch, so batches, of rows of similar size, depend only on the data, and if one
+    # conversation of a batch is missing, the whole batch is generated again.
+    order = sorted(sizes, key=lambda row: (sizes[row], row))
+    batches = [order[start : start + settings.batch_size] for start in range(0, len(order), settings.batch_size)]
+    batches = [rows for rows in batches if not done.issuperset(rows)]
     if missing and server:
         with store.journal(ranks.rank) as journal, ResponsesBar(len(missing), ranks) as bar:
             failed = fill_from_server(server, map(dialogue, missing), settings.concurrency, journal, bar)
@@ -130,7 +132,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
         with store.journal(ranks.rank) as journal, ResponsesBar(num_rows, ranks) as bar:
             if ranks.device.type == "cpu":
                 torch.set_num_threads(CPU_THREADS)
-            model = load_target(target.directory, dtype, ranks.device)
+            model = load_target(target.directory, getattr(torch, settings.dtype.value), ranks.device)
             dialogues = (list(map(dialogue, rows)) for rows in own)
             for conversation in regenerate_with_target(model, dialogues, sampling, bar.add_tokens):
                 if conversation.row not in done:
@@ -143,13 +145,13 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
 
     # 4. The first rank writes them in the order of the conversations.
     if missing or not store.is_finished:
-        manifest = store.finish(failed, survey.refused, conversations.location)
+        manifest = store.finish(failed, refused, conversations.location)
     else:
         manifest = ResponsesManifest.read(store.directory / MANIFEST)
         print(f"{store.directory} is finished already", flush=True)
     speed = f"{num_tokens:,} tokens, {num_tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
     this_run = f"{len(missing) - len(failed):,} conversations, {speed}"
-    print_report(store.directory, manifest, survey.num_turns, this_run)
+    print_report(store.directory, manifest, sum(num_turns for num_turns, _ in sizes.values()), this_run)
     if not manifest.counts.answers:
         raise UserError(
             f"{store.directory}: at least one conversation must get a response, but none did; see {FAILURES} for the "
@@ -188,25 +190,27 @@ def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sa
 
 def connect(url: str, settings: ResponsesConfig, sampling: Sampling, target: TargetFiles) -> CompletionServer:
     """Connect to the server and check that it completes a prompt."""
-    api_key = os.environ.get(settings.api_key_variable)
-    if not all("!" <= character <= "~" for character in api_key or ""):
-        raise UserError(
-            f"responses.api_key_variable: {settings.api_key_variable} must hold a key of printable ASCII characters "
-            "without spaces, but holds others, such as a line break or a quotation mark of a text editor; set it again"
-        )
-    server = CompletionServer(
-        url,
-        settings.model,
-        sampling,
-        target.tokenizer,
-        int(target.config.vocab_size),
-        max_retries=settings.max_retries,
-        timeout_s=settings.timeout_s,
-        api_key=api_key,
-    )
+    server = CompletionServer(url, settings, sampling, target.tokenizer, int(target.config.vocab_size))
     server.check(render_prompt(target.tokenizer, _QUESTION))
     print(f"responses.url: model {server.quote(server.model)} of {server.url} responds", flush=True)
     return server
+
+
+def survey(conversations: Conversations) -> tuple[dict[int, tuple[int, int]], dict[str, str]]:
+    """Returns which conversations the target can answer, and why it cannot answer the other rows.
+
+    Returns:
+        The number of responses to generate and of characters before the first one, by index of the conversation, and
+        the reason for each refusal, by location.
+    """
+    sizes, refused = dict[int, tuple[int, int]](), dict(conversations.refused)
+    for row in range(len(conversations.names)):
+        try:
+            groups = questions(conversations.messages(row))
+            sizes[row] = len(groups), sum(len(message["content"]) for message in groups[0])
+        except ConversationRefused as refusal:
+            refused[conversations.location(row)] = str(refusal)
+    return sizes, refused
 
 
 class ResponsesBar(ProgressBar):
@@ -260,3 +264,34 @@ def fill_from_server(
 
     asyncio.run(regenerate_with_server(server, dialogues, concurrency, save, fail))
     return failed
+
+
+def print_report(directory: Path, manifest: ResponsesManifest, num_turns: int, this_run: str) -> None:
+    """Print the table and, for each reason, the number of conversations left out or ended early and the first of them.
+
+    Args:
+        directory: the responses directory, whose `failures.jsonl` has the reasons.
+        manifest: the manifest in `directory`.
+        num_turns: number of responses to generate in all conversations.
+        this_run: what this run has generated, and how fast.
+    """
+    table, counts = Table(title="mtptrain responses", show_header=False), manifest.counts
+    for name, value in (
+        ("conversations", f"{counts.conversations + manifest.failed:,} usable, {manifest.refused:,} refused"),
+        ("turns to generate", f"{num_turns:,}"),
+        ("responses", f"{counts.answers:,} in {counts.conversations - counts.unanswered:,} conversations"),
+        ("tokens", f"{counts.answer_tokens:,}"),
+        ("cut at max_new_tokens", f"{counts.ended_by[Ending.length]:,} responses, each the last of its conversation"),
+        ("rendered with other text", f"{counts.texts_changed:,} responses"),
+        ("rendered with other tokens", f"{counts.tokens_changed:,} responses with the same text"),
+        ("failed", f"{manifest.failed:,} conversations, retried by the next run"),
+        ("this run", this_run),
+    ):
+        table.add_row(name, value)
+    console = wide_console(80, markup=False, highlight=False)
+    console.print(table)
+    failures = [json.loads(line) for line in (directory / FAILURES).read_text(encoding="utf-8").splitlines()]
+    for group in group_refusals({failure["place"]: failure["reason"] for failure in failures}):
+        first = f"{group.reason}; first: {', '.join(group.first)}"
+        console.print(f"{group.count:,} left out or ended early: {first}", soft_wrap=True)
+    print(f"written to {directory}; {FAILURES} lists the conversations that were left out or ended early", flush=True)

@@ -1,11 +1,12 @@
 """Regenerates conversations on a running OpenAI-compatible server (vLLM, SGLang). Prompts are sent as token ids.
 
-The server is not trusted: its answers are bounded, and what it says is shown without the secrets that it was sent.
+What the server says is shown without the secrets that it was sent.
 """
 
 import asyncio
 import itertools
 import json
+import os
 from base64 import b64encode
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -13,9 +14,9 @@ from typing import Any
 from urllib.parse import unquote
 
 import httpx
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from mtptrain.config import ResponsesConfig
 from mtptrain.engines.engine import NEUTRAL_SAMPLING
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
@@ -26,8 +27,6 @@ from .dialogue import INCOMPLETE, Dialogue, Prompt, RegeneratedConversation, Res
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 SHOWN_CHARACTERS = 200
 """Maximum number of characters that an error quotes from the server."""
-MAX_BODY_BYTES = 64 * 2**20
-"""Maximum size of an answer. The ids of a prompt of 128k tokens take about 1 MB."""
 
 
 class RequestFailed(Exception):
@@ -44,50 +43,51 @@ class CompletionServer:
     def __init__(
         self,
         url: str,
-        model: str | None,
+        settings: ResponsesConfig,
         sampling: Sampling,
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
-        *,
-        max_retries: int,
-        timeout_s: float,
-        api_key: str | None,
     ) -> None:
         """Ask the server for its models.
 
         Raises:
-            UserError: no OpenAI-compatible server responds, or it rejects the API key or does not serve `model`, or
-                several if `model` is None; or the address has a password that is not percent-encoded.
+            UserError: no OpenAI-compatible server responds, or it rejects the API key or does not serve
+                `settings.model`, or several if that is None; or the key, or the address's password, cannot be sent.
         """
+        api_key = os.environ.get(settings.api_key_variable, "")
+        if not all("!" <= character <= "~" for character in api_key):
+            raise UserError(
+                f"responses.api_key_variable: {settings.api_key_variable} must hold a key of printable ASCII "
+                "characters without spaces, but holds others, such as a line break or a quotation mark of a text "
+                "editor; set it again"
+            )
         self._url, self._secrets = url, secrets_of(url, api_key)
         self.url = self._shown(url)
         """The address as messages show it, without secrets."""
-        self._sampling, self._tokenizer, self._vocab_size = sampling, tokenizer, vocab_size
-        self._max_retries, self._timeout_s = max_retries, timeout_s
-        # A compressed body can be a thousand times as long as what arrives, so ask for one that is not compressed.
-        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._settings, self._sampling = settings, sampling
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._ssl_context = httpx.create_ssl_context()
-        self._redirects: set[str] = set()
-        served = self._models()
-        self.model = next(iter(served)) if model is None and len(served) == 1 else str(model)
+        served = self._context_lengths()
+        self.model = next(iter(served)) if settings.model is None and len(served) == 1 else str(settings.model)
         if self.model not in served:
             raise UserError(
                 "responses.model: must be the target's name on the server, and may be left out if there is one model, "
-                f"but is {model}, and {self.url} serves {self.quote(', '.join(served)) or 'none'}; correct it, or "
-                "start the server with that model"
+                f"but is {settings.model}, and {self.url} serves {self.quote(', '.join(served)) or 'none'}; correct "
+                "it, or start the server with that model"
             )
         self.context_tokens = served[self.model]
         """Maximum tokens of prompt plus response; None if the server does not report it."""
         self.version = self._version()
 
-    def _models(self) -> dict[str, int | None]:
+    def _context_lengths(self) -> dict[str, int | None]:
         """Returns the context length of each model by name; None if the server does not report it."""
         try:
             content = asyncio.run(self._fetch("/models"))
             lengths = {str(model["id"]): model.get("max_model_len") for model in content["data"]}
-            if not all(type(length) is int and length > 0 for length in lengths.values() if length is not None):
-                raise TypeError
-            return lengths
+            return {
+                name: length if isinstance(length, int) and length > 0 else None for name, length in lengths.items()
+            }
         except RequestFailed as failure:
             problem = str(failure)
         except (LookupError, TypeError, AttributeError):
@@ -128,13 +128,13 @@ class CompletionServer:
     async def complete(self, prompt: Prompt, stopping: asyncio.Event) -> Response:
         """Returns the response to a prompt.
 
-        If the server is busy or unreachable, or its answer is not JSON, retries up to `max_retries` times.
+        If the server is busy or unreachable, or its answer is not JSON, retries up to `responses.max_retries` times.
 
         Raises:
             RequestFailed: the server refused the request or did not answer with a completion, or all retries failed, or
                 `stopping` was set before the next request.
         """
-        max_new_tokens = self._sampling.max_new_tokens
+        settings, max_new_tokens = self._settings, self._sampling.max_new_tokens
         for attempt in itertools.count():
             if stopping.is_set():
                 break
@@ -142,11 +142,12 @@ class CompletionServer:
                 content = await self._fetch("/completions", self._request(prompt, max_new_tokens))
                 return self._parse(content, prompt, max_new_tokens)
             except RequestFailed as failure:
-                if not failure.may_retry or attempt == self._max_retries:
+                if not failure.may_retry or attempt == settings.max_retries:
                     raise
                 backoff_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
+                pause_s = max(backoff_s, min(failure.retry_after_s, settings.timeout_s))
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(stopping.wait(), max(backoff_s, min(failure.retry_after_s, self._timeout_s)))
+                    await asyncio.wait_for(stopping.wait(), pause_s)
         raise RequestFailed("the run was stopped")
 
     def _request(self, prompt: Prompt, max_new_tokens: int) -> dict[str, Any]:
@@ -188,11 +189,8 @@ class CompletionServer:
             decoded = decode_response(self._tokenizer, prompt.token_ids, kept)
             # Another tokenizer would give another text. Servers differ in spaces, incomplete characters and special
             # tokens, which do not count.
-            possible = (
-                decoded,
-                decoded + decode(self._tokenizer, end),
-                decode(self._tokenizer, kept, without_special=True),
-            )
+            without_special = decode(self._tokenizer, kept, without_special=True)
+            possible = (decoded, decoded + decode(self._tokenizer, end), without_special)
             if squashed(text) not in map(squashed, possible):
                 raise ValueError("the text must be that of token_ids with the target's tokenizer, but is another")
             return Response(num_tokens, reason == "length", kept, end, decoded)
@@ -210,28 +208,21 @@ class CompletionServer:
             request: the content of a POST.
 
         Raises:
-            RequestFailed: there is no answer within `timeout_s`, or it is an error, too long, or not JSON.
+            RequestFailed: there is no answer within `responses.timeout_s`, or it is an error or not JSON.
         """
         base, mark, query = self._url.partition("?")
         url = address_below((base.rstrip("/").removesuffix("/v1") if is_beside else base) + mark + query, path)
-        body = bytearray()
         client = httpx.AsyncClient(headers=self._headers, verify=self._ssl_context, timeout=None, follow_redirects=True)
-        method = "GET" if request is None else "POST"
         try:
             # httpx would apply its own timeout to each read.
-            async with asyncio.timeout(self._timeout_s), client, client.stream(method, url, json=request) as response:
-                if response.history:
-                    self._announce_redirect(url, str(response.url))
-                async for chunk in response.aiter_raw():
-                    body += chunk
-                    if len(body) > MAX_BODY_BYTES:
-                        raise RequestFailed(f"the server's answer is longer than {MAX_BODY_BYTES:,} bytes")
+            async with asyncio.timeout(self._settings.timeout_s), client:
+                response = await client.request("POST" if request else "GET", url, json=request)
         except (OSError, httpx.HTTPError, httpx.InvalidURL, UnicodeError, ExceptionGroup) as error:
             # The last two are raised for a host that is no name and for a port out of range.
             reason = "timed out" if isinstance(error, TimeoutError) else self.quote(str(error)) or type(error).__name__
             raise RequestFailed(f"the server does not answer: {reason}", may_retry=True) from None
         if not response.is_success:
-            said = self.quote(body.decode(errors="replace").strip() or response.reason_phrase)
+            said = self.quote(response.text.strip() or response.reason_phrase)
             retry_after = response.headers.get("Retry-After", "")
             raise RequestFailed(
                 f"the server answers {response.status_code}: {said}",
@@ -239,15 +230,9 @@ class CompletionServer:
                 float(retry_after) if retry_after.isdecimal() else 0.0,
             )
         try:
-            return parse_json(bytes(body), "the server's answer", "see its log")
+            return parse_json(response.content, "the server's answer", "see its log")
         except UserError as error:
             raise RequestFailed(self.quote(str(error)), may_retry=True) from None
-
-    def _announce_redirect(self, url: str, target: str) -> None:
-        """Print once where a redirect leads, because the prompts go there."""
-        if target not in self._redirects:
-            self._redirects.add(target)
-            tqdm.write(f"responses.url: {self._shown(url)} is redirected to {self._shown(target)}")
 
     def _shown(self, url: str) -> str:
         return hide_secrets(hide_passwords(url), self._secrets)
@@ -257,7 +242,7 @@ class CompletionServer:
         return printable(hide_secrets(text, self._secrets)[:SHOWN_CHARACTERS])
 
 
-def secrets_of(url: str, api_key: str | None) -> list[str]:
+def secrets_of(url: str, api_key: str) -> list[str]:
     """Returns what a server is sent to identify the user, in each form in which its messages may repeat it.
 
     Raises:
@@ -274,8 +259,12 @@ def secrets_of(url: str, api_key: str | None) -> list[str]:
         )
     in_query = [pair.partition("=")[2] or pair for pair in url.partition("?")[2].split("&")]
     quoted = [*user_info.split(":", 1), *in_query]
-    secrets = [api_key or "", *quoted, *map(unquote, quoted), b64encode(unquote(user_info).encode()).decode()]
+    secrets = [api_key, *quoted, *map(unquote, quoted), b64encode(unquote(user_info).encode()).decode()]
     return [form for secret in secrets for form in {secret, json.dumps(secret)[1:-1]}]
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def squashed(text: str) -> str:

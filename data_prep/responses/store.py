@@ -7,21 +7,114 @@ of both has a hash of itself, since nothing else tells whether the responses of 
 `manifest.json` is written last.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TextIO
+from typing import ClassVar, TextIO
 
-from mtptrain.data.identity import refuse_other
+from mtptrain.config import ConversationSchema, PromptsConfig
+from mtptrain.data.identity import TargetIdentity, refuse_different_facts, refuse_other
+from mtptrain.data.rows import RowFormat
+from mtptrain.run_dir import require
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import parse_json, publish, sealed, unsealed, write_sealed, write_text
+from mtptrain.utils.files import (
+    SEAL,
+    parse_json,
+    publish,
+    read_manifest,
+    sealed,
+    unsealed,
+    write_sealed,
+    write_text,
+)
 
+from ..conversations import Conversations, SourceMissing, read_conversations, refuse_duplicate_paths
 from .dialogue import ENDINGS, Ending, RegeneratedConversation
-from .manifest import CONVERSATIONS, MANIFEST, Counts, ResponsesIdentity, ResponsesManifest
 
-FAILURES, PLAN = "failures.jsonl", "plan.json"
+CONVERSATIONS, FAILURES = "conversations.jsonl", "failures.jsonl"
+MANIFEST, PLAN = "manifest.json", "plan.json"
+SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True)
+class ResponsesIdentity:
+    """Everything that must be equal for responses to share a directory."""
+
+    program: ClassVar[str] = "mtptrain responses"
+    target: TargetIdentity
+    sources: dict[str, str]
+    """Hash of the conversations in each file or hub data set, by its path or name."""
+    backend: str
+    model: str | None
+    """Name of the model on the server; None with transformers."""
+    settings: dict[str, int | float | str]
+    """Sampling settings by their names in the config, and everything else that affects responses."""
+
+    def facts(self) -> dict[str, object]:
+        """Returns the values to compare, by their names in error messages."""
+        return {
+            **self.target.facts(),
+            "the conversations (prompts.paths and their hashes)": self.sources,
+            "the order of prompts.paths": list(self.sources),
+            "the backend (responses.url)": self.backend,
+            "the served model (responses.model)": self.model,
+            **self.settings,
+        }
+
+
+@dataclass
+class Counts:
+    """Counts over all conversations of conversations.jsonl."""
+
+    conversations: int = 0
+    answers: int = 0
+    answer_tokens: int = 0
+    """Number of generated tokens, including end-of-sequence tokens."""
+    ended_by: dict[str, int] = field(default_factory=lambda: {ending.value: 0 for ending in Ending})
+    """Number of conversations by the reason they ended."""
+    unanswered: int = 0
+    """Number of conversations without any response."""
+    texts_changed: int = 0
+    """Number of responses that the chat template does not render as generated."""
+    tokens_changed: int = 0
+    """Number of responses that are rendered as generated but tokenized differently."""
+
+    def add(self, regenerated: RegeneratedConversation) -> None:
+        self.conversations += 1
+        self.answers += len(regenerated.answer_tokens)
+        self.answer_tokens += sum(regenerated.answer_tokens)
+        self.ended_by[regenerated.ended_by] += 1
+        self.unanswered += not regenerated.answer_tokens
+        self.texts_changed += regenerated.texts_kept.count(False)
+        self.tokens_changed += regenerated.tokens_changed
+
+
+@dataclass(frozen=True)
+class ResponsesManifest:
+    """The contents of `manifest.json`, which is written last and so marks the stage as finished.
+
+    Until then, `plan.json` has the same entries with nothing counted yet.
+    """
+
+    identity: ResponsesIdentity
+    server_versions: list[str]
+    """Versions of all servers used, in the order of their first use; empty with transformers."""
+    counts: Counts = field(default_factory=Counts)
+    failed: int = 0
+    """Number of conversations that failed. The next run retries them."""
+    refused: int = 0
+    """Number of rows that cannot be used."""
+    schema_version: int = SCHEMA_VERSION
+
+    @staticmethod
+    def read(path: Path) -> "ResponsesManifest":
+        """Read a manifest or plan, after checking that neither it nor the conversations it describes have changed."""
+        advice = f"delete {path.parent} and run mtptrain responses again"
+        version = SCHEMA_VERSION if path.name == MANIFEST else None  # plans of earlier versions have none
+        return read_manifest(ResponsesManifest, path, ResponsesIdentity.program, advice, version, files=None)
 
 
 class ResponsesStore:
@@ -146,3 +239,49 @@ def _parse(line: bytes, path: Path, number: int) -> RegeneratedConversation:
         return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"{location}: must be a conversation, but is not ({error!r}); {advice}") from error
+
+
+def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str, str]:
+    """Returns the hash of the conversations in each path of `prompts.paths`."""
+    digests = {path: hashlib.sha256() for path in paths}
+    for row, name in enumerate(conversations.names):
+        path = conversations.origins[row][0].path
+        digests[path].update(json.dumps([name, conversations.messages(row)]).encode() + b"\n")
+    return {path: digest.hexdigest() for path, digest in digests.items()}
+
+
+def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Conversations:
+    """Reads the responses of a finished run, and prints how many conversations failed, if any did.
+
+    Raises:
+        UserError: mtptrain responses has not finished or has no response, or the responses are those of another target
+            or of other `prompts.paths`, or a file has changed since.
+    """
+    refuse_duplicate_paths(prompts.paths)
+    path = directory / MANIFEST
+    manifest = ResponsesManifest.read(require(path, "mtptrain responses"))
+    hashes: dict[str, str] = {}
+    for source in prompts.paths:  # responses stay usable without the original conversations
+        try:
+            hashes |= hash_sources(read_conversations([source], RowFormat.of(prompts), prompts.split), [source])
+        except SourceMissing as missing:
+            print(f"{source} cannot be read now, so the responses are not checked against it: {missing}", flush=True)
+
+    def facts(target: TargetIdentity, sources: dict[str, str]) -> dict[str, object]:
+        compared = {f"the hash of the conversations of {name}": sources.get(name) for name in hashes}
+        return target.facts() | {"prompts.paths": sorted(sources)} | compared
+
+    expected = facts(target, dict.fromkeys(prompts.paths, "") | hashes)
+    remedy = f"run mtptrain responses again, in another run_dir or after deleting {directory}"
+    refuse_different_facts(path, expected, facts(manifest.identity.target, manifest.identity.sources), remedy)
+    if manifest.failed:
+        print(
+            f"{directory}: {manifest.failed:,} conversations failed and are missing; run mtptrain responses again to "
+            "retry them",
+            flush=True,
+        )
+    if not manifest.counts.conversations:
+        raise UserError(f"{path}: must count at least one conversation, but counts none; run mtptrain responses again")
+    written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
+    form = RowFormat(ConversationSchema.messages, [*written, SEAL])
+    return read_conversations([str(directory / CONVERSATIONS)], form)

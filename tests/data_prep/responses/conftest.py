@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from data_prep.responses import server as completion_server
-from data_prep.responses.manifest import ResponsesManifest
 from data_prep.responses.regenerate import prepare_responses
+from data_prep.responses.store import ResponsesManifest
 from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
