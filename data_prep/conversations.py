@@ -19,7 +19,6 @@ from mtptrain.target.hub import HUB_ERRORS
 from mtptrain.utils.errors import UserError, reason_of
 from mtptrain.utils.files import parse_json
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 CORRECT = "correct or remove it"
 REASONS_SHOWN = 3
 
@@ -57,7 +56,11 @@ class Rows:
 
 @dataclass
 class UsableRows:
-    """Usable rows, and why the others were refused."""
+    """Usable rows, and why the others were refused.
+
+    Only what names a row is kept, and the row is read again when it is needed. Parquet files and hub data sets are
+    memory-mapped; the rows of jsonl and json files are in memory.
+    """
 
     names: list[str] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
@@ -69,10 +72,6 @@ class UsableRows:
     """Names of columns and message keys that are not read."""
 
     def row(self, index: int) -> Row:
-        """Reads a usable row again, because rows are not kept.
-
-        Parquet files and hub data sets are memory-mapped. The rows of jsonl and json files are in memory.
-        """
         rows, row = self.origins[index]
         return rows.row(row)
 
@@ -80,30 +79,32 @@ class UsableRows:
         rows, row = self.origins[index]
         return rows.location(row)
 
-    def add_all(self, paths: Sequence[str], split: str, identify: Callable[[Row], tuple[str, str]]) -> None:
+    def add_all(self, paths: Sequence[str], split: str, identify: Callable[[Row], tuple[str, str, set[str]]]) -> None:
         """Reads all files and data sets, and adds their rows.
 
         Args:
             paths: jsonl, json (one array) or parquet files, and names of data sets on the hub.
             split: split of hub data sets.
-            identify: returns the name and the group of a row, or raises ConversationRefused.
+            identify: returns the name and the group of a row, and the names of the columns and message keys that are
+                passed over, or raises ConversationRefused.
 
         Raises:
             UserError: a path is neither a file nor a hub data set, or a path is given twice or is a directory, a file
-                cannot be read or has another suffix than `FILE_SUFFIXES`, or has no usable row.
+                cannot be read or has another suffix than those of `READERS`, or has no usable row.
         """
         refuse_duplicate_paths(paths)
         for rows in [_read_rows(path, split) for path in paths]:
             refused: dict[str, str] = {}
             for index in range(len(rows.rows)):
                 try:
-                    name, group = identify(rows.row(index))
+                    name, group, passed_over = identify(rows.row(index))
                 except ConversationRefused as refusal:
                     refused[rows.location(index)] = str(refusal)
                     continue
                 self.names.append(name)
                 self.groups.append(group)
                 self.origins.append((rows, index))
+                self.passed_over |= passed_over
             if len(refused) == len(rows.rows):
                 raise _all_refused(rows.path, refused)
             self.refused.update(refused)
@@ -116,7 +117,6 @@ class Conversations(UsableRows):
     form: RowFormat = ANY_SCHEMA
 
     def messages(self, index: int) -> list[Message]:
-        """Parses the row of a conversation again, because messages are not stored."""
         return parse_row(self.row(index), self.form)[0]
 
     def question(self, index: int) -> str:
@@ -134,13 +134,12 @@ def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split
         form: how rows are read. With schema `auto`, rows of different schemas may share a file.
         split: split of hub data sets.
     """
-    conversations = Conversations(form=form)
 
-    def identify(row: Row) -> tuple[str, str]:
+    def identify(row: Row) -> tuple[str, str, set[str]]:
         messages, passed_over = parse_row(row, form)
-        conversations.passed_over |= passed_over
-        return conversation_name(row, messages), question_group(messages)
+        return conversation_name(row, messages), question_group(messages), passed_over
 
+    conversations = Conversations(form=form)
     conversations.add_all(paths, split, identify)
     return conversations
 
@@ -163,9 +162,9 @@ def _all_refused(path: str, refused: Mapping[str, str]) -> UserError:
     """Returns the error for a file without a usable row, with the most frequent reasons for refusing rows."""
     reasons = Counter(refused.values()).most_common(REASONS_SHOWN)
     counted = ", ".join(f"{count:,} refused ({reason})" for reason, count in reasons)
-    found = f"none: {counted}; the first row is {next(iter(refused))}" if refused else "no row at all"
+    held = f"none: {counted}; the first row is {next(iter(refused))}" if refused else "no row at all"
     return UserError(
-        f"prompts.paths: every file must hold at least one usable row, but {path} holds {found}; convert the data, or "
+        f"prompts.paths: every file must hold at least one usable row, but {path} holds {held}; convert the data, or "
         "correct prompts.source, prompts.paths, prompts.schema or prompts.roles"
     )
 
@@ -184,13 +183,12 @@ def _read_rows(path: str, split: str) -> Rows:
     if Path(path).is_dir():
         raise UserError(f"prompts.paths: must name files or hub data sets, but {path!r} is a directory; list its files")
     if Path(path).is_file():
-        readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-        if suffix not in readers:
+        if suffix not in READERS:
             raise UserError(
-                f"prompts.paths: files must end in {', '.join(readers)}, but {path!r} does not; convert the file"
+                f"prompts.paths: files must end in {', '.join(READERS)}, but {path!r} does not; convert the file"
             )
-        return readers[suffix](path)
-    if suffix in FILE_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+        return READERS[suffix](path)
+    if suffix in READERS or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
         raise SourceMissing(
             f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path"
         )
@@ -223,6 +221,9 @@ def _read_parquet(path: str) -> Rows:
             f"{path}: must be a parquet file with rows, but cannot be read ({reason}); create it again"
         ) from error
     return Rows(path, rows, range(1, len(rows) + 1))
+
+
+READERS: dict[str, Callable[[str], Rows]] = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
 
 
 def _read_hub(name: str, split: str) -> Rows:

@@ -1,10 +1,11 @@
 """Gives every prompt source the same interface: named files, conversations or rows of tokens, encoded on demand."""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,10 @@ from .responses.store import read_responses
 from .text_files import read_text_files
 
 
-class Source(Protocol):
+@dataclass(frozen=True)
+class Source:
+    """The items of `prompts.paths`: files, conversations or rows of tokens."""
+
     names: list[str]
     groups: list[str]
     """Name of each item's group. The items of a group have the same question."""
@@ -41,60 +45,96 @@ class Source(Protocol):
     """Name of each item's cluster of near-duplicate groups. All items of a cluster go to one split."""
     refused: dict[str, str]
     """Why an item is not in `names`, by location."""
-    passed_over: set[str]
+    location: Callable[[int], str]
+    """Returns where an item comes from, for messages."""
+    encode: Callable[[Sequence[int]], list[EncodedItem | str]]
+    """Returns the documents of each of these items, or the reason for refusing it."""
+    passed_over: set[str] = field(default_factory=set)
     """Names of columns and message keys that are not read."""
 
-    def location(self, index: int) -> str:
-        """Returns where item `index` comes from, for messages."""
 
-    def encode(self, indices: Sequence[int]) -> list[EncodedItem | str]:
-        """Returns the documents of each item, or the reason for refusing it."""
+def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path) -> Source:
+    """Find the usable documents of `prompts.paths`.
+
+    Args:
+        prompts: the settings.
+        target: the target, which must have generated the responses.
+        responses_dir: output of mtptrain responses, which replaces the conversations of the paths if the source is
+            `responses`.
+
+    Raises:
+        UserError: no path is given; with source `responses`: mtptrain responses has not finished, or the responses are
+            those of another target or of other `prompts.paths`; with any other source: a path does not exist or a file
+            has an unknown format; with conversations or responses: the chat template cannot be used.
+    """
+    if not prompts.paths:
+        raise UserError(
+            f"prompts.paths: must name at least one path with prompts.source={prompts.source}, but is empty; set "
+            "prompts.paths=[...] in the recipe or on the command line"
+        )
+    if prompts.source is PromptSource.tokens:
+        return read_token_rows(prompts.paths, prompts.metadata, prompts.split)
+    tokenizer = target.tokenizer
+    if prompts.source is PromptSource.text_files:
+        return encoded_texts(*read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)
+    check_chat_template(tokenizer)
+    if are_generated := prompts.source is PromptSource.responses:
+        conversations = read_responses(responses_dir, prompts, TargetIdentity.of(target))
+    else:
+        conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
+    clusters, similarity = conversations.groups, prompts.near_duplicate_similarity
+    if similarity < 1.0:
+        clusters = join_near_duplicates(conversations.groups, conversations.question, similarity)
+    return Source(
+        conversations.names,
+        conversations.groups,
+        clusters,
+        conversations.refused,
+        conversations.location,
+        partial(encode_chats, tokenizer, conversations, are_generated),
+        conversations.passed_over,
+    )
 
 
-class TextSource:
-    """Whole files with text, after a beginning-of-text token if the tokenizer has one; every token is supervised."""
+def encoded_texts(texts: dict[str, str], refused: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> Source:
+    """Returns whole files with text, after a beginning-of-text token if there is one; every token is supervised."""
+    names = [name for name, text in texts.items() if text]
+    refused = refused | {name: "empty" for name, text in texts.items() if not text}
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
-    def __init__(self, texts: dict[str, str], refused: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-        self.names = self.groups = self.clusters = [name for name, text in texts.items() if text]
-        self.refused = refused | {name: "empty" for name, text in texts.items() if not text}
-        self.passed_over: set[str] = set()
-        self._texts = [texts[name] for name in self.names]
-        self._tokenizer = tokenizer
-
-    def location(self, index: int) -> str:
-        return self.names[index]
-
-    def encode(self, indices: Sequence[int]) -> list[EncodedItem | str]:
-        texts = [self._texts[i] for i in indices]
-        bos = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
-        batch = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    def encode(indices: Sequence[int]) -> list[EncodedItem | str]:
+        batch = tokenizer([texts[names[i]] for i in indices], add_special_tokens=False, verbose=False)["input_ids"]
         documents = [np.array([*bos, *token_ids], np.int32) for token_ids in batch]  # [S] each
         return [EncodedItem([Encoding(ids, np.ones(len(ids), np.uint8))]) for ids in documents]
 
+    return Source(names, names, names, refused, names.__getitem__, encode)
 
-class TokenSource(UsableRows):
-    """Rows that somebody else has tokenized, each with the loss mask that says what is supervised.
+
+def read_token_rows(paths: Sequence[str], metadata: Collection[str], split: str) -> Source:
+    """Reads rows that somebody else has tokenized, each with the loss mask that says what is supervised.
 
     A row's group is the hash of its tokens before the first supervised one, or of all if that comes first, so answers
-    to one prompt stay together.
+    to one prompt stay together. See `UsableRows.add_all` for errors, and `read_tokens` for `metadata`.
     """
 
-    def __init__(self, paths: Sequence[str], metadata: Collection[str], split: str) -> None:
-        """Reads all files and data sets. See `UsableRows.add_all` for errors, and `read_tokens` for `metadata`."""
-        super().__init__()
-        self.clusters = self.groups
-        self._metadata = metadata
-        self.add_all(paths, split, self._identify)
-
-    def encode(self, indices: Sequence[int]) -> list[EncodedItem | str]:
-        return [EncodedItem([read_tokens(self.row(index), self._metadata)[0]]) for index in indices]
-
-    def _identify(self, row: Row) -> tuple[str, str]:
-        encoding, passed_over = read_tokens(row, self._metadata)
-        self.passed_over |= passed_over
+    def identify(row: Row) -> tuple[str, str, set[str]]:
+        encoding, passed_over = read_tokens(row, metadata)
         ids, name = encoding.input_ids, row.get("id")
         asked = ids[: encoding.loss_mask.argmax()]
-        return _hash(ids) if name in (None, "") else text_of("id", str(name)), _hash(asked if len(asked) else ids)
+        name = _hash(ids) if name in (None, "") else text_of("id", str(name))
+        return name, _hash(asked if len(asked) else ids), passed_over
+
+    rows = UsableRows()
+    rows.add_all(paths, split, identify)
+    return Source(
+        rows.names,
+        rows.groups,
+        rows.groups,
+        rows.refused,
+        rows.location,
+        lambda indices: [EncodedItem([read_tokens(rows.row(index), metadata)[0]]) for index in indices],
+        rows.passed_over,
+    )
 
 
 def read_tokens(row: Row, metadata: Collection[str] = ()) -> tuple[Encoding, set[str]]:
@@ -118,9 +158,7 @@ def read_tokens(row: Row, metadata: Collection[str] = ()) -> tuple[Encoding, set
         raise ConversationRefused("an attention_mask with zeros, which is not read: leave out the padding")
     if not mask.any():
         raise ConversationRefused("a loss_mask that selects no token")
-    others = {
-        name: value for name, value in columns.items() if name not in ("input_ids", "loss_mask", "attention_mask")
-    }
+    others = {name: columns[name] for name in columns.keys() - {"input_ids", "loss_mask", "attention_mask"}}
     return Encoding(ids.astype(np.int32), mask.astype(np.uint8)), pass_over("column", others) - {*ID_COLUMNS}
 
 
@@ -138,93 +176,45 @@ def _hash(ids: NDArray[np.int32]) -> str:
     return hashlib.sha256(ids.tobytes()).hexdigest()[:16]
 
 
-class ConversationSource:
-    """Conversations in the target's chat template; the tokens that the assistant generates are supervised."""
+def encode_chats(
+    tokenizer: PreTrainedTokenizerBase, conversations: Conversations, are_generated: bool, indices: Sequence[int]
+) -> list[EncodedItem | str]:
+    """Returns the documents of conversations in the target's chat template; what the assistant generates is supervised.
 
-    def __init__(
-        self, conversations: Conversations, tokenizer: PreTrainedTokenizerBase, near_duplicate_similarity: float
-    ) -> None:
-        self.names = conversations.names
-        self.groups = self.clusters = conversations.groups
-        if near_duplicate_similarity < 1.0:
-            self.clusters = join_near_duplicates(self.groups, conversations.question, near_duplicate_similarity)
-        self.refused, self.passed_over = conversations.refused, conversations.passed_over
-        self.location = conversations.location
-        self._conversations = conversations
-        self._tokenizer = tokenizer
-
-    def encode(self, indices: Sequence[int]) -> list[EncodedItem | str]:
-        rendered: dict[int, RenderedConversation] = {}
-        refused: dict[int, str] = {}
-        for index in indices:
-            try:
-                rendered[index] = self._render(index)
-            except ConversationRefused as refusal:
-                refused[index] = str(refusal)
-        encoded = dict(zip(rendered, encode_conversations(self._tokenizer, list(rendered.values())), strict=True))
-        return [encoded[index] if index in encoded else refused[index] for index in indices]
-
-    def _render(self, index: int) -> RenderedConversation:
-        return render_conversation(self._tokenizer, self._conversations.messages(index))
-
-
-class ResponsesSource(ConversationSource):
-    """Conversations that mtptrain responses has regenerated.
-
-    The loss mask leaves out responses that the template does not render as generated, and the end-of-turn token that
-    the template adds after a response that was cut off.
+    Of responses that the target generated (`are_generated`), the loss mask leaves out those that the template does not
+    render as generated, and the end-of-turn token that the template adds after a response that was cut off.
     """
-
-    def encode(self, indices: Sequence[int]) -> list[EncodedItem | str]:
-        special_ids = list(special_tokens(self._tokenizer))
-        items = super().encode(indices)
-        for index, item in zip(indices, items, strict=True):
-            row = self._conversations.row(index)
-            if row["ended_by"] == Ending.length and row["texts_kept"][-1] and not isinstance(item, str):
-                whole = item.encodings[0]  # contains the last response
-                last = np.flatnonzero(whole.loss_mask)[-1:]
-                whole.loss_mask[last] = ~np.isin(whole.input_ids[last], special_ids)
-        return items
-
-    def _render(self, index: int) -> RenderedConversation:
-        is_kept = self._conversations.row(index)["texts_kept"]
-        if is_kept and not any(is_kept):
-            raise ConversationRefused("the chat template renders no answer as it was generated")
-        messages = self._conversations.messages(index)
-        answers = [message for message in messages if message["role"] == "assistant"]
-        for message, kept in zip(answers, is_kept, strict=True):
-            if not kept:
-                message["weight"] = "0"
-        rendered = render_conversation(self._tokenizer, messages, is_generated=True)
-        return replace(rendered, trained=len(answers), untrained=0)
+    rendered: dict[int, RenderedConversation] = {}
+    items: dict[int, EncodedItem | str] = {}
+    for index in indices:
+        try:
+            if are_generated:
+                rendered[index] = _render_responses(tokenizer, conversations, index)
+            else:
+                rendered[index] = render_conversation(tokenizer, conversations.messages(index))
+        except ConversationRefused as refusal:
+            items[index] = str(refusal)
+    special_ids = list(special_tokens(tokenizer))
+    for index, item in zip(rendered, encode_conversations(tokenizer, list(rendered.values())), strict=True):
+        items[index] = item
+        row = conversations.row(index) if are_generated else {}
+        if row.get("ended_by") == Ending.length and row["texts_kept"][-1]:
+            whole = item.encodings[0]  # contains the last response
+            last = np.flatnonzero(whole.loss_mask)[-1:]
+            whole.loss_mask[last] = ~np.isin(whole.input_ids[last], special_ids)
+    return [items[index] for index in indices]
 
 
-def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path) -> Source:
-    """Find the usable documents of `prompts.paths`.
-
-    Args:
-        prompts: the settings.
-        target: the target, which must have generated the responses.
-        responses_dir: output of mtptrain responses, which replaces the conversations of the paths if the source is
-            `responses`.
-
-    Raises:
-        UserError: no path is given; with source `responses`: mtptrain responses has not finished, or the responses are
-            those of another target or of other `prompts.paths`; with any other source: a path does not exist or a file
-            has an unknown format; with conversations or responses: the chat template cannot be used.
-    """
-    if not prompts.paths:
-        raise UserError(
-            f"prompts.paths: must name at least one path with prompts.source={prompts.source}, but is empty; set "
-            "prompts.paths=[...] in the recipe or on the command line"
-        )
-    if prompts.source is PromptSource.tokens:
-        return TokenSource(prompts.paths, prompts.metadata, prompts.split)
-    tokenizer, similarity = target.tokenizer, prompts.near_duplicate_similarity
-    if not prompts.source.is_chat:
-        return TextSource(*read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)
-    check_chat_template(tokenizer)
-    if prompts.source is PromptSource.responses:
-        return ResponsesSource(read_responses(responses_dir, prompts, TargetIdentity.of(target)), tokenizer, similarity)
-    conversations = read_conversations(prompts.paths, RowFormat.of(prompts), prompts.split)
-    return ConversationSource(conversations, tokenizer, similarity)
+def _render_responses(
+    tokenizer: PreTrainedTokenizerBase, conversations: Conversations, index: int
+) -> RenderedConversation:
+    is_kept = conversations.row(index)["texts_kept"]
+    if is_kept and not any(is_kept):
+        raise ConversationRefused("the chat template renders no answer as it was generated")
+    messages = conversations.messages(index)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for message, kept in zip(answers, is_kept, strict=True):
+        if not kept:
+            message["weight"] = "0"
+    rendered = render_conversation(tokenizer, messages, is_generated=True)
+    return replace(rendered, trained=len(answers), untrained=0)

@@ -6,21 +6,35 @@ train.safetensors, validation.safetensors, documents.jsonl, report.json and, las
     mtptrain prompts recipe=quickstart
 """
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+
+from tqdm import tqdm
 
 from mtptrain.config import PipelineConfig, PromptsConfig
 from mtptrain.data.chat_template import require_chat_template
 from mtptrain.data.identity import TokenizerIdentity
-from mtptrain.data.prompt_files import SCHEMA_VERSION, DocumentEntry, Documents, PromptsManifest, Split, is_held_out
+from mtptrain.data.prompt_files import (
+    SCHEMA_VERSION,
+    DocumentEntry,
+    Documents,
+    PromptsManifest,
+    Split,
+    is_held_out,
+    name_hash,
+)
 from mtptrain.run import Run
 from mtptrain.run_dir import write_provenance, writing
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from .prompt_sources import Source, read_source
-from .prompt_windows import collect_windows
 from .prompts_report import DuplicatesReport, PromptsReport, SplitReport, group_refusals, has_drafts, print_report
+from .renderings import EncodedItem, Encoding
+
+_BATCH = 64
+"""Number of items per call of the tokenizer. Each call uses all cores."""
 
 
 def main(config: PipelineConfig) -> None:
@@ -52,24 +66,18 @@ def prepare_prompts(run: Run) -> PromptsReport:
         passed_over=sorted(source.passed_over),
         is_dated=prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer),
     )
-    collector, refused = collect_windows(source, prompts, vocab_size, report)
-    splits = {split: collector.documents(split) for split in Split}
+    windows = Windows(prompts, vocab_size, report)
+    refused = windows.add_all(source)
+    splits = {split: windows.documents(split) for split in Split}
     report.splits = {split: SplitReport.of(documents) for split, documents in splits.items()}
     report.refused = group_refusals(refused)
-    if not collector.windows and not collector.is_full:
-        raise UserError(
-            "prompts.paths: conversations must have an answer to learn from, after exactly the prompt that a server "
-            f"sends, but with the chat template of {tokenizer.name_or_path} none of {report.items:,} has one: "
-            f"{report.windows_unsupervised} windows without a supervised token{_reasons(report)}; correct the data or "
-            "the template, or let the target answer (mtptrain responses, prompts.source=responses)"
-        )
-    check_splits(splits, report, prompts)
+    check_splits(splits, report, prompts, tokenizer.name_or_path)
 
     stage_dir = run.stage_dir("prompts")
     write_provenance(stage_dir, run.config, "manifest.json")
     for split, documents in splits.items():
         documents.save(stage_dir / split.filename)
-    DocumentEntry.write_all(stage_dir, [entry for entry, _ in collector.windows])
+    DocumentEntry.write_all(stage_dir, [entry for entry, _ in windows.written])
     write_json(stage_dir / "report.json", asdict(report))
     train, validation = splits[Split.train], splits[Split.validation]
     PromptsManifest(
@@ -85,6 +93,131 @@ def prepare_prompts(run: Run) -> PromptsReport:
     return report
 
 
+class Windows:
+    """Cuts encoded items into windows, assigns each to a split, and counts in the report what is left out.
+
+    An item is a file, a conversation or a row of tokens. A conversation may need several encodings.
+    """
+
+    def __init__(self, prompts: PromptsConfig, vocab_size: int, report: PromptsReport) -> None:
+        self.written: list[tuple[DocumentEntry, Encoding]] = []
+        """The documents of the output, and the tokens of each. An id is its index among them."""
+        self._is_full = False
+        """Whether a window would have exceeded prompts.max_train_tokens. If so, the training split is closed."""
+        self._prompts, self._vocab_size, self._report = prompts, vocab_size, report
+        self._train_tokens = 0
+        self._seen: set[bytes] = set()
+
+    def add_all(self, source: Source) -> dict[str, str]:
+        """Tokenize, cut and split items until the training split is full, in the order of their clusters' hashes.
+
+        A cluster is a file, all conversations with the same or nearly the same question, or all rows of tokens with the
+        same prompt. Held-out clusters have the smallest hashes. The validation split is therefore complete before the
+        training split can be full, and a file that has copies in both splits is kept in the validation split.
+
+        Returns:
+            Why items were refused, by location.
+        """
+        keys = list(zip(map(name_hash, source.clusters), source.clusters, source.groups, source.names, strict=True))
+        order = sorted(range(len(keys)), key=lambda index: (keys[index], index))
+        refused, tokens_read = dict(source.refused), 0
+        with tqdm(total=len(order), desc="prompts", unit="item") as bar:
+            for start in range(0, len(order), _BATCH):
+                if self._is_full:
+                    self._report.beyond_max_train_tokens += len(order) - start
+                    break
+                batch = order[start : start + _BATCH]
+                for index, item in zip(batch, source.encode(batch), strict=True):
+                    if isinstance(item, str):
+                        refused[source.location(index)] = item
+                    else:
+                        self._add(source, index, item)
+                        tokens_read += sum(len(encoding.input_ids) for encoding in item.encodings)
+                bar.update(len(batch))
+                speed = tokens_read / max(bar.format_dict["elapsed"], 1e-9)
+                bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+        return refused
+
+    def documents(self, split: Split) -> Documents:
+        return Documents.from_list(
+            [(entry.id, each.input_ids, each.loss_mask) for entry, each in self.written if entry.split is split]
+        )
+
+    def _add(self, source: Source, index: int, item: EncodedItem) -> None:
+        """Add the windows of an item that fit within prompts.max_train_tokens, which does not limit validation.
+
+        An item with the same tokens and loss mask as an earlier one is left out.
+        """
+        prompts, report, name, group = self._prompts, self._report, source.names[index], source.groups[index]
+        for encoding in item.encodings:
+            check_vocabulary(encoding, self._vocab_size, source.location(index))
+        if self._is_copy(item):
+            report.duplicates.dropped += 1
+            return
+        split = Split.validation if is_held_out(source.clusters[index], prompts.validation_fraction) else Split.train
+        if split is Split.train and self._is_full:
+            report.beyond_max_train_tokens += 1
+            return
+        report.answers_left_out += item.answers_left_out
+        report.answers_untrained += item.answers_untrained
+        report.answers_inserted += item.answers_inserted
+        is_cut, is_whole = False, True
+        for encoding in item.encodings:
+            windows = cut(encoding, prompts.max_document_tokens)
+            if len(windows) > 1:
+                is_cut = True
+                report.windows_cut += len(windows)
+            if encoding.turn:
+                report.rewritten.answers += encoding.answers
+            for number, window in enumerate(windows):
+                tokens = len(window.input_ids)
+                if not window.loss_mask.any():
+                    report.windows_unsupervised += 1
+                elif split is Split.validation or self._fits(tokens):
+                    entry = DocumentEntry(len(self.written), name, split, tokens, number, encoding.turn, group)
+                    self.written.append((entry, window))
+                    if encoding.turn:
+                        report.rewritten.add(window.loss_mask)
+                else:
+                    is_whole = False
+        report.items_cut += is_cut
+        report.beyond_max_train_tokens += not is_whole
+
+    def _is_copy(self, item: EncodedItem) -> bool:
+        """Remembers an item, and returns whether an earlier one has the same tokens and loss mask."""
+        digest = hashlib.blake2b(digest_size=16)
+        for each in item.encodings:
+            digest.update(len(each.input_ids).to_bytes(8) + each.input_ids.tobytes() + each.loss_mask.tobytes())
+        is_copy = digest.digest() in self._seen
+        self._seen.add(digest.digest())
+        return is_copy
+
+    def _fits(self, tokens: int) -> bool:
+        """Counts the tokens of a training window and returns True, or closes the split if they exceed the limit."""
+        limit = self._prompts.max_train_tokens
+        # A full split stays full even if a shorter window would fit, so that raising the limit only appends windows.
+        self._is_full = self._is_full or 0 < limit < self._train_tokens + tokens
+        self._train_tokens += 0 if self._is_full else tokens
+        return not self._is_full
+
+
+def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
+    """Returns consecutive windows of at most `max_tokens`, without overlap."""
+    ids, mask = encoding.input_ids, encoding.loss_mask
+    starts = range(0, len(ids), max_tokens)
+    return [replace(encoding, input_ids=ids[i : i + max_tokens], loss_mask=mask[i : i + max_tokens]) for i in starts]
+
+
+def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None:
+    highest = int(encoding.input_ids.max(initial=0))
+    if highest >= vocab_size:
+        raise UserError(
+            f"target.path: token ids must be below the model's vocab_size {vocab_size}, but {location} has {highest}; "
+            "the tokenizer, or the data of prompts.source=tokens, belongs to another model: correct target.path, its "
+            "files or prompts.paths"
+        )
+
+
 def check_source(source: Source, prompts: PromptsConfig) -> None:
     """Raise before the expensive work if there is no document, or if a split would be empty."""
     if not source.names:  # rows without a usable one have been refused, file by file
@@ -93,20 +226,28 @@ def check_source(source: Source, prompts: PromptsConfig) -> None:
             f"prompts.paths: must hold at least one file with text that matches {prompts.pattern!r}, but "
             f"{', '.join(prompts.paths)} holds none{counted}; correct the paths, prompts.pattern or the data"
         )
-    num_held_out = sum(is_held_out(cluster, prompts.validation_fraction) for cluster in source.clusters)
-    for split, count in ((Split.validation, num_held_out), (Split.train, len(source.clusters) - num_held_out)):
-        if not count:
-            num_clusters = len(set(source.clusters))
-            is_fewer = num_clusters < len(source.names)
-            shared = f" (different questions, near-duplicates left out: {num_clusters:,})" if is_fewer else ""
-            raise _empty_split(split, f": none of {len(source.names):,} documents{shared} belongs to it", prompts)
+    sides = {is_held_out(cluster, prompts.validation_fraction) for cluster in source.clusters}
+    if len(sides) == 1:
+        num_clusters = len(set(source.clusters))
+        counted = f" ({num_clusters:,} different questions, near-duplicates counted once)"
+        reason = f"none of {len(source.names):,} documents{counted if num_clusters < len(source.names) else ''}"
+        raise _empty_split(Split.train if sides == {True} else Split.validation, f"{reason} belongs to it", prompts)
 
 
-def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig) -> None:
-    for split, documents in splits.items():
-        if not len(documents):
-            left_out = f"{report.windows_unsupervised} windows without a supervised token{_reasons(report)}"
-            raise _empty_split(split, f": {left_out}", prompts)
+def check_splits(
+    splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig, tokenizer_name: str
+) -> None:
+    reasons = "".join(f", {group.count} refused ({group.reason})" for group in report.refused)
+    left_out = f"{report.windows_unsupervised} windows without a supervised token{reasons}"
+    empty = [split for split, documents in splits.items() if not len(documents)]
+    if len(empty) == len(splits) and not report.beyond_max_train_tokens:
+        raise UserError(
+            "prompts.paths: conversations must have an answer to learn from, after exactly the prompt that a server "
+            f"sends, but with the chat template of {tokenizer_name} none of {report.items:,} has one: {left_out}; "
+            "correct the data or the template, or let the target answer (mtptrain responses, prompts.source=responses)"
+        )
+    for split in empty:
+        raise _empty_split(split, left_out, prompts)
     train = splits[Split.train]
     if not any(has_drafts(train.mask(i)) for i in range(len(train))):
         raise UserError(
@@ -120,9 +261,5 @@ def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> UserError
     return UserError(
         f"prompts: the {split} split must hold at least one document, but holds none with "
         f"prompts.validation_fraction={prompts.validation_fraction} and "
-        f"prompts.max_train_tokens={prompts.max_train_tokens}{reason}; add data or change these settings"
+        f"prompts.max_train_tokens={prompts.max_train_tokens}: {reason}; add data or change these settings"
     )
-
-
-def _reasons(report: PromptsReport) -> str:
-    return "".join(f", {group.count} refused ({group.reason})" for group in report.refused)

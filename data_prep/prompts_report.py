@@ -17,7 +17,6 @@ from mtptrain.data.prompt_files import Documents, Split, is_held_out
 from mtptrain.training.batches import draft_spans
 
 _NAMES_SHOWN = 3
-_BAR_WIDTH = 30
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class SplitReport:
     """Number of tokens with loss mask 1."""
     without_drafts: int
     """Number of these documents whose answers are too short to draft any token."""
-    lengths: dict[int, int]
-    """Histogram of lengths: key n counts documents of more than n / 2 and at most n tokens."""
+    longest: int
+    """Number of tokens of the longest document."""
 
     @staticmethod
     def of(documents: Documents) -> "SplitReport":
@@ -39,7 +38,7 @@ class SplitReport:
             tokens=len(documents.input_ids),
             supervised_tokens=int(documents.loss_mask.sum()),
             without_drafts=sum(not has_drafts(documents.mask(i)) for i in range(len(documents))),
-            lengths=length_histogram(documents.lengths.tolist()),
+            longest=int(documents.lengths.max(initial=0)),
         )
 
 
@@ -145,26 +144,12 @@ class PromptsReport:
 
 
 def has_drafts(mask: NDArray[np.uint8]) -> bool:
-    """Returns whether the document has a draft position: a token after which two generated tokens follow.
-
-    Args:
-        mask: the loss mask [S] of a document.
-    """
+    """Returns whether a document with this loss mask [S] has a draft position: two generated tokens after a token."""
     return len(draft_spans(mask)[0]) > 0
 
 
-def length_histogram(lengths: Sequence[int]) -> dict[int, int]:
-    """Returns counts by length rounded up to a power of two, including zeros between the shortest and the longest."""
-    counts = Counter((length - 1).bit_length() for length in lengths)
-    return {2**power: counts[power] for power in range(min(counts), max(counts) + 1)} if counts else {}
-
-
 def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
-    """Counts refusals by reason, the most frequent reason first, and keeps the first few locations of each.
-
-    Args:
-        refused: the reason for each refusal, by location.
-    """
+    """Counts refusals, given by location, by reason: the most frequent first, with the first few locations of each."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         by_reason.setdefault(reason, []).append(name)
@@ -175,30 +160,14 @@ def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
 def print_report(report: PromptsReport) -> None:
     console = Console(markup=False, highlight=False)
     table = Table("split", title=f"prompts from {report.source}", title_justify="left")
-    for heading in ("documents", "tokens", "supervised tokens"):
+    for heading in ("documents", "tokens", "supervised tokens", "longest document"):
         table.add_column(heading, justify="right")
     for name, split in report.splits.items():
-        table.add_row(name, f"{split.documents:,}", f"{split.tokens:,}", f"{split.supervised_tokens:,}")
+        counts = (split.documents, split.tokens, split.supervised_tokens, split.longest)
+        table.add_row(name, *(f"{count:,}" for count in counts))
     console.print(table)
-    console.print(_length_table(report))
     for line in report_lines(report):
         console.print(line, soft_wrap=True)
-
-
-def _length_table(report: PromptsReport) -> Table:
-    total = Counter[int]()
-    for split in report.splits.values():
-        total.update(split.lengths)
-    table = Table(title="document lengths", title_justify="left")
-    table.add_column("tokens", justify="right")
-    table.add_column("documents", justify="right")
-    table.add_column("")
-    for longest in sorted(total):
-        bar = "█" * round(_BAR_WIDTH * total[longest] / max(total.values()))
-        table.add_row(
-            f"{longest // 2 + 1:,} - {longest:,}" if longest > 2 else f"{longest}", f"{total[longest]:,}", bar
-        )
-    return table
 
 
 def report_lines(report: PromptsReport) -> list[str]:

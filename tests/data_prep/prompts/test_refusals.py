@@ -47,7 +47,10 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatCo
     failing = make_target(tmp_path / "target", chat_template=template)
     none = "none of 20 has one: 0 windows without a supervised token, 20 refused ("
     for turns, message in (
-        (("hello?", "answer {}"), ": none of 20 documents (different questions, near-duplicates left out: 1) belongs"),
+        (
+            ("hello?", "answer {}"),
+            ": none of 20 documents (1 different questions, near-duplicates counted once) belongs",
+        ),
         (("hello {}?",), f"{none}no assistant turn); correct the data or the template, or let the target answer ("),
         (("hello {}?", ""), f"{none}an answer without text)"),
         (("hello {}?", "yes"), f"with the chat template of {failing} {none}the chat template fails: ZeroDivisionErr"),
