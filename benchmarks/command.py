@@ -8,9 +8,10 @@ from typing import Any
 from rich.table import Table
 from transformers import LlamaConfig
 
-from mtptrain.command_line.program import command, run_program
+from mtptrain.command_line.program import run_program
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig
+from mtptrain.utils.startup import command
 
 Row = dict[str, Any]
 """Measurements by name; the unit is part of the name."""
@@ -23,9 +24,7 @@ def run_benchmark(main: Callable[[PipelineConfig, argparse.Namespace], None], pa
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--repeats", type=positive, default=3, help="runs of each candidate; the fastest counts")
-    typed = command()
-    options, sys.argv[1:] = parser.parse_known_args()
-    options.command = typed
+    options, sys.argv[1:] = parser.parse_known_args(namespace=argparse.Namespace(command=command()))
     run_program(lambda config: main(config, options))
 
 

@@ -29,7 +29,7 @@ from mtptrain.decoding.round_costs import LoopBench, PromptIds, Spent
 from mtptrain.decoding.speculate import PHASES
 from mtptrain.planning.break_even import OWN_LOOP, predicted_speed_up, read_costs
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance, writing
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.loading import load_target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
@@ -48,10 +48,10 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
         )
     for num_drafts in options.drafts:
         check_depths(config.head, "--drafts", num_drafts)
-    output_dir = config.stage_dir("bench_decode")
-    with writing(output_dir):
+    stage_dir = StageDir(config.stage_dir("bench_decode"))
+    with stage_dir.writing() as output_dir:
         report = measure(config, options)
-        write_provenance(output_dir, config, "report.json")
+        stage_dir.record(config, "report.json")
         write_sealed(output_dir / "report.json", report)
     print_table("Decoding", COLUMNS, report["rows"])
     print(fastest_choices(report["rows"]))

@@ -19,15 +19,15 @@ from mtptrain.data.draft_vocab import MANIFEST, DraftVocabManifest, offsets, wri
 from mtptrain.data.prompt_files import Documents, Split
 from mtptrain.heads import HEADS
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance, writing
 from mtptrain.settings.heads import HeadConfig
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
 
 def main(config: PipelineConfig) -> None:
-    with writing(config.stage_dir("draft_vocab")):
+    with StageDir(config.stage_dir("draft_vocab")).writing():
         manifest = prepare_draft_vocab(Run(config))
     print_summary(manifest)
     print(f"written to {config.stage_dir('draft_vocab')}")
@@ -50,7 +50,7 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
     token_ids = choose_tokens(counts[Split.train], size, special_token_ids(target))
 
     stage_dir = run.stage_dir("draft_vocab")
-    write_provenance(stage_dir, run.config, MANIFEST)
+    StageDir(stage_dir).record(run.config, MANIFEST)
     d2t = offsets(torch.from_numpy(token_ids))
     manifest = DraftVocabManifest(
         draft_vocab_size=size,

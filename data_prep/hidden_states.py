@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from mtptrain.command_line.stages import settings_of
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.engines.table import warn_of_limits
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens
@@ -35,8 +36,8 @@ from mtptrain.hidden_states.stream import OPEN_WINDOWS, POLL_S, STREAM, delete_s
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards
 from mtptrain.planning.plan import print_plan, streams_bytes_per_token
 from mtptrain.run import Run, become_cpu_ranks
-from mtptrain.run_dir import check_stage_dir, claim_stage_dir, was_made_with, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
@@ -50,16 +51,13 @@ def main(config: PipelineConfig) -> None:
         print_plan(config)
         return
     run, store_dir = Run(config), config.stage_dir("hidden_states")
-    if not config.verify:
-        check_stage_dir(store_dir)
-    if not (config.verify or config.train.stream or run.backend is Backend.vllm):
-        become_cpu_ranks(run, config.hidden_states.dtype)
-    ranks = init_ranks(config.distributed_timeout_hours)
     if config.verify:
-        verify_store(store_dir, ranks)
+        verify_store(store_dir, init_ranks(config.distributed_timeout_hours))
         return
-    with writing(store_dir, ranks, part=config.hidden_states.part):
-        extract_hidden_states(run, ranks)
+    with StageDir(store_dir).writing(part=config.hidden_states.part):
+        if not (config.train.stream or run.backend is Backend.vllm):
+            become_cpu_ranks(run, config.hidden_states.dtype)
+        extract_hidden_states(run, init_ranks(config.distributed_timeout_hours))
 
 
 def extract_hidden_states(run: Run, ranks: Ranks) -> None:
@@ -91,7 +89,7 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
         announce(extraction, missing, ranks)
         announce_precision("hidden_states.dtype", config.hidden_states.dtype)
         if config.hidden_states.part == 0:
-            write_provenance(extraction.store_dir, config)
+            StageDir(extraction.store_dir).record(config)
 
     # 2. Run the target and write shards.
     started = time.monotonic()
@@ -122,14 +120,15 @@ def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
     store_dir, shard_tokens = extraction.store_dir, extraction.config.hidden_states.shard_tokens
     manifest = None
     if ranks.is_first:
-        claim_stage_dir(store_dir, extraction.config)
+        stage_dir = StageDir(store_dir)
+        stage_dir.claim(extraction.config)
         manifest = begin_store(store_dir, extraction.identity, shard_tokens, extraction.own)
         config = extraction.config
         writes_manifest = not store_dir.is_symlink() and config.hidden_states.part == 0
-        if manifest and writes_manifest and not was_made_with(store_dir, config, "hidden-states"):
+        if manifest and writes_manifest and not stage_dir.was_made_with(config, settings_of("hidden-states")):
             # Other settings gave the same states. Record them and date the manifest anew, so that mtptrain run passes
             # over this stage.
-            write_provenance(store_dir, config)
+            stage_dir.record(config)
             (store_dir / MANIFEST).touch()
     if manifest:
         print(

@@ -25,7 +25,7 @@ from mtptrain.data.prompt_files import (
     name_hash,
 )
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance, writing
+from mtptrain.stage_dir import StageDir
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
@@ -38,7 +38,7 @@ _BATCH = 64
 
 
 def main(config: PipelineConfig) -> None:
-    with writing(config.stage_dir("prompts")):
+    with StageDir(config.stage_dir("prompts")).writing():
         report = prepare_prompts(Run(config))
     print_report(report)
     print(f"written to {config.stage_dir('prompts')}")
@@ -74,7 +74,7 @@ def prepare_prompts(run: Run) -> PromptsReport:
     check_splits(splits, report, prompts, tokenizer.name_or_path)
 
     stage_dir = run.stage_dir("prompts")
-    write_provenance(stage_dir, run.config, "manifest.json")
+    StageDir(stage_dir).record(run.config, "manifest.json")
     for split, documents in splits.items():
         documents.save(stage_dir / split.filename)
     DocumentEntry.write_all(stage_dir, [entry for entry, _ in windows.written])

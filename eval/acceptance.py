@@ -23,7 +23,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker
 from mtptrain.decoding.acceptance import has_loop
@@ -42,7 +41,7 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
 from mtptrain.init_from.start import RunHead, load_draft_model
 from mtptrain.run import Run, become_cpu_ranks
-from mtptrain.run_dir import check_stage_dir, output_dir_of, write_provenance, writing_output
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.training.held_out import HeldOutLosses, held_out_losses
@@ -51,6 +50,7 @@ from mtptrain.training.metrics import METRICS, read_metrics, track_report
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, write_sealed
+from mtptrain.utils.startup import command
 
 from .draft_quality import DraftQuality
 from .examples import examples
@@ -59,13 +59,10 @@ from .report_page import MEASURED_WITH, Section, held_out_section, write_run_pag
 
 
 def main(config: PipelineConfig) -> None:
-    chosen = config.acceptance.output_dir, "acceptance.output_dir", config.stage_dir("acceptance")
-    check_stage_dir(*output_dir_of(*chosen))
-    run = Run(config)
-    become_cpu_ranks(run, config.acceptance.dtype)
-    ranks = init_ranks(config.distributed_timeout_hours)
-    with writing_output(*chosen, ranks) as output_dir:
-        measure_head(run, ranks, output_dir)
+    run, given = Run(config), config.acceptance.output_dir
+    with StageDir.chosen(given, "acceptance.output_dir", config.stage_dir("acceptance")).writing() as output_dir:
+        become_cpu_ranks(run, config.acceptance.dtype)
+        measure_head(run, init_ranks(config.distributed_timeout_hours), output_dir)
 
 
 def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
@@ -92,7 +89,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
     held_out = held_out_losses_of(config, found, target, prompts, measured["head"], ranks)
     if ranks.is_first:
-        write_provenance(output_dir, config, "report.json")
+        StageDir(output_dir).record(config, "report.json")
         remove_generations(output_dir)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from mtptrain.command_line.program import command
 from mtptrain.config import PipelineConfig, TrainConfig
 from mtptrain.heads.files import (
     CHOICE,
@@ -29,18 +28,17 @@ from mtptrain.heads.files import (
     save_head,
 )
 from mtptrain.run import Run
-from mtptrain.run_dir import writing
+from mtptrain.stage_dir import StageDir
 from mtptrain.training.validation import Validated, Validation, measured_with
 from mtptrain.utils.distributed import Ranks, init_ranks
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_sealed
+from mtptrain.utils.startup import command
 
 
 def main(config: PipelineConfig) -> None:
-    ranks = init_ranks(config.distributed_timeout_hours)
-    stage_dir = config.stage_dir("train")
-    with writing(stage_dir, ranks):
-        choose(config, ranks, stage_dir)
+    with StageDir(config.stage_dir("train")).writing() as stage_dir:
+        choose(config, init_ranks(config.distributed_timeout_hours), stage_dir)
 
 
 def choose(config: PipelineConfig, ranks: Ranks, stage_dir: Path) -> None:

@@ -24,16 +24,16 @@ from rich.table import Table
 
 from eval.serving_speed.bench_rows import Row, speeds_of
 from eval.serving_speed.engine_settings import best_num_drafts, remove_engine_settings, write_engine_settings
-from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Served
 from mtptrain.engines.engines import ENGINES
 from mtptrain.planning.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.run import Run
-from mtptrain.run_dir import claim_stage_dir, write_provenance, writing_output
+from mtptrain.stage_dir import StageDir
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.masking import hide_passwords
+from mtptrain.utils.startup import command
 
 from .engines import find_served, find_server, spare_tokens
 from .plots import drawing, plot_serving
@@ -44,16 +44,17 @@ from .serving_speed.engine_runs import Bench, drafting_choices, measure, scratch
 def main(config: PipelineConfig) -> None:
     given, is_break_even = config.serving_bench.output_dir, config.serving_bench.break_even
     default = break_even_dir(config) if is_break_even else config.stage_dir("serving_bench")
-    with writing_output(given, "serving_bench.output_dir", default) as output_dir:
+    stage_dir = StageDir.chosen(given, "serving_bench.output_dir", default)
+    with stage_dir.writing() as output_dir:
         if is_break_even:
             measure_break_even(config, output_dir)
             return
         run = Run(config)
         bench, costs = prepare(run, output_dir)
-        claim_stage_dir(output_dir, config)
+        stage_dir.claim(config)
         with scratch_dir(output_dir) as scratch:
             rows, version = measure(bench, scratch)
-        write_provenance(output_dir, config, "report.json")
+        stage_dir.record(config, "report.json")
         write_results(bench, rows, version, costs)
 
 

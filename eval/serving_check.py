@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from mtptrain.command_line.program import command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import Dtype, PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
@@ -36,13 +35,14 @@ from mtptrain.engines.engine import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANC
 from mtptrain.engines.engines import ENGINES
 from mtptrain.init_from.start import RunHead
 from mtptrain.run import Run
-from mtptrain.run_dir import claim_stage_dir, write_provenance, writing_output
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.distributed import init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
+from mtptrain.utils.startup import command
 
 from .engines import find_decoder, spare_tokens
 from .report_page import write_run_page
@@ -60,7 +60,7 @@ def main(config: PipelineConfig) -> None:
             f"random, but is {settings.temperature:g}; leave it out"
         )
     given, default = config.serving.output_dir, config.stage_dir("serving_check")
-    with writing_output(given, "serving.output_dir", default) as output_dir:
+    with StageDir.chosen(given, "serving.output_dir", default).writing() as output_dir:
         is_accepted = check_engine(Run(config), output_dir)
     sys.exit(0 if is_accepted else 1)
 
@@ -74,7 +74,7 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     ours = decode_here(run, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
-    claim_stage_dir(output_dir, config)
+    StageDir(output_dir).claim(config)
     theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
     limits = settings.num_speculative_tokens, settings.max_new_tokens, ours.stop_token_ids
     our_counts, rule = engine.counted(ours.drafted, *limits)
@@ -88,7 +88,7 @@ def check_engine(run: Run, output_dir: Path) -> bool:
 
     served = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
     served["prompts_sha256"] = Prompts(prompts).sha256
-    write_provenance(output_dir, config, "report.json")
+    StageDir(output_dir).record(config, "report.json")
     write_sealed(output_dir / "report.json", served)
     print_table(config, comparison, engine.name, rule)
     write_run_page(config)

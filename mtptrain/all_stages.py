@@ -42,7 +42,7 @@ from rich.table import Table
 
 from mtptrain.command_line import program as command_line
 from mtptrain.command_line.program import python_module, stage_command
-from mtptrain.command_line.stages import STAGES, Runner, Stage, stages_of
+from mtptrain.command_line.stages import STAGES, Runner, Stage, settings_of, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.engines.exports import export_dir, refuse_changed_export
@@ -51,7 +51,7 @@ from mtptrain.init_from.published import resolve_init
 from mtptrain.init_from.start import check_one_start
 from mtptrain.planning.plan import Plan, duration, print_plan
 from mtptrain.run import Run
-from mtptrain.run_dir import was_made_with
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with
@@ -108,7 +108,7 @@ def check(config: PipelineConfig) -> None:
         if has_format(config.head.name):
             exported = output_of("export", STAGES["export"], config).parent
             refuse_changed_export(exported, f"move {exported} away and run mtptrain export again")
-            export_dir(config)  # refuses a folder of somebody else
+            export_dir(config).check_replaceable()
     if num_gpus := torch.cuda.device_count():
         check_batch_ranks(config.train.micro_batches_per_step, num_gpus)
 
@@ -152,7 +152,8 @@ def is_finished(name: str, output: Path, done_at: float, config: PipelineConfig)
     run_dir = Path(config.run_dir)
     in_run_dir = output.is_relative_to(run_dir)
     stage_dir = run_dir / output.relative_to(run_dir).parts[0] if in_run_dir else output.parent
-    is_made = stage_dir.is_symlink() or output.parent.is_symlink() or was_made_with(output.parent, config, name)
+    made_with_these = StageDir(output.parent).was_made_with(config, settings_of(name))
+    is_made = stage_dir.is_symlink() or output.parent.is_symlink() or made_with_these
     return output.is_file() and output.stat().st_mtime >= done_at and is_made
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from mtptrain.config import ExportEngine, PipelineConfig
 from mtptrain.decoding.export_proof import DOCUMENTS, TOKENS, DocumentBatch, prove_equal_proposals
-from mtptrain.engines.exports import README, SERVING, WRITTEN, WRITTEN_FOR, export_dir
+from mtptrain.engines.exports import README, SERVING, WRITTEN_FOR, export_dir
 from mtptrain.engines.format import Format
 from mtptrain.engines.llama_cpp.formats import GgufFormat
 from mtptrain.engines.table import format_for
@@ -25,7 +25,6 @@ from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.hidden_states.store import MANIFEST, HiddenStore
 from mtptrain.run import Run
-from mtptrain.run_dir import CONFIG, PROVENANCE, replaced
 from mtptrain.settings.evaluation import ExportDtype
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.target.model import TargetStates
@@ -60,7 +59,9 @@ def export(run: Run) -> None:
             else, or the exported head is not the trained one.
     """
     config = run.config
-    output_dir = export_dir(config)
+    stage_dir = export_dir(config)
+    stage_dir.check_replaceable()
+    output_dir = stage_dir.path
     form = format_for(config.export.engine, config.head, run.target.config, run.target.gguf)
     if config.export.engine == ExportEngine.vllm:
         check_directory_name(output_dir, form.method)
@@ -75,7 +76,7 @@ def export(run: Run) -> None:
     measured = measured_acceptance(config.acceptance_dir / "report.json", trained.sha256)
 
     # Write beside the final directory, so that an unfinished or unverified export never gets the final name.
-    with replaced(output_dir, config, WRITTEN, "export.output_dir") as directory:
+    with stage_dir.replaced(config) as directory:
         write_head(directory, form, trained.head.state_dict())
         form.add_target(directory, run.target.directory)
         check_tensors(directory, form)
@@ -125,7 +126,7 @@ def check_tensors(directory: Path, form: Format) -> None:
         name, expected, found = misfit
         raise UserError(
             f"export: {form.weights_name}: {name} must be {expected}, but is {found}; the engine would serve random "
-            "weights; the export was not put in place; report this with the run's config.yaml"
+            "weights; the export was not put in place; report this with the run's stage.json"
         )
 
 
@@ -225,7 +226,7 @@ def hide_homes(directory: Path) -> None:
     The README says so if its command has such a path. Copies of the target's vocabulary stay as they are.
     """
     optional = ("config.json", "tokenizer_config.json", "generation_config.json")
-    for name in (CONFIG, PROVENANCE, README, *(each for each in optional if (directory / each).is_file())):
+    for name in (README, *(each for each in optional if (directory / each).is_file())):
         text = (directory / name).read_text(encoding="utf-8")
         hidden = hide_home(text)
         if hidden != text:

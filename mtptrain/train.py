@@ -45,8 +45,8 @@ from mtptrain.init_from.from_target import start_from_target
 from mtptrain.init_from.start import check_one_start, load_init
 from mtptrain.planning.step import step_flops
 from mtptrain.run import Run, become_cpu_ranks
-from mtptrain.run_dir import check_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision, train_dtype
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
 from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.checkpoint import (
@@ -77,13 +77,12 @@ def main(config: PipelineConfig) -> None:
     # Tensor sizes differ from step to step, which fragments GPU memory. Torch reads this when it first uses a GPU. Only
     # training sets it: vLLM's workers would inherit it, and they cannot share memory in expandable segments.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
-    check_stage_dir(config.stage_dir("train"))
     run = Run(config)
-    become_cpu_ranks(run, config.acceptance.dtype, divides=config.train.micro_batches_per_step)
-    ranks = init_ranks(config.distributed_timeout_hours)
-    stop = StopSignal(ranks)
     try:
-        with writing(config.stage_dir("train"), ranks):
+        with StageDir(config.stage_dir("train")).writing():
+            become_cpu_ranks(run, config.acceptance.dtype, divides=config.train.micro_batches_per_step)
+            ranks = init_ranks(config.distributed_timeout_hours)
+            stop = StopSignal(ranks)
             training = prepare(run, ranks, stop)
             progress = fit(training, ranks, stop)
     except KeyboardInterrupt:
@@ -171,7 +170,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
         )
     if ranks.is_first:
         announce_precision("deepspeed", train_dtype(config.deepspeed))
-        write_provenance(run.stage_dir("train"), config)
+        StageDir(run.stage_dir("train")).record(config)
     ranks.barrier()
     # 5. Build the engine, and load the checkpoint into it.
     trainer = Trainer(head, parts, config.train, config.deepspeed, num_steps, ranks)

@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import data_prep  # noqa: F401
 import eval  # noqa: F401
-from mtptrain import run_dir
+from mtptrain import stage_dir
 from mtptrain.command_line.mistakes import CONFIG_GROUPS
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads.base import Head
@@ -44,7 +44,7 @@ from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.settings.hardware import this_machine
 from mtptrain.target.model import Target
-from mtptrain.utils.files import write_text
+from mtptrain.utils.files import write_json
 from tests.programs import StartedProgram, module_command
 from tests.slow import is_slow
 
@@ -262,13 +262,13 @@ def user_warnings() -> Iterator[list[warnings.WarningMessage]]:
 
 @pytest.fixture
 def interrupt_after_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Returns a function after whose call programs of this process stop as soon as they have written `config.yaml`."""
+    """Returns a function after whose call programs of this process stop as soon as they have written `stage.json`."""
 
     def interrupted(*arguments: Any) -> None:
-        write_text(*arguments)
+        write_json(*arguments)
         raise KeyboardInterrupt
 
-    return lambda: monkeypatch.setattr(run_dir, "write_text", interrupted)
+    return lambda: monkeypatch.setattr(stage_dir, "write_json", interrupted)
 
 
 @pytest.fixture(scope="session")

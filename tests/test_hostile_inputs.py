@@ -14,7 +14,7 @@ import pytest
 
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.run_dir import write_provenance
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import weights_fingerprint
 from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
@@ -134,7 +134,7 @@ def test_hostile_input_is_refused_in_one_line_and_nothing_is_written(
 def test_a_category_of_any_text_is_measured_and_a_damaged_report_replaced(place: Place, category: str) -> None:
     overrides = place.prompts_file(json.dumps({"id": "a", "text": "hi", "category": category}).encode())
     run_dir = place.directory / "run"
-    write_provenance(run_dir / "acceptance", make_config())
+    StageDir(run_dir / "acceptance").record(make_config())
     (run_dir / "acceptance/report.json").write_bytes(NESTED)
     ran = run_program(ACCEPTANCE, *TINY_SETTINGS, f"target.path={place.target}", f"run_dir={run_dir}", *overrides)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -23,12 +23,12 @@ from tests.slow import SLOW
 ROOT = Path(__file__).parents[1]
 PARTS = [
     "utils",
+    "stage_dir",
     "settings",
     "config",
     "command_line",
     "target",
     "heads",
-    "run_dir",
     "data",
     "decoding",
     "engines",
@@ -165,7 +165,7 @@ def test_no_import_of_mtptrain_runs_upward_or_in_a_circle() -> None:
 def test_the_top_of_mtptrain_has_the_config_the_run_three_programs_and_folders() -> None:
     files = {path.name for path in (ROOT / "mtptrain").glob("*.py")}
     programs = {"train.py", "export.py", "all_stages.py"}
-    assert files == {"__init__.py", "__main__.py", "config.py", "run_dir.py", "run.py"} | programs
+    assert files == {"__init__.py", "__main__.py", "config.py", "stage_dir.py", "run.py"} | programs
 
 
 def lines_of_rooms(root: Path) -> Counter[str]:

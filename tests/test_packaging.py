@@ -115,8 +115,7 @@ def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target:
 
     command = prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources"))
     run(installed.with_name("mtptrain"), "prompts", *command, cwd=Path("/"))
-    assert (tmp_path / "run/prompts/config.yaml").is_file()
-    provenance = json.loads((tmp_path / "run/prompts/provenance.json").read_text())
+    provenance = json.loads((tmp_path / "run/prompts/stage.json").read_text())
     assert provenance["argv"][0] == str(installed.with_name("mtptrain"))
 
 
@@ -164,4 +163,4 @@ def test_a_bare_checkout_runs_from_any_folder(checkout: Path, tiny_target: Path,
 
     command = prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources"))
     run(sys.executable, "-m", "mtptrain", "prompts", *command, cwd=Path("/"), pythonpath=checkout)
-    assert (tmp_path / "run/prompts/config.yaml").is_file()
+    assert (tmp_path / "run/prompts/stage.json").is_file()

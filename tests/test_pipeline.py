@@ -26,8 +26,8 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_every_stage_leaves_its_config_and_provenance(finished: Run) -> None:
     for stage in ("prompts", "hidden_states", "train", "acceptance", "export/vllm"):
-        assert "recipe=quickstart" in json.loads((finished[0] / stage / "provenance.json").read_text())["argv"]
-        assert "max_document_tokens: 128" in (finished[0] / stage / "config.yaml").read_text()
+        stored = json.loads((finished[0] / stage / "stage.json").read_text())
+        assert "recipe=quickstart" in stored["argv"] and stored["settings"]["prompts"]["max_document_tokens"] == 128
 
 
 def test_the_report_has_the_fields_that_others_read_and_its_figures_follow_from_its_counts(finished: Run) -> None:

@@ -28,8 +28,8 @@ from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import RowFormat
 from mtptrain.run import Run, become_cpu_ranks
-from mtptrain.run_dir import check_stage_dir, claim_stage_dir, write_provenance, writing
 from mtptrain.settings.precision import announce_precision
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import eos_token_ids, read_generation_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
@@ -51,13 +51,11 @@ _QUESTION = [{"role": "user", "content": "What is two and two?"}]
 
 
 def main(config: PipelineConfig) -> None:
-    check_stage_dir(config.stage_dir("responses"))
     run = Run(config)
-    if config.responses.url is None:
-        become_cpu_ranks(run, config.responses.dtype)
-    ranks = init_ranks(config.distributed_timeout_hours)
-    with writing(config.stage_dir("responses"), ranks):
-        manifest = prepare_responses(run, ranks)
+    with StageDir(config.stage_dir("responses")).writing():
+        if config.responses.url is None:
+            become_cpu_ranks(run, config.responses.dtype)
+        manifest = prepare_responses(run, init_ranks(config.distributed_timeout_hours))
     if manifest and manifest.failed:
         sys.exit(f"{manifest.failed:,} conversations failed; run mtptrain responses again to retry them")
 
@@ -107,9 +105,10 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     if missing and ranks.is_first:
         if server is None:
             announce_precision("responses.dtype", settings.dtype)
-        claim_stage_dir(store.directory, config)
+        stage_dir = StageDir(store.directory)
+        stage_dir.claim(config)
         store.mark_unfinished()
-        write_provenance(store.directory, config)
+        stage_dir.record(config)
     ranks.barrier()
 
     # 3. Regenerate them.

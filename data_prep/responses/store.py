@@ -18,7 +18,7 @@ from typing import ClassVar, TextIO
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts, refuse_other
 from mtptrain.data.rows import RowFormat
-from mtptrain.run_dir import require
+from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
     SEAL,

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from eval.serving_speed.bench_rows import Row
-from mtptrain.command_line.program import command, quoted, stage_command
+from mtptrain.command_line.program import quoted, stage_command
 from mtptrain.command_line.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.prompts import check_head_context
@@ -41,12 +41,13 @@ from mtptrain.planning.break_even import (
     verdicts,
 )
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, write_sealed
+from mtptrain.utils.startup import command
 
 from ..engines import served_by
 from ..plots import drawing, plot_break_even
@@ -69,7 +70,7 @@ def measure_break_even(config: PipelineConfig, output_dir: Path) -> None:
     costs = loop_costs(config, target, head, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # gives back what nothing holds any more: the target and its caches, and the head's copy
-    write_provenance(output_dir, config, "report.json")
+    StageDir(output_dir).record(config, "report.json")
     write_report(config, target, output_dir, costs)
     # 3. The engine.
     if isinstance(program, Path):

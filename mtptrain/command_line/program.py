@@ -4,7 +4,6 @@ A program is imported only after its settings have been composed and checked, be
 """
 
 import os
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,25 +36,16 @@ from mtptrain.utils.errors import (
     refusal,
     show_warning,
 )
-from mtptrain.utils.masking import hide_passwords
-from mtptrain.utils.startup import guarded_imports, imports_are_done
+from mtptrain.utils.startup import guarded_imports, imports_are_done, start_stage, started_stage
 
 READ_BY = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
 """The stages that can do something else than run, by the setting that tells them to."""
 
 
-_started_stage: str | None = None
-
-
-def started_stage() -> str | None:
-    """Returns the name of the stage that this process runs, or None for any other program."""
-    return _started_stage
-
-
 def run_stage(name: str) -> None:
     """Run the stage of this name on the settings in `sys.argv[1:]`."""
-    global _started_stage
-    _started_stage, module = name, python_module(STAGES[name].program)
+    start_stage(name)
+    module = python_module(STAGES[name].program)
 
     def load() -> Any:
         with guarded_imports():
@@ -154,13 +144,6 @@ def refuse_dashes(unknown: Sequence[str]) -> None:
             f"{unknown[0]}: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
             "NAME=VALUE, without dashes"
         )
-
-
-def command() -> str:
-    """Returns the command of this process as a user types it, without passwords and without torchrun."""
-    spec, stage = sys.modules["__main__"].__spec__, started_stage()
-    module = ["python", *([sys.argv[0]] if spec is None else ["-m", spec.name])]
-    return shlex.join([*(module if stage is None else ["mtptrain", stage]), *hide_passwords(sys.argv[1:])])
 
 
 def stage_command(stage: str, overrides: Sequence[str], num_ranks: int = 1) -> list[str]:

@@ -109,7 +109,7 @@ STAGES = {
         "5. write the head for a serving engine",
         "process",
         _always,
-        "export/{engine}/provenance.json",
+        "export/{engine}/serving.json",
         ("export",),
     ),
     "compare": Stage(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads.base import Head
-from mtptrain.run_dir import require
+from mtptrain.stage_dir import require
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_manifest, save_tensors, write_sealed

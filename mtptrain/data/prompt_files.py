@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from mtptrain.data.identity import TokenizerIdentity
-from mtptrain.run_dir import require
+from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
     parse_json,

@@ -52,7 +52,7 @@ def prove_equal_proposals(parts: FrozenParts, documents: "list[DocumentBatch]", 
             raise UserError(
                 "export: the exported head must propose the same tokens as the trained one, as surely, but proposes "
                 "others, or is more or less sure of the same ones, for the same hidden states; the export was not put "
-                "in place; report this with the run's config.yaml"
+                "in place; report this with the run's stage.json"
             )
         count += ours.tokens.numel()
     return count

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from mtptrain.config import PipelineConfig
-from mtptrain.run_dir import CONFIG, PROVENANCE, check_replaceable, lists, require
+from mtptrain.stage_dir import StageDir, require
 from mtptrain.target.families import head_dim, key_heads
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import SEAL, read_json, read_sealed, refuse_absent
@@ -15,8 +15,6 @@ from mtptrain.utils.files import SEAL, read_json, read_sealed, refuse_absent
 SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
 README = "README.md"
-WRITTEN = (CONFIG, PROVENANCE, SERVING, "config.json", "model.safetensors", README)
-"""Files of an export by a version that did not list them in its provenance."""
 WRITTEN_FOR = {
     "vllm": "0.32",
     "sglang": "0.5.23",
@@ -95,26 +93,21 @@ def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[st
 def refuse_changed_export(directory: Path, advice: str = "copy or download it again") -> None:
     """Raises UserError if a folder is an export of ours whose `serving.json`, weights or config.json have changed.
 
-    An export is recognised by either its `serving.json` or its provenance, which lists that file.
+    An export is recognised by either its `serving.json` or its `stage.json`, which lists that file.
     """
     path = directory / SERVING
     is_ours = path.is_file() and not {SEAL, "head_sha256"}.isdisjoint(read_json(path, advice))
-    if is_ours or lists(directory, SERVING):
+    if is_ours or StageDir(directory).lists(SERVING):
         refuse_absent(path, advice)
         read_sealed(path, advice, files=None)
 
 
-def export_dir(config: PipelineConfig) -> Path:
-    """Returns the folder to write the export to.
-
-    Raises:
-        UserError: `check_replaceable` refuses the folder.
-    """
+def export_dir(config: PipelineConfig) -> StageDir:
+    """Returns the folder to write the export to."""
     directory = Path(config.export.output_dir or config.stage_dir("export") / config.export.engine)
     if directory.is_symlink():  # a directory cannot be renamed to a link
         directory = directory.resolve()
-    check_replaceable(directory, WRITTEN, "export.output_dir")
-    return directory
+    return StageDir(directory, "export.output_dir")
 
 
 def warn_of_untested_vllm(version: str, place: str) -> None:

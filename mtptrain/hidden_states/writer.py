@@ -7,7 +7,6 @@ killed leaves every shard either complete or absent.
 import os
 import re
 import shutil
-import socket
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +41,7 @@ from mtptrain.hidden_states.store import (
     has_length,
 )
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, publish, read_manifest, write_sealed
+from mtptrain.utils.files import file_sha256, publish, read_manifest, unique_temporary, write_sealed
 
 RECOMPUTE = "delete it and run mtptrain hidden-states, which recomputes only this shard"
 _SHARD = re.compile(r"shard_(\d{5}|[1-9]\d{5,})\.(safetensors|json)(\.[\w.-]+\.\d+\.tmp)?")
@@ -165,7 +164,7 @@ class ShardFile:
             OSError: the disk is full.
         """
         self._path = shard_path(directory, index)
-        self._temporary = _temporary_path(self._path)
+        self._temporary = unique_temporary(self._path)
         self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
         self._hidden_size = hidden_size
         self._layout = ShardLayout.of(tokens, hidden_size, num_captured, dtype)
@@ -332,13 +331,8 @@ def record_path(shard: Path) -> Path:
     return shard.with_suffix(".json")
 
 
-def _temporary_path(path: Path) -> Path:
-    """Returns a name unique to this process, since workers of a killed torchrun may still be writing the shard."""
-    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-
-
 def _write_sealed(path: Path, content: dict[str, Any]) -> None:
-    write_sealed(path, content, temporary=_temporary_path(path))
+    write_sealed(path, content, temporary=unique_temporary(path))
 
 
 def _remove_unfinished(directory: Path, num_shards: int, also_temporary: bool) -> None:

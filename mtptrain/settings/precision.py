@@ -2,7 +2,7 @@
 
 `auto` stands for bfloat16 where this machine computes it fast: on a GPU, and on a CPU with bf16 instructions. Elsewhere
 it stands for float32, because products in bfloat16 would take ten to a hundred times as long. A stage that has begun
-keeps its precision on every machine, since `config.yaml` in its folder records it. `acceptance.dtype` is an exception:
+keeps its precision on every machine, since `stage.json` in its folder records it. `acceptance.dtype` is an exception:
 see `resolve_acceptance_dtype`.
 """
 
@@ -11,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from yaml import YAMLError
-
 from mtptrain.settings.data import Dtype
 from mtptrain.settings.hardware import has_gpu
+from mtptrain.stage_dir import StageDir
 from mtptrain.utils.cpu import has_bf16_instructions
 from mtptrain.utils.errors import UserError
 
@@ -110,15 +108,13 @@ def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
     Raises:
         UserError: the config is damaged.
     """
-    path = stage_dir / "config.yaml"
-    if not path.is_file():
-        return None
+    settings = StageDir(stage_dir).settings()
     try:
-        return find(OmegaConf.to_container(OmegaConf.load(path)))
+        return None if settings is None else find(settings)
     except KeyError:
         return None
-    except (YAMLError, TypeError, OSError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{path}: must be the config that the stage began with, but cannot be read ({type(error).__name__}); "
-            f"restore it, or delete {stage_dir} to begin again"
+            f"{stage_dir}: the settings that the stage began with must be complete, but are not "
+            f"({type(error).__name__}: {error}); restore stage.json, or delete {stage_dir} to begin again"
         ) from error

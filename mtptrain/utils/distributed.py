@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mtptrain.utils.errors import FORKED, UserError
-from mtptrain.utils.locks import release_locks
 
 T = TypeVar("T")
 
@@ -184,7 +183,6 @@ def become_ranks(num_ranks: int) -> None:
     """
     if num_ranks == 1 or not is_alone_on_cpu():
         return
-    release_locks()
     of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", FORKED), str(num_ranks))
     of_all |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     threads = max(1, _cores() // num_ranks)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -35,6 +36,11 @@ def publish(temporary: Path, path: Path) -> None:
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
+
+
+def unique_temporary(path: Path) -> Path:
+    """Returns the path for an incomplete file that other processes, on any machine, may write at the same time."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
 def sync(path: Path) -> None:

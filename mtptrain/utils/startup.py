@@ -1,6 +1,7 @@
 """Prepares the process of a program before it imports torch. Importing mtptrain as a library changes nothing."""
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -9,8 +10,31 @@ from contextlib import contextmanager
 from traceback import walk_stack
 from types import FrameType
 
+from mtptrain.utils.masking import hide_passwords
+
 SPIN_COUNT = "1000"
 """How often a waiting thread of OpenMP looks before it sleeps, in our own programs."""
+
+
+_started_stage: str | None = None
+
+
+def start_stage(name: str) -> None:
+    """Remember which stage this process runs."""
+    global _started_stage
+    _started_stage = name
+
+
+def started_stage() -> str | None:
+    """Returns the name of the stage that this process runs, or None for any other program."""
+    return _started_stage
+
+
+def command() -> str:
+    """Returns the command of this process as a user types it, without passwords and without torchrun."""
+    spec, stage = sys.modules["__main__"].__spec__, started_stage()
+    module = ["python", *([sys.argv[0]] if spec is None else ["-m", spec.name])]
+    return shlex.join([*(module if stage is None else ["mtptrain", stage]), *hide_passwords(sys.argv[1:])])
 
 
 def prepare_process() -> None:

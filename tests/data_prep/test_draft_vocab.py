@@ -120,7 +120,7 @@ def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
     interrupt_after_config()
     with pytest.raises(KeyboardInterrupt):
         prepare_draft_vocab(Run(replace(config, seed=5)))
-    assert "seed: 5" in (config.stage_dir("draft_vocab") / "config.yaml").read_text()
+    assert '"seed": 5' in (config.stage_dir("draft_vocab") / "stage.json").read_text()
     assert not (config.stage_dir("draft_vocab") / "manifest.json").exists()
 
 

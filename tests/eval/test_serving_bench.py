@@ -25,8 +25,8 @@ from mtptrain.engines import server as engine_server
 from mtptrain.engines.base import Served
 from mtptrain.engines.engine import Answer, LoadResult
 from mtptrain.run import Run
-from mtptrain.run_dir import write_provenance
 from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program
@@ -137,7 +137,7 @@ def test_a_benchmark_that_fails_keeps_the_earlier_report_and_its_settings(
     fresh_run: tuple[Path, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, settings = fresh_run
-    write_provenance(run_dir / "serving_bench", make_config(*settings))
+    StageDir(run_dir / "serving_bench").record(make_config(*settings))
     (run_dir / "serving_bench/report.json").write_text("{}")
     before = {path.name: path.read_bytes() for path in (run_dir / "serving_bench").iterdir()}
 

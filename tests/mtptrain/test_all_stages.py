@@ -19,7 +19,7 @@ from mtptrain.command_line.stages import STAGES, stages_of
 from mtptrain.engines.table import has_format
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
-from mtptrain.run_dir import CONFIG, was_made_with, write_provenance
+from mtptrain.stage_dir import STAGE, StageDir
 from mtptrain.target.hub import DEMO_DIR
 from mtptrain.training.validation import measured_with
 from mtptrain.utils.files import read_sealed, write_sealed
@@ -97,20 +97,20 @@ def test_a_stage_is_passed_over_only_if_it_is_newer_and_was_made_with_the_same_s
     config = make_config(f"run_dir={tmp_path}")
     output = all_stages.output_of("prompts", STAGES["prompts"], config)
     assert output == tmp_path / "prompts/manifest.json" and not all_stages.is_finished("prompts", output, 0.0, config)
-    write_provenance(output.parent, config)
+    StageDir(output.parent).record(config)
     assert not all_stages.is_finished("prompts", output, 0.0, config)
     output.write_text("{}")
     assert all_stages.is_finished("prompts", output, 0.0, config)
     assert not all_stages.is_finished("prompts", output, time.time() + 60, config)
-    for damaged in ("run_dir: [", "seed: 2024-99-99"):
-        (output.parent / CONFIG).write_text(damaged)
+    for damaged in ("{", '{"seed": 0}'):
+        (output.parent / STAGE).write_text(damaged)
         assert not all_stages.is_finished("prompts", output, 0.0, config)
 
 
 def test_false_is_another_setting_than_0(tmp_path: Path) -> None:
     configs = [make_config(f"run_dir={tmp_path}", f"+prompts.template_kwargs.thinking={value}") for value in (0, False)]
-    write_provenance(tmp_path / "prompts", configs[0])
-    assert [was_made_with(tmp_path / "prompts", config, "prompts") for config in configs] == [True, False]
+    StageDir(tmp_path / "prompts").record(configs[0])
+    assert [StageDir(tmp_path / "prompts").was_made_with(config, ["prompts"]) for config in configs] == [True, False]
 
 
 CHANGED = {  # each setting, and the stages that are not finished once it has changed
@@ -131,7 +131,7 @@ def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(tmp_pa
     names = ("prompts", "hidden-states", "acceptance", "export")
     outputs = {name: all_stages.output_of(name, STAGES[name], config) for name in names}
     for name, output in outputs.items():
-        write_provenance(output.parent, config)
+        StageDir(output.parent).record(config)
         output.touch()
         assert all_stages.is_finished(name, output, 0.0, config)
     for setting, repeated in CHANGED.items():
@@ -151,14 +151,14 @@ def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tm
     assert all_stages.is_finished("prompts", output, 0.0, config)
 
     (tmp_path / "a/export/vllm").mkdir(parents=True)
-    (tmp_path / "a/export/vllm/provenance.json").write_text("{}")
+    (tmp_path / "a/export/vllm/serving.json").write_text("{}")
     (tmp_path / "b/export").symlink_to("../a/export")
     assert all_stages.is_finished("export", all_stages.output_of("export", STAGES["export"], config), 0.0, config)
 
 
 def test_choosing_among_kept_heads_is_not_repeated(tmp_path: Path) -> None:
     config = make_config(f"run_dir={tmp_path}")
-    write_provenance(tmp_path / "train", config)  # training writes it
+    StageDir(tmp_path / "train").record(config)  # training writes it
     output = all_stages.output_of("choose-head", STAGES["choose-head"], config)
     assert not all_stages.is_finished("choose-head", output, 0.0, config)
     write_sealed(tmp_path / "train" / CHOICE, measured_with(config))
@@ -217,7 +217,7 @@ def test_variants_run_one_after_the_other_and_leave_nothing_else(tiny_run: Run, 
 def test_outputs_that_settings_move_elsewhere_are_found(tmp_path: Path) -> None:
     config = make_config(f"acceptance.output_dir={tmp_path}/a", f"export.output_dir={tmp_path}/b")
     found = [all_stages.output_of(name, STAGES[name], config) for name in ("acceptance", "export")]
-    assert found == [tmp_path / "a/report.json", tmp_path / "b/provenance.json"]
+    assert found == [tmp_path / "a/report.json", tmp_path / "b/serving.json"]
 
 
 @pytest.mark.parametrize(("code", "ended"), [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)])

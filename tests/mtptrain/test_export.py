@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtptrain.command_line.stages import settings_of
 from mtptrain.config import ExportEngine, PipelineConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.decoding.export_proof import (
@@ -21,7 +22,7 @@ from mtptrain.engines.table import format_for
 from mtptrain.export import export, mode_note, stored_documents
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.run import Run
-from mtptrain.run_dir import was_made_with, write_provenance
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
@@ -88,7 +89,7 @@ def test_an_export_holds_all_that_serving_needs(
     directory = tmp_path / "run/export" / engine
     assert f"written to {directory};" in capsys.readouterr().out, "the path is whole in a pipe too"
     form = format_for(engine, config.head, read_target_config(target_of_four_layers))
-    assert {"config.json", "README.md", "serving.json", "provenance.json", "config.yaml", form.weights_name} <= {
+    assert {"config.json", "README.md", "serving.json", "stage.json", form.weights_name} <= {
         path.name for path in directory.iterdir()
     }
     assert read_sealed(directory / "serving.json", "export again", files=None) == {
@@ -203,8 +204,8 @@ def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, target_
 def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layers: Path) -> None:
     config = trained(tmp_path / "run", target_of_four_layers)
     config.export.output_dir = str(tmp_path / "run/train")
-    write_provenance(tmp_path / "other", config)
-    (tmp_path / "other/provenance.json").rename(tmp_path / "run/train/provenance.json")
+    StageDir(tmp_path / "other").record(config)
+    (tmp_path / "other/stage.json").rename(tmp_path / "run/train/stage.json")
     before = sorted((tmp_path / "run").rglob("*"))
     with pytest.raises(ValueError, match=r"^export\.output_dir: \S+ must hold only .*, but best is none of them"):
         export(Run(config))
@@ -214,23 +215,6 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layer
     (tmp_path / "served/README.md").unlink()
     export(Run(config))
     assert (tmp_path / "served/README.md").is_file()
-
-
-def test_an_export_of_an_older_version_is_replaced_unless_it_holds_other_files(
-    tmp_path: Path, target_of_four_layers: Path
-) -> None:
-    config = trained(tmp_path / "run", target_of_four_layers)
-    export(Run(config))
-    provenance = tmp_path / "run/export/vllm/provenance.json"
-    facts = json.loads(provenance.read_text())
-    del facts["files"]
-    write_json(provenance, facts)
-    (provenance.parent / "thesis.tex").write_text("mine")
-    with pytest.raises(ValueError, match=r"thesis\.tex is none of them; move it away"):
-        export(Run(config))
-    (provenance.parent / "thesis.tex").unlink()
-    export(Run(config))
-    assert "files" in json.loads(provenance.read_text())
 
 
 def test_what_a_killed_export_leaves_is_removed(
@@ -260,10 +244,12 @@ def test_an_export_shows_no_path_of_the_home(
     )
     export(Run(config))
     texts = {path.name: path.read_text() for path in (tmp_path / "heads/served").glob("*.[jmy]*")}
-    assert {"README.md", "config.json", "config.yaml", "provenance.json", "serving.json"} <= texts.keys()
+    assert {"README.md", "config.json", "stage.json", "serving.json"} <= texts.keys()
     assert [name for name, text in texts.items() if str(tmp_path) in text] == []
     assert "~/heads/served" in texts["README.md"] and "`~` is the home directory" in texts["README.md"]
-    assert was_made_with(tmp_path / "heads/served", config, "export"), "mtptrain run need not export again"
+    assert StageDir(tmp_path / "heads/served").was_made_with(config, settings_of("export")), (
+        "mtptrain run need not export again"
+    )
     export(Run(config))
 
 

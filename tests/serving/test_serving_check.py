@@ -54,7 +54,7 @@ def test_a_served_export_counts_as_we_do(run: Run, tmp_path: Path) -> None:
     assert (
         f"{report['ours']['rounds']:,} │" in result.stdout and "vLLM 0.32" in result.stdout and "equal" in result.stdout
     )
-    assert "recipe=quickstart" in json.loads((tmp_path / "provenance.json").read_text())["argv"]
+    assert "recipe=quickstart" in json.loads((tmp_path / "stage.json").read_text())["argv"]
 
 
 @pytest.mark.slow

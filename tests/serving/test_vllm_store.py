@@ -13,7 +13,7 @@ from mtptrain.hidden_states.store import HiddenStore, find_damage
 from tests.conftest import TINY_SETTINGS, make_target, program_command, run_program, write_text_files
 from tests.programs import kill_tree
 
-SEPARATE = ("config.yaml", "provenance.json")
+SEPARATE = ("stage.json",)
 """Files that record how the program was called. Every run writes them anew."""
 
 

@@ -38,11 +38,7 @@ def write_prompts(run_dir: Path, target_dir: Path, documents: Documents) -> None
 
 def read_store(directory: Path) -> dict[str, bytes]:
     """Returns the content of each file by name, except for the two files that record how the program was called."""
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(directory.iterdir())
-        if path.name not in ("config.yaml", "provenance.json")
-    }
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != "stage.json"}
 
 
 def overrides_of(config: PipelineConfig) -> list[str]:

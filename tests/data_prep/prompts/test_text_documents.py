@@ -16,7 +16,7 @@ from tests.conftest import make_target, make_tokenizer
 from tests.data_prep.prompts.documents import FILES, ConfigFor, read_output, read_texts
 
 DATA_FILES = [
-    *("config.yaml", "documents.jsonl", "manifest.json", "report.json", "train.safetensors", "validation.safetensors"),
+    *("documents.jsonl", "manifest.json", "report.json", "train.safetensors", "validation.safetensors"),
 ]
 
 
@@ -84,7 +84,7 @@ def test_a_second_run_replaces_the_first_with_the_same_bytes(text_config: Config
     prepare_prompts(Run(config))
     assert {name: (stage_dir / name).read_bytes() for name in DATA_FILES} == first
     assert first["train.safetensors"] != other
-    assert sorted(path.name for path in stage_dir.iterdir()) == sorted([*DATA_FILES, "provenance.json"])
+    assert sorted(path.name for path in stage_dir.iterdir()) == sorted([*DATA_FILES, "stage.json"])
 
 
 def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
@@ -96,7 +96,7 @@ def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
     interrupt_after_config()
     with pytest.raises(KeyboardInterrupt):
         prepare_prompts(Run(text_config("seed=5")))
-    assert "seed: 5" in (config.stage_dir("prompts") / "config.yaml").read_text()
+    assert '"seed": 5' in (config.stage_dir("prompts") / "stage.json").read_text()
     assert not (config.stage_dir("prompts") / "manifest.json").exists()
 
 

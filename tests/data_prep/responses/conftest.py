@@ -124,7 +124,7 @@ def failures(config: PipelineConfig) -> dict[int, str]:
 def output(config: PipelineConfig) -> dict[str, bytes]:
     """Returns the files of the stage, but for those that record how the program was called."""
     paths = config.stage_dir("responses").iterdir()
-    return {path.name: path.read_bytes() for path in paths if path.name not in ("config.yaml", "provenance.json")}
+    return {path.name: path.read_bytes() for path in paths if path.name != "stage.json"}
 
 
 def answer_by_question(table: dict[str, Callable[[list[int]], Any]], target: Path) -> Callable[[dict[str, Any]], Any]:

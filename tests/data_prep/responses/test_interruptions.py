@@ -113,7 +113,7 @@ def test_a_killed_run_of_several_ranks_goes_on_and_ends_as_an_undisturbed_one(co
     # Imitate a killed run: the journals of two ranks hold three complete rows and part of a fourth.
     written, directory = output(undisturbed), config.stage_dir("responses")
     directory.mkdir(parents=True)
-    (directory / "provenance.json").write_bytes((undisturbed.stage_dir("responses") / "provenance.json").read_bytes())
+    (directory / "stage.json").write_bytes((undisturbed.stage_dir("responses") / "stage.json").read_bytes())
     plan = {"identity": json.loads(written["manifest.json"])["identity"], "server_versions": []}
     write_sealed(directory / "plan.json", plan)
     lines = written["conversations.jsonl"].splitlines(keepends=True)

@@ -194,7 +194,7 @@ def test_failed_conversations_fail_the_program_and_a_kill_with_new_settings_leav
     for _ in range(2):  # the second run does not refuse the responses
         with pytest.raises(KeyboardInterrupt):
             respond(config)
-    assert "lr: 0.5" in (config.stage_dir("responses") / "config.yaml").read_text()
+    assert '"lr": 0.5' in (config.stage_dir("responses") / "stage.json").read_text()
     assert not (config.stage_dir("responses") / "manifest.json").exists()
     assert answered(config) == before
 

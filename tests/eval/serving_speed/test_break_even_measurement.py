@@ -16,7 +16,7 @@ from eval.serving_speed.break_even_measurement import costs_of_rows, loop_cost, 
 from mtptrain.decoding.round_costs import Spent
 from mtptrain.engines.engine import Answer, LoadResult
 from mtptrain.planning.break_even import RoundCost
-from mtptrain.run_dir import write_provenance
+from mtptrain.stage_dir import StageDir
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
@@ -47,7 +47,7 @@ def test_our_own_loop_is_measured_without_prompts_export_or_engine_and_the_plan_
     assert (report["prompt_tokens"], report["new_tokens"]) == (16, 33)
     assert "vllm was not measured: head: must be one of" in result.stdout, "no engine has a class for hydra"
     assert "mtptrain, batch 3: " in result.stdout
-    assert "<svg" in (directory / "plot.svg").read_text() and (directory / "provenance.json").is_file()
+    assert "<svg" in (directory / "plot.svg").read_text() and (directory / "stage.json").is_file()
     after = run_program("hidden-states", "plan=true", *settings)
     assert "mtptrain, batch 1: " in after.stdout and "not measured" not in after.stdout
 
@@ -77,7 +77,7 @@ def test_a_measurement_that_fails_keeps_the_earlier_report_and_its_settings(
 
     monkeypatch.setattr(break_even_measurement, "loop_costs", fail)
     config = make_config(f"target.path={tiny_target}", "head=medusa", *BREAK_EVEN)
-    write_provenance(tmp_path, make_config())
+    StageDir(tmp_path).record(make_config())
     (tmp_path / "report.json").write_text("{}")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UserError, match="out of memory"):

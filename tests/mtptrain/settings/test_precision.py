@@ -14,10 +14,12 @@ import torch
 from mtptrain.config import Dtype
 from mtptrain.hidden_states.store import StoreManifest
 from mtptrain.settings.precision import announce_precision, fast_dtype
+from mtptrain.stage_dir import FACTS, STAGE, StageDir
 from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
 from mtptrain.utils.errors import UserError
 from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
+from tests.mtptrain.test_stage_dir import make_old
 
 WITHOUT, WITH = "0", "1"
 CHOICES = {WITHOUT: (Dtype.float32, False, 0), WITH: (Dtype.bfloat16, True, 1)}
@@ -78,15 +80,24 @@ def test_without_a_switch_the_cpu_itself_is_asked(monkeypatch: pytest.MonkeyPatc
         has_bf16_instructions()
 
 
-def test_a_damaged_config_of_a_stage_that_has_begun_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "run/hidden_states/config.yaml"
-    path.parent.mkdir(parents=True)
-    for content in ("hidden_states: [", "- a list"):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=r"config.yaml: must be the config that the stage began with"):
-            make_config(f"run_dir={tmp_path}/run")
-    path.write_text("prompts: {}")  # of a version without the setting
-    assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype == make_config().hidden_states.dtype
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_stage_that_has_begun_keeps_its_precision_and_damaged_settings_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
+) -> None:
+    folder = StageDir(tmp_path / "run/hidden_states")
+    config = make_config(f"run_dir={tmp_path}/run")
+    assert config.hidden_states.dtype is Dtype.bfloat16
+    folder.record(config)
+    if is_old:
+        make_old(folder.path)
+    monkeypatch.setenv(PRETENDED_BF16, "0")
+    assert make_config("run_dir=elsewhere").hidden_states.dtype is Dtype.float32
+    assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype is Dtype.bfloat16
+    (folder.path / STAGE).write_text(json.dumps(dict.fromkeys(FACTS, "") | {"settings": {"hidden_states": []}}))
+    with pytest.raises(ValueError, match=rf"^{folder.path}: the settings that the stage began with must be complete"):
+        make_config(f"run_dir={tmp_path}/run")
+    (folder.path / STAGE).write_text(json.dumps(dict.fromkeys(FACTS, "") | {"settings": {"prompts": {}}}))
+    assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype is Dtype.float32  # written without the setting
 
 
 def test_a_dtype_that_this_cpu_computes_slowly_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +159,7 @@ def test_every_stage_runs_in_the_machines_precision_and_says_so(
     assert f"hidden_states.dtype: {dtype}, because this CPU {reason}\n" in printed["hidden-states"]
     assert f"deepspeed: {dtype}, because this CPU {reason}\n" in printed["train"]
     assert StoreManifest.read(tmp_path / "run/hidden_states").identity.compute_dtype == dtype
-    assert f"enabled: {str(is_bf16).lower()}" in (tmp_path / "run/train/config.yaml").read_text()
+    assert f'"enabled": {str(is_bf16).lower()}' in (tmp_path / "run/train/stage.json").read_text()
     assert json.loads((tmp_path / "run/acceptance/report.json").read_text())["dtype"] == "float32"
 
 
@@ -166,7 +177,7 @@ def test_a_run_keeps_its_precision_on_another_machine(
     resumed = run_program("train", *overrides, "train.max_steps=4")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "deepspeed: should be float32 on this machine" in resumed.stderr
-    assert "enabled: true" in (tmp_path / "run/train/config.yaml").read_text()
+    assert '"enabled": true' in (tmp_path / "run/train/stage.json").read_text()
     finished = run_program("hidden-states", *overrides)
     assert "is finished already" in finished.stdout, finished.stderr[-3000:]
     other = run_program("hidden-states", *overrides, "hidden_states.dtype=float32")
@@ -185,7 +196,7 @@ def test_a_program_started_alone_on_a_cpu_uses_its_cores_and_writes_the_same_sto
         assert result.returncode == 0, result.stderr[-3000:]
         directory = tmp_path / "run/hidden_states"
         stores.append({path.name: path.read_bytes() for path in directory.glob("*.safetensors")})
-        argv = json.loads((directory / "provenance.json").read_text())["argv"]
+        argv = json.loads((directory / "stage.json").read_text())["argv"]
         assert f"cpu_ranks={num_ranks}" in argv
         assert ("rank 0 of 2" in result.stderr) == (num_ranks == 2)
         directory.rename(tmp_path / f"store_{num_ranks}")

@@ -145,7 +145,7 @@ def test_a_run_resumes_only_with_the_settings_of_the_checkpoint_that_it_loads(
 ) -> None:
     run = copy_of(reference.run, tmp_path)
     older, newest = (run[0] / f"train/checkpoints/step_{step:08d}" for step in (8, 12))
-    settings = (run[0] / "train/config.yaml").read_text()
+    settings = (run[0] / "train/stage.json").read_text()
     assert "train.resume: must be auto if a checkpoint exists, but is never" in refused(run, "train.resume=never")
     fewer = refused(run, "train.max_steps=11")
     assert f"train.max_steps: must be at least 12, the step of {newest}, but" in fewer and "=12, or" in fewer
@@ -161,7 +161,7 @@ def test_a_run_resumes_only_with_the_settings_of_the_checkpoint_that_it_loads(
     (newest / STATE).unlink()
     seal_again(older / MARKER, seed=7)
     assert "step_00000008: seed must be 7, but is 0; restore these settings to resume from this" in refused(run)
-    assert (older / MARKER).is_file() and (run[0] / "train/config.yaml").read_text() == settings
+    assert (older / MARKER).is_file() and (run[0] / "train/stage.json").read_text() == settings
 
 
 def test_a_run_that_starts_again_because_its_checkpoints_are_gone_says_so(

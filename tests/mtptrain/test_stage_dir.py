@@ -1,0 +1,383 @@
+"""Tests that programs neither delete nor overwrite what somebody else has written, nor write two at a time."""
+
+import errno
+import fcntl
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mtptrain import stage_dir
+from mtptrain.command_line.stages import STAGES
+from mtptrain.config import PipelineConfig, load_config
+from mtptrain.stage_dir import STAGE, StageDir
+from mtptrain.utils import versions
+from mtptrain.utils.distributed import become_ranks
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import write_json
+from tests.conftest import PLAIN, compose_config, make_config, run_program
+from tests.programs import ROOT
+
+SOMEBODYS = {
+    "prompts": ["prompts/train.safetensors", "prompts/notes/today.txt"],
+    "draft-vocab": ["draft_vocab/manifest.json"],
+    "responses": ["responses/conversations.jsonl", "responses/answers_00000.jsonl"],
+    "hidden-states": ["hidden_states/shard_99999.json", "hidden_states/paper.tmp"],
+    "train": [
+        *("train/config.yaml", "train/checkpoints/step_00000001/thesis.tex", "train/heads/step_best/a.bin"),
+        *("train/metrics.jsonl", "train/stage.json", "train/provenance.json", "train/best/head.json"),
+    ],
+    "choose-head": ["train/heads/step_00000009/head.json"],
+    "acceptance": ["acceptance/report.json", "acceptance/report.html"],
+    "export": ["export/vllm/serving.json", "export/vllm/.git/config", "export/vllm.mtptrain_new/a.txt"],
+    "serving-check": ["serving_check/report.json"],
+    "serving-bench": ["serving_bench/README.md"],
+}
+"""Files of somebody else that each program finds where it would write."""
+
+
+def files_of(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("module", SOMEBODYS)
+def test_a_folder_of_somebody_else_is_refused_before_any_work(tmp_path: Path, module: str) -> None:
+    """The target does not exist, which every program would report first if it did any work before."""
+    more = {"responses": ["prompts.source=responses", "prompts.paths=[a.jsonl]"]}
+    overrides = ["recipe=quickstart_eagle3", *PLAIN, "target.path=/nowhere", *more.get(module, [])]
+    for number, name in enumerate(SOMEBODYS[module]):
+        run_dir = tmp_path / str(number)
+        (run_dir / name).parent.mkdir(parents=True)
+        (run_dir / name).write_text('{"mine": true}')
+        before = files_of(run_dir)
+        with pytest.raises(
+            ValueError, match=r"must be new, empty or written by mtptrain, .*; move that away, or set another"
+        ):
+            config = load_config(compose_config(*overrides, f"run_dir={run_dir}"))
+            importlib.import_module(STAGES[module].program).main(config)
+        assert files_of(run_dir) == before
+
+
+@pytest.mark.parametrize("case", ["new", "empty", "empty folder", "ours", "ours and another", "part of ours", "killed"])
+def test_a_folder_that_is_new_empty_or_ours_is_taken(tmp_path: Path, case: str) -> None:
+    folder, config = StageDir(tmp_path / "stage"), make_config()
+    if case != "new":
+        folder.path.mkdir()
+    if case.startswith("ours"):
+        folder.record(config)
+    if case == "ours and another":
+        (folder.path / "notes.txt").write_text("mine")
+    if case == "part of ours":  # such as serving_bench/break_even in serving_bench
+        StageDir(folder.path / "part").record(config)
+    if case == "empty folder":
+        (folder.path / "part").mkdir()
+    if case == "killed":
+        (folder.path / f"{STAGE}.node.7.tmp").write_text("{")
+    folder.check()
+    folder.record(config)
+    written = (folder.path / STAGE).read_bytes()
+    folder.claim(make_config("seed=5"))
+    assert (folder.path / STAGE).read_bytes() == written
+    assert (settings := folder.settings()) is not None and settings["seed"] == 0
+
+
+def make_old(directory: Path) -> None:
+    """Turn a folder into one that an earlier version wrote."""
+    stored = json.loads((directory / STAGE).read_text())
+    (directory / "config.yaml").write_text(yaml.safe_dump(stored.pop("settings")))
+    (directory / "provenance.json").write_text(json.dumps(stored))
+    (directory / STAGE).unlink()
+
+
+def test_a_folder_of_an_older_version_is_read_and_becomes_one_of_this_version(tmp_path: Path) -> None:
+    config, other, folder = make_config(), make_config("seed=5"), StageDir(tmp_path)
+    folder.record(config)
+    make_old(tmp_path)
+    folder.check()
+    assert folder.was_made_with(config, ["seed", "train"]) and not folder.was_made_with(other, ["seed"])
+    folder.record(other)
+    assert [path.name for path in tmp_path.iterdir()] == [STAGE] and folder.was_made_with(other, ["seed"])
+    make_old(tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: [")
+    with pytest.raises(UserError, match=rf"^{tmp_path}: stage\.json \(or config\.yaml .*\) must hold the settings"):
+        folder.settings()
+
+
+def test_stage_json_is_the_first_file_of_a_folder_and_a_finished_stage_loses_its_mark_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a killed program would leave a folder that is refused for ever, or old files under new settings."""
+    StageDir(tmp_path / "stage").record(make_config())
+    assert [path.name for path in (tmp_path / "stage").iterdir()] == [STAGE]
+    (tmp_path / "stage/report.json").touch()
+    monkeypatch.setattr(stage_dir, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        StageDir(tmp_path / "stage").record(make_config("seed=5"), "report.json")
+    assert [path.name for path in (tmp_path / "stage").iterdir()] == [STAGE]
+
+
+@pytest.mark.parametrize(("package", "is_ours"), [("mtptrain", True), (".venv/mtptrain", False)])
+def test_the_revision_is_not_that_of_a_checkout_in_which_mtptrain_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, is_ours: bool
+) -> None:
+    commit = ["-c", "user.name=a", "-c", "user.email=a", "commit", "-q", "--allow-empty", "-m", "first"]
+    for arguments in (["init", "-q"], commit):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    (tmp_path / package / "utils").mkdir(parents=True)
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / package / "utils/versions.py"))
+    StageDir(tmp_path / "stage").record(make_config())
+    assert (json.loads((tmp_path / "stage" / STAGE).read_text())["git_revision"] is not None) == is_ours
+
+
+def test_a_path_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    for name, problem in (("file", "is a file"), ("link", "is a link to nothing")):
+        with pytest.raises(ValueError, match=rf"^run_dir: \S+/{name} must be new, .* but {problem}; move"):
+            StageDir(tmp_path / name).check()
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("mine")
+    (tmp_path / "report.json.tmp").symlink_to(tmp_path / "thesis")
+    write_json(tmp_path / "report.json", {})
+    assert (tmp_path / "thesis").read_text() == "mine" and not (tmp_path / "report.json").is_symlink()
+
+
+def replace(directory: Path, text: str, config: PipelineConfig | None = None) -> None:
+    with StageDir(directory, "export.output_dir").replaced(config or make_config()) as new:
+        (new / "head.txt").write_text(text)
+
+
+ADDED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "thesis": (lambda path: (path / "thesis.tex").write_text("mine"), r"but thesis\.tex is none of them; move it"),
+    "git": (lambda path: (path / ".git").mkdir(), r"but \.git is none of them; move it away"),
+    "edited": (lambda path: (path / "head.txt").write_text("new text"), r"but head\.txt was changed since; move it"),
+    "weights": (lambda path: (path / "head.txt").write_text("OLD"), r"but head\.txt was changed since; move it"),
+}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("case", ADDED)
+def test_a_folder_to_which_somebody_added_files_is_not_replaced(tmp_path: Path, case: str, is_old: bool) -> None:
+    add, message = ADDED[case]
+    replace(tmp_path / "vllm", "old")
+    if is_old:
+        make_old(tmp_path / "vllm")
+        stored = json.loads((tmp_path / "vllm/provenance.json").read_text())
+        stored["files"]["config.yaml"] = stage_dir.describe_file(tmp_path / "vllm/config.yaml")
+        write_json(tmp_path / "vllm/provenance.json", stored)
+    StageDir(tmp_path / "vllm").check_replaceable()
+    add(tmp_path / "vllm")
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=rf"^export\.output_dir: \S+/vllm must hold only the files of .*{message}"):
+        replace(tmp_path / "vllm", "new")
+    assert files_of(tmp_path) == before and (case != "git" or (tmp_path / "vllm/.git").is_dir())
+
+
+def test_a_link_beside_an_export_is_not_followed(tmp_path: Path) -> None:
+    replace(tmp_path / "other", "mine")
+    (tmp_path / "vllm.mtptrain_new").symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"vllm\.mtptrain_new must not be a link, but is; move it away"):
+        replace(tmp_path / "vllm", "new")
+    assert (tmp_path / "other/head.txt").read_text() == "mine"
+
+
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^export\.output_dir: \. must not be the directory in which the command runs"
+    ):
+        replace(Path("."), "new")
+
+
+def test_a_file_that_is_added_during_the_export_is_kept(tmp_path: Path) -> None:
+    replace(tmp_path / "vllm", "old")
+    with (
+        pytest.raises(ValueError, match=r"thesis\.tex is none of them"),
+        StageDir(tmp_path / "vllm").replaced(make_config()),
+    ):
+        (tmp_path / "vllm/thesis.tex").write_text("mine")
+    assert (tmp_path / "vllm/thesis.tex").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["vllm"]
+
+
+def test_an_export_hides_the_home_and_still_counts_as_made_with_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(home := tmp_path / "jörg"))
+    config = make_config(f"target.path='{home}/model'")
+    replace(tmp_path / "vllm", "new", config)
+    assert (settings := StageDir(tmp_path / "vllm").settings()) and settings["target"]["path"] == "~/model"
+    assert StageDir(tmp_path / "vllm").was_made_with(config, ["target"])
+
+
+def die_at(count: int, function: Callable[..., object]) -> Callable[..., object]:
+    """Returns a function that ends the process, as SIGKILL does, instead of its call number `count`."""
+    calls = iter(range(count + 1))
+
+    def call(*args: object, **settings: object) -> object:
+        if next(calls) == count:
+            os._exit(9)
+        return function(*args, **settings)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("rename", 0), ("rename", 1), ("unlink", 0), ("unlink", 2), ("unlink", 5), ("rmdir", 0), ("write_text", 1)],
+)
+def test_a_kill_at_any_moment_leaves_the_old_the_new_or_no_folder_and_the_next_export_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int
+) -> None:
+    directory = tmp_path / "vllm"
+    replace(directory, "old")
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(Path, name, die_at(count, getattr(Path, name)))
+        replace(directory, "new")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    if directory.exists():
+        assert (directory / "head.txt").read_text() in ("old", "new") and StageDir(directory).lists("head.txt")
+    replace(directory, "newest")
+    assert (directory / "head.txt").read_text() == "newest"
+    assert [path.name for path in tmp_path.iterdir()] == ["vllm"]
+
+
+def test_the_old_folder_comes_back_after_a_kill_between_the_renames(tmp_path: Path) -> None:
+    replace(tmp_path / "vllm", "old")
+    (tmp_path / "vllm").rename(tmp_path / "vllm.mtptrain_old")
+    with pytest.raises(RuntimeError, match="differs"), StageDir(tmp_path / "vllm").replaced(make_config()):
+        raise RuntimeError("differs")
+    assert (tmp_path / "vllm/head.txt").read_text() == "old"
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from mtptrain.stage_dir import StageDir
+with StageDir(Path(sys.argv[1])).writing():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+LOCK = ".mtptrain.lock"
+
+
+@contextmanager
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Yields a process that holds the folder until it is killed, at the end of the block."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("stage", ["prompts", "hidden-states", "train", "acceptance"])
+def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
+    fresh_run: tuple[Path, tuple[str, ...]], stage: str
+) -> None:
+    run_dir, overrides = fresh_run
+    directory = run_dir / stage.replace("-", "_")
+    before = files_of(directory)
+    with holder(directory) as process:
+        done = run_program(stage, *overrides)
+    assert done.returncode == 1, done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert f"{directory} must be written by one program at a time, but process {process.pid} on" in line
+    assert {path: content for path, content in files_of(directory).items() if path.name != LOCK} == before
+
+
+def test_the_lock_of_a_killed_program_is_free_and_that_of_a_finished_one_leaves_no_file(tmp_path: Path) -> None:
+    folder = StageDir(tmp_path / "run/train")
+    with (
+        holder(folder.path) as process,
+        pytest.raises(UserError, match=f"but process {process.pid} on .* writes there"),
+        folder.writing(),
+    ):
+        pass
+    assert (folder.path / LOCK).is_file()
+    with folder.writing() as directory, StageDir(directory).writing(part=1):
+        (directory / "metrics.jsonl").touch()
+        folder.record(make_config())
+    assert {each.name for each in folder.path.iterdir()} == {"metrics.jsonl", STAGE}
+
+
+def test_folders_that_were_made_for_a_refused_program_are_removed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), StageDir(tmp_path / "runs/a/train").writing():
+        raise KeyError
+    assert not any(tmp_path.iterdir())
+
+
+def test_ranks_that_a_program_becomes_keep_its_lock_until_all_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if (program := os.fork()) == 0:
+        try:
+            with StageDir(tmp_path / "train").writing():
+                become_ranks(2)
+                if os.environ["RANK"] == "1":
+                    while not (tmp_path / "go_on").exists():
+                        pass
+        finally:
+            if os.environ.get("RANK") == "0":
+                (tmp_path / "first_has_ended").touch()
+            os._exit(0)
+    while not (tmp_path / "first_has_ended").exists():
+        pass
+    folder = StageDir(tmp_path / "train")
+    with pytest.raises(UserError, match=f"but process {program} on .* writes there"), folder.writing():
+        pass
+    (tmp_path / "go_on").touch()
+    os.waitpid(program, 0)
+    with folder.writing():
+        pass
+    assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("third_takes_it", [False, True])
+def test_a_lock_that_its_holder_removes_in_between_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, third_takes_it: bool
+) -> None:
+    path, lock, stat = tmp_path / LOCK, fcntl.flock, Path.stat
+    calls: list[str] = []
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        if not calls:
+            path.unlink()
+            if third_takes_it:
+                path.touch()
+        calls.append("flock")
+        lock(descriptor, operation)
+
+    def remove_after_a_look(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        seen = stat(self, follow_symlinks=follow_symlinks)
+        if self == path and third_takes_it and calls == ["flock"]:
+            calls.append("third has ended")
+            path.unlink()
+        return seen
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    monkeypatch.setattr(Path, "stat", remove_after_a_look)
+    with StageDir(tmp_path).writing():
+        assert path.read_text().startswith(f"process {os.getpid()} on ") and calls.count("flock") == 2
+
+
+def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(UserWarning, match="do not start two programs"), StageDir(tmp_path).writing():
+        pass
