@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 from transformers import LlamaConfig
 
-from mtptrain.command_line.program import run_program
-from mtptrain.command_line.tables import wide_console
+from mtptrain.cli.program import run_program
+from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.utils.startup import command
 

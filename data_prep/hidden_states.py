@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.stages import settings_of
+from mtptrain.cli.stages import settings_of
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.engines.table import warn_of_limits
 from mtptrain.hidden_states.extraction.fill import Streams, fill_shards, num_tokens

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line.tables import wide_console
+from mtptrain.cli.tables import wide_console
 from mtptrain.config import AcceptanceConfig, Baseline, PipelineConfig, Tracker
 from mtptrain.decoding.acceptance import has_loop
 from mtptrain.decoding.draft import Drafter

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mtptrain.command_line.tables import wide_console
+from mtptrain.cli.tables import wide_console
 from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError, errors_as_lines
 from mtptrain.utils.files import read_sealed, refuse_overwriting

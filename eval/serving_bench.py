@@ -24,7 +24,7 @@ from rich.table import Table
 
 from eval.serving_speed.bench_rows import Row, speeds_of
 from eval.serving_speed.engine_settings import best_num_drafts, remove_engine_settings, write_engine_settings
-from mtptrain.command_line.tables import wide_console
+from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Served
 from mtptrain.engines.engines import ENGINES

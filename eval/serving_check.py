@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from mtptrain.command_line.tables import wide_console
+from mtptrain.cli.tables import wide_console
 from mtptrain.config import Dtype, PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence

@@ -9,7 +9,7 @@ several GPUs for one stage, start `mtptrain` with torchrun:
 import sys
 from difflib import get_close_matches
 
-from mtptrain.command_line.stages import STAGES
+from mtptrain.cli.stages import STAGES
 from mtptrain.utils.startup import prepare_process
 
 
@@ -21,7 +21,7 @@ def main() -> None:
         lines = [f"  {name:<{width}}  {each.does}" for name, each in STAGES.items()]
         print("usage: mtptrain STAGE recipe=NAME [setting=value ...]", *lines, sep="\n")
         return
-    from mtptrain.command_line.program import run_stage  # after the help, which should not wait for Hydra
+    from mtptrain.cli.program import run_stage  # after the help, which should not wait for Hydra
     from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
 
     if stage not in STAGES:

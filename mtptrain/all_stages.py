@@ -40,9 +40,9 @@ from hydra.types import RunMode
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.command_line import program as command_line
-from mtptrain.command_line.program import python_module, stage_command
-from mtptrain.command_line.stages import STAGES, Runner, Stage, settings_of, stages_of
+from mtptrain.cli import program
+from mtptrain.cli.program import python_module, stage_command
+from mtptrain.cli.stages import STAGES, Runner, Stage, settings_of, stages_of
 from mtptrain.config import Backend, PipelineConfig, load_config
 from mtptrain.decoding.prompts_file import check_is_file
 from mtptrain.engines.exports import export_dir, refuse_changed_export
@@ -213,7 +213,7 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
     try:
         GlobalHydra.instance().clear()
         sys.argv[1:] = overrides
-        command_line.run_stage(name)
+        program.run_stage(name)
         code = 0
     except SystemExit as ended:
         code = ended.code or 0

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from hydra.core.hydra_config import HydraConfig
 
-from mtptrain.command_line.program import run_program
-from mtptrain.command_line.stages import STAGES, stages_of
+from mtptrain.cli.program import run_program
+from mtptrain.cli.stages import STAGES, stages_of
 from mtptrain.config import PipelineConfig
 from mtptrain.engines.table import has_format
 from mtptrain.training.trainer import check_batch_ranks

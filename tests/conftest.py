@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import data_prep  # noqa: F401
 import eval  # noqa: F401
 from mtptrain import stage_dir
-from mtptrain.command_line.mistakes import CONFIG_GROUPS
+from mtptrain.cli.mistakes import CONFIG_GROUPS
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead

@@ -23,7 +23,7 @@ from typing import IO
 import psutil
 import torch
 
-from mtptrain.command_line.stages import STAGES
+from mtptrain.cli.stages import STAGES
 from mtptrain.utils.distributed import free_port
 
 ROOT = Path(__file__).parent.parent

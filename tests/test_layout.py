@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.command_line.stages import STAGES
+from mtptrain.cli.stages import STAGES
 from tests.slow import SLOW
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ PARTS = [
     "stage_dir",
     "settings",
     "config",
-    "command_line",
+    "cli",
     "target",
     "heads",
     "data",
@@ -53,7 +53,7 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1672,
-    "mtptrain/command_line": 473,
+    "mtptrain/cli": 473,
     "mtptrain/data": 1202,
     "mtptrain/decoding": 1810,
     "mtptrain/engines": 4379,

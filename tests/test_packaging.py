@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.command_line.stages import STAGES
+from mtptrain.cli.stages import STAGES
 from tests.conftest import TINY_SETTINGS, write_text_files
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ def test_every_stage_of_the_command_exists_in_the_wheel_beside_another_package_o
     [site_packages] = installed.parents[1].glob("lib/python*/site-packages")
     (site_packages / "eval").mkdir()
     (site_packages / "eval/__init__.py").touch()
-    look = "from importlib.util import find_spec; from mtptrain.command_line.program import STAGES, python_module; "
+    look = "from importlib.util import find_spec; from mtptrain.cli.program import STAGES, python_module; "
     missing = "print([name for name, stage in STAGES.items() if not find_spec(python_module(stage.program))])"
     assert run(installed, "-c", look + missing, cwd=Path("/")).strip() == "[]"
 

@@ -21,7 +21,7 @@ from typing import TextIO
 import torch
 from rich.table import Table
 
-from mtptrain.command_line.tables import wide_console
+from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.conversation import ConversationRefused

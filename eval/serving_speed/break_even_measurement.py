@@ -22,8 +22,8 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from eval.serving_speed.bench_rows import Row
-from mtptrain.command_line.program import quoted, stage_command
-from mtptrain.command_line.tables import wide_console
+from mtptrain.cli.program import quoted, stage_command
+from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.round_costs import LoopBench, Spent

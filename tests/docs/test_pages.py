@@ -13,7 +13,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch.distributed.run import get_args_parser
 
-from mtptrain.command_line.stages import STAGES
+from mtptrain.cli.stages import STAGES
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.settings.heads import HEAD_CONFIGS
 from tests.conftest import compose_config

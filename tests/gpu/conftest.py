@@ -12,7 +12,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from mtptrain.command_line.tables import wide_console
+from mtptrain.cli.tables import wide_console
 from mtptrain.utils.distributed import device_name
 
 Record = Callable[[float, float, str], None]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.command_line.program import quoted, stage_command
+from mtptrain.cli.program import quoted, stage_command
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.divergence import first_answer_divergence

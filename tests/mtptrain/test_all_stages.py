@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 
 from mtptrain import all_stages
-from mtptrain.command_line.program import stage_command
-from mtptrain.command_line.stages import STAGES, stages_of
+from mtptrain.cli.program import stage_command
+from mtptrain.cli.stages import STAGES, stages_of
 from mtptrain.engines.table import has_format
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import CHOICE
@@ -225,10 +225,10 @@ def test_a_run_ends_with_the_exit_code_of_the_stage_that_fails(
     code: str, ended: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(all_stages.command_line, "run_stage", lambda name: None)
+    monkeypatch.setattr(all_stages.program, "run_stage", lambda name: None)
     all_stages.run_stage("prompts", [], 1)
     assert signal.getsignal(signal.SIGINT) is before
-    monkeypatch.setattr(all_stages.command_line, "run_stage", lambda name: exec(code))
+    monkeypatch.setattr(all_stages.program, "run_stage", lambda name: exec(code))
     with pytest.raises(SystemExit) as failure:
         all_stages.run_stage("prompts", [], 1)
     assert failure.value.code == ended
@@ -249,7 +249,7 @@ def stage(name):
         Path({str(tmp_path)!r}, "began").touch()
         time.sleep(60)
 
-all_stages.command_line.run_stage = stage
+all_stages.program.run_stage = stage
 all_stages.run_stage("train", [], 1)
 """
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.command_line.stages import settings_of
+from mtptrain.cli.stages import settings_of
 from mtptrain.config import ExportEngine, PipelineConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.decoding.export_proof import (

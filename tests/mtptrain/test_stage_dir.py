@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from mtptrain import stage_dir
-from mtptrain.command_line.stages import STAGES
+from mtptrain.cli.stages import STAGES
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.stage_dir import STAGE, StageDir
 from mtptrain.utils import versions

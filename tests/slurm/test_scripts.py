@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.command_line.stages import STAGES
+from mtptrain.cli.stages import STAGES
 from tests.slurm.cluster import ROOT, wait_for
 from tests.slurm.stand import PLAN, Stand, array_of
 

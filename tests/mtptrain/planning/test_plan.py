@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mtptrain.command_line.program import quoted
+from mtptrain.cli.program import quoted
 from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import HiddenStore, StoreManifest

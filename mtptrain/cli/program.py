@@ -22,8 +22,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtptrain.command_line.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, mistake, setting_names, unknown_name
-from mtptrain.command_line.stages import KEPT_STAGES, STAGES
+from mtptrain.cli.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, mistake, setting_names, unknown_name
+from mtptrain.cli.stages import KEPT_STAGES, STAGES
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.settings.hardware import announce_hardware
 from mtptrain.utils.errors import (

@@ -10,8 +10,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from mtptrain.command_line.program import quoted, refuse_additions, refuse_unread
-from mtptrain.command_line.stages import STAGES
+from mtptrain.cli.program import quoted, refuse_additions, refuse_unread
+from mtptrain.cli.stages import STAGES
 from mtptrain.utils.errors import UserError
 from tests.programs import run_ranks
 
@@ -217,7 +217,7 @@ def test_every_program_ends_with_one_line() -> None:
         [path] = {f"{stage.program.replace('.', '/')}{end}" for end in (".py", "/__init__.py")} & sources.keys()
         assert list(get_type_hints(module.main)) == (["config", "return"] if stage.takes_settings else ["return"])
         assert stage.takes_settings or caught.search(sources[path])
-    assert [name for name, text in sources.items() if "hydra.main(" in text] == ["mtptrain/command_line/program.py"]
+    assert [name for name, text in sources.items() if "hydra.main(" in text] == ["mtptrain/cli/program.py"]
 
 
 def texts() -> dict[str, str]:
@@ -242,7 +242,7 @@ def test_every_command_that_is_named_can_be_typed() -> None:
     assert {stage for _, stage in named} >= set(STAGES)
     assert sorted(each for each in named if each[1] not in STAGES) == []
     old = re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, modules)) + r")(?![\w/(])(?!\.[a-z_])")
-    assert [name for name, text in texts().items() if old.search(text)] == ["mtptrain/command_line/stages.py"]
+    assert [name for name, text in texts().items() if old.search(text)] == ["mtptrain/cli/stages.py"]
 
 
 def test_a_program_without_a_config_refuses_in_one_line_too() -> None:
