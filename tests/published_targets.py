@@ -6,34 +6,31 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 _LLAMA3: dict[str, Any] = {
-    "vocab_size": 128_256,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "bos_token_id": 128_000,
-    "eos_token_id": [128_001, 128_008, 128_009],
-    "tie_word_embeddings": False,
+    "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "bos_token_id": 128_000, "eos_token_id": [128_001, 128_008, 128_009], "tie_word_embeddings": False,
+    "head_dim": 128, "num_key_value_heads": 8,
     "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}
+}  # fmt: skip
 _QWEN3: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "head_dim": 128,
-    "bos_token_id": 151_643,
-    "eos_token_id": 151_645,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
+    "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "head_dim": 128, "bos_token_id": 151_643, "eos_token_id": 151_645, "tie_word_embeddings": False,
+    "use_sliding_window": False, "num_key_value_heads": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-}
+}  # fmt: skip
+_DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "vocab_size": 102_400, "num_key_value_heads": 16, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 163_840, "rms_norm_eps": 1e-6, "hidden_act": "silu", "bos_token_id": 100_000,
+    "eos_token_id": 100_001, "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,134 +48,33 @@ class PublishedTarget:
         return AutoConfig.for_model(self.model_type, **self.settings)
 
 
+def _published(
+    name: str, family: str, parameters: float, sizes: tuple[int, int, int, int], shared: dict[str, Any], **own: Any
+) -> PublishedTarget:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return PublishedTarget(name, family, parameters, shared | dict(zip(names, sizes, strict=True)) | own)
+
+
+_LONGER = {
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "rope_parameters": _LLAMA3["rope_parameters"] | {"factor": 32.0},
+}
+_EXPERTS = {
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "num_key_value_heads": 4,
+}  # fmt: skip
 PUBLISHED_TARGETS = {
-    "llama3_2_1b": PublishedTarget(
-        "meta-llama/Llama-3.2-1B-Instruct",
-        "llama",
-        1.24e9,
-        _LLAMA3
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-            "rope_parameters": _LLAMA3["rope_parameters"] | {"factor": 32.0},
-        },
+    "llama3_2_1b": _published(
+        "meta-llama/Llama-3.2-1B-Instruct", "llama", 1.24e9, (2048, 8192, 16, 32), _LLAMA3, **_LONGER
     ),
-    "llama3_1_8b": PublishedTarget(
-        "meta-llama/Llama-3.1-8B-Instruct",
-        "llama",
-        8.03e9,
-        _LLAMA3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    ),
-    "llama3_3_70b": PublishedTarget(
-        "meta-llama/Llama-3.3-70B-Instruct",
-        "llama",
-        70.6e9,
-        _LLAMA3
-        | {
-            "hidden_size": 8192,
-            "intermediate_size": 28_672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    ),
-    "qwen3_8b": PublishedTarget(
-        "Qwen/Qwen3-8B",
-        "qwen3",
-        8.2e9,
-        _QWEN3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 12_288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-    ),
-    "qwen3_32b": PublishedTarget(
-        "Qwen/Qwen3-32B",
-        "qwen3",
-        32.8e9,
-        _QWEN3
-        | {
-            "hidden_size": 5120,
-            "intermediate_size": 25_600,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-        },
-    ),
-    "qwen3_30b_a3b": PublishedTarget(
-        "Qwen/Qwen3-30B-A3B",
-        "qwen3_moe",
-        30.5e9,
-        _QWEN3
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
-    ),
-    "deepseek_v2_lite": PublishedTarget(
-        "deepseek-ai/DeepSeek-V2-Lite-Chat",
-        "deepseek_v2",
-        15.7e9,
-        {
-            "vocab_size": 102_400,
-            "hidden_size": 2048,
-            "intermediate_size": 10_944,
-            "moe_intermediate_size": 1408,
-            "num_hidden_layers": 27,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "max_position_embeddings": 163_840,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "bos_token_id": 100_000,
-            "eos_token_id": 100_001,
-            "tie_word_embeddings": False,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10_000.0,
-                "factor": 40.0,
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-            },
-        },
+    "llama3_1_8b": _published("meta-llama/Llama-3.1-8B-Instruct", "llama", 8.03e9, (4096, 14_336, 32, 32), _LLAMA3),
+    "llama3_3_70b": _published("meta-llama/Llama-3.3-70B-Instruct", "llama", 70.6e9, (8192, 28_672, 80, 64), _LLAMA3),
+    "qwen3_8b": _published("Qwen/Qwen3-8B", "qwen3", 8.2e9, (4096, 12_288, 36, 32), _QWEN3),
+    "qwen3_32b": _published("Qwen/Qwen3-32B", "qwen3", 32.8e9, (5120, 25_600, 64, 64), _QWEN3),
+    "qwen3_30b_a3b": _published("Qwen/Qwen3-30B-A3B", "qwen3_moe", 30.5e9, (2048, 6144, 48, 32), _QWEN3, **_EXPERTS),
+    "deepseek_v2_lite": _published(
+        "deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek_v2", 15.7e9, (2048, 10_944, 27, 16), _DEEPSEEK_V2_LITE
     ),
 }
 """Published targets by the name of their file in recipes/target/."""

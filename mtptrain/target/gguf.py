@@ -5,8 +5,8 @@ The copy is in `gguf/` inside the cache directory: `$MTPTRAIN_CACHE`, or else `m
 
 The package gguf reads and dequantises the file, and transformers builds the tokenizer, which is corrected here.
 Settings and tensors are translated here, by a whitelist: the readers of transformers ignore what they do not know, such
-as RoPE factors and overlapping tensors, and replace missing settings by the family's defaults, so that a head would be
-trained for another model than the one that is served. They also hold all weights in memory at once.
+as RoPE factors, and replace missing settings by the family's defaults, so that a head would be trained for another
+model than the one that is served. They also hold all weights in memory at once.
 """
 
 import fcntl
@@ -104,14 +104,8 @@ CONTROL = 3
 """The `token_type` of tokens that stand for themselves, such as the end of a turn."""
 SWITCHED_OFF = ("add_space_prefix", "add_eos_token", "add_sep_token", "remove_extra_whitespaces")
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-OTHER_IDS = (
-    *("bos_token_id", "unknown_token_id", "padding_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
-    *("seperator_token_id", "mask_token_id", "cls_token_id", "fim_pre_token_id", "fim_suf_token_id"),
-    *("fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
-)
-IN_TOKENIZER = (
-    *("model", "pre", *LISTS, "scores", "token_type_count", "add_bos_token", *SWITCHED_OFF, *END_IDS, *OTHER_IDS),
-)
+IN_TOKENIZER = ("model", "pre", *LISTS, "scores", "token_type_count", "add_bos_token", *SWITCHED_OFF)
+"""Keys of a tokenizer that may be there, beside those of ids of tokens."""
 END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
@@ -129,11 +123,7 @@ def is_gguf(path: str) -> bool:
 
 
 def gguf_of(path: str, given: str | None) -> Path | None:
-    """Returns the target's GGUF file: that of `target.gguf`, or else of `target.path`; None if neither names one.
-
-    Raises:
-        UserError: they name two files.
-    """
+    """Returns the target's GGUF file: that of `target.gguf`, or else of `target.path`; None if neither names one."""
     own = path if path and is_gguf(path) else None
     if given and own and Path(given).resolve() != Path(own).resolve():
         raise UserError(
@@ -151,9 +141,8 @@ def dequantised_dir(path: Path, setting: str) -> Path:
         setting: name of the setting that holds the path, for error messages.
 
     Raises:
-        OSError: the file cannot be read, or the copy cannot be written.
-        UserError: the file does not exist, is damaged, is not one that this program understands, or its copy does not
-            fit the disk, which must also have locks.
+        UserError: the file does not exist, is damaged or not understood, or its copy does not fit the disk, which must
+            also have locks.
     """
     if not path.is_file():
         raise UserError(
@@ -196,11 +185,7 @@ def fingerprint(path: Path) -> str:
 
 
 def require_same_sizes(path: Path, target: PreTrainedConfig) -> None:
-    """Refuse a GGUF file whose sizes are not the target's.
-
-    Raises:
-        UserError: it does not exist, is damaged, or is that of another model.
-    """
+    """Refuse a GGUF file that does not exist, is damaged, or has other sizes than the target."""
     if not path.is_file():
         raise UserError(f"target.gguf: must be an existing GGUF file, but {path} does not exist; correct the path")
     metadata = read_header(path).metadata
@@ -253,12 +238,7 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Returns the header of a GGUF file.
-
-    Raises:
-        OSError: the file cannot be opened.
-        UserError: the file is not GGUF, or is damaged or incomplete.
-    """
+    """Returns the header of a GGUF file. Another file, or a damaged or incomplete one, is refused."""
     with path.open("rb") as file:
         start = file.read(8)
     if start[:4] != b"GGUF" or int.from_bytes(start[4:], "little") not in (2, 3):
@@ -269,14 +249,6 @@ def read_header(path: Path) -> GGUFHeader:
     with _refused(f"{path}: must be a complete GGUF file", f"{DOWNLOAD_AGAIN}, or convert the model again"):
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    expected = reader.data_offset
-    for tensor in reader.tensors:
-        if tensor.data_offset != expected:
-            raise UserError(
-                f"{path}: tensors must follow one another, but {tensor.name} begins at byte {tensor.data_offset:,}, "
-                f"not at {expected:,}; {DOWNLOAD_AGAIN}"
-            )
-        expected += math.ceil(tensor.n_bytes / reader.alignment) * int(reader.alignment)
     return GGUFHeader(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 
@@ -290,12 +262,7 @@ def _refused(must: str, advice: str = DOWNLOAD_AGAIN) -> Iterator[None]:
 
 
 def _check_settings(header: GGUFHeader) -> None:
-    """Refuse settings of a model or of a tokenizer that transformers would ignore, or read otherwise than llama.cpp.
-
-    Raises:
-        UserError: the file is not a whole model, its architecture or tokenizer is not supported, or a setting is
-            missing, not understood, or not one that transformers implements.
-    """
+    """Refuse settings of a model or of a tokenizer that transformers would ignore, or read otherwise than llama.cpp."""
     path, metadata = header.path, header.metadata
 
     def must(key: str, be: str, holds: bool, advice: str = CHOOSE_ANOTHER) -> None:
@@ -334,30 +301,26 @@ def _check_settings(header: GGUFHeader) -> None:
         must(TOKENIZER + name, "False", not settings.get(name))
     for name in LISTS:
         must(TOKENIZER + name, "a list", isinstance(settings.get(name), list), DOWNLOAD_AGAIN)
-    num_tokens = len(settings["tokens"])
+    num_tokens, ids = len(settings["tokens"]), [name for name in settings if name.endswith("_token_id")]
     has_types = len(settings["token_type"]) == num_tokens
     must(f"{TOKENIZER}token_type", f"one number for each of the {num_tokens} tokens", has_types, DOWNLOAD_AGAIN)
-    for name in END_IDS + OTHER_IDS:
-        token = settings.get(name, 0)
-        is_token = isinstance(token, int) and 0 <= token < num_tokens
+    for name in ids:
+        is_token = isinstance(settings[name], int) and 0 <= settings[name] < num_tokens
         must(TOKENIZER + name, f"below the number of tokens {num_tokens}", is_token, DOWNLOAD_AGAIN)
     must(CHAT_TEMPLATE, "a text", isinstance(metadata.get(CHAT_TEMPLATE, ""), str), DOWNLOAD_AGAIN)
     # 4) Nothing else.
-    known = {prefix + name for name in (*NUMBERS, *only)} | {TOKENIZER + name for name in IN_TOKENIZER}
-    for key in metadata:
-        if key.startswith((prefix, TOKENIZER)) and key not in known:
-            raise UserError(
-                f"{path}: settings must be among those that this program can translate, but {key} is not; "
-                f"{CHOOSE_ANOTHER}"
-            )
+    known = {prefix + name for name in (*NUMBERS, *only)} | {TOKENIZER + name for name in (*IN_TOKENIZER, *ids)}
+    if unknown := [key for key in metadata if key.startswith((prefix, TOKENIZER)) and key not in known]:
+        raise UserError(
+            f"{path}: settings must be among those that this program can translate, but {', '.join(unknown)} are not; "
+            f"{CHOOSE_ANOTHER}"
+        )
 
 
 def _model_of(header: GGUFHeader) -> tuple[PreTrainedConfig, dict[str, str]]:
     """Returns the config of the model that a GGUF file holds, and the name in transformers of each of its tensors.
 
-    Raises:
-        UserError: transformers cannot build the model, or a tensor is missing, superfluous, in a type that cannot be
-            dequantised, or of another shape than the settings say.
+    Tensors must be those of the config, in a type that can be dequantised.
     """
     path, architecture = header.path, header.metadata["general.architecture"]
     keys, rope = header.section(f"{architecture}."), _rope(header)
@@ -480,11 +443,7 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
 
 
 def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
-    """Write the tokenizer as transformers reads it, corrected where that is not what llama.cpp reads.
-
-    Raises:
-        UserError: transformers cannot build it, or would cut a control token into pieces.
-    """
+    """Write the tokenizer as transformers reads it, corrected where that is not what llama.cpp reads."""
     path, settings = header.path, header.section(TOKENIZER)
     split, tokens = settings["pre"], settings["tokens"]
     begins_with_bos = settings.get("add_bos_token", split in WHOLE_WORDS_FIRST)

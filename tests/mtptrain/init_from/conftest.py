@@ -42,20 +42,13 @@ def deepseek_checkpoint(directory: Path, target_dir: Path) -> Tensors:
 def heads(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> dict[str, Stored]:
     """Returns a head of each kind: exports, and MTP layers of whole checkpoints in DeepSeek's layout and MiMo's."""
     root = tmp_path_factory.mktemp("heads")
-    found = {
+    exports = {
         kind: Stored(root / kind, config, tiny_target, write(root / kind, engine, config, tiny_target))
         for kind, (engine, config) in EXPORTS.items()
     }
     deepseek = deepseek_checkpoint(root / "deepseek", tiny_target)
     mimo = add_mimo_layer(make_target(root / "mimo", "mimo"))
-    return found | {
+    return exports | {
         "deepseek": Stored(root / "deepseek", MTP, tiny_target, deepseek),
         "mimo": Stored(root / "mimo", MIMO_HEAD, make_target(root / "mimo target", "mimo"), mimo),
     }
-
-
-@pytest.fixture
-def published(request: pytest.FixtureRequest, heads: dict[str, Stored]) -> Stored:
-    """The head of the kind that the test is parametrised with."""
-    found: Stored = heads[request.param]
-    return found

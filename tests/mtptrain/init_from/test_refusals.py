@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from tests.mtptrain.init_from.written_heads import (
     BLOCK_KINDS,
     DFLASH,
     EAGLE3,
-    EXPORTS,
     MEDUSA,
     MTP,
     Changes,
@@ -27,8 +28,6 @@ from tests.mtptrain.init_from.written_heads import (
     without,
 )
 
-KINDS = (*EXPORTS, "deepseek", "mimo")
-WITH_LAYERS = [kind for kind in KINDS if kind != "medusa"]
 MIMO_ARGUMENTS = "head.attention_bias=true head.zero_first_embedding=true head.prenorm_states=true"
 Refusals = list[tuple[Changes, str]]
 
@@ -40,82 +39,53 @@ OF_ALL: Refusals = [
     ),
     ({"vocab_size": 261}, r"vocab_size must be 260 for this target, but is 261; choose another head"),
     ({"num_target_layers": "2"}, r'num_target_layers must be 2 for this target, but is "2"'),
-    ({"logit_scale": 0.5}, r"logit_scale must be 1\.0 as in our heads, but is 0\.5"),
 ]
 OF_LAYERS: Refusals = [
     ({"is_neox_style": False}, r"is_neox_style must be true as in our heads, but is false"),
     ({"partial_rotary_factor": True}, r"partial_rotary_factor must be 1\.0 .*, but is true"),
-    ({"rope_parameters": {"interleaved": True}}, r"rope_parameters\.interleaved must be false"),
     ({"rope_parameters": {"mrope_section": [8, 12, 12]}}, r"but has rope_parameters\.mrope_section=\[8, 12, 12\]"),
     ({"rope_parameters": None, "rope_scaling": "yarn"}, r'rope_scaling must be a section of settings, but is "yarn"'),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, r"rope_scaling must be the same as rope_parameters"),
     ({"rope_parameters": {"rope_type": "yarn"}}, r"must be readable by transformers, .*'factor'.*; download"),
-    ({"rms_norm_eps": True}, r"must be readable by transformers, .*rms_norm_eps.*; download"),
     ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number from 1"),
     ({"intermediate_size": None}, r"config\.json: must have intermediate_size, but does not; download the head again"),
 ]
+NO_TYPES = {"layer_types": None, "use_sliding_window": None}
 OF_HEADS_WITHOUT_WINDOWS: Refusals = [
     ({"layer_types": ["sliding_attention"]}, r"layer_types must be full_attention in each layer, .*\[\"sliding"),
     ({"use_sliding_window": True}, r"use_sliding_window must be false, because head \w+ has no window, but is true"),
-    (
-        {"sliding_window": 64, "layer_types": None, "use_sliding_window": None},
-        r"sliding_window must be null or .* is 64",
-    ),
+    ({"sliding_window": 64, **NO_TYPES}, r"sliding_window must be null or .* is 64"),
     ({"is_causal": False}, r"is_causal must be true"),
     ({"num_hidden_layers": 99}, r"num_hidden_layers must be \d"),
 ]
+IDS = "eagle_aux_hidden_state_layer_ids"
+NEWEST = {"query_zero_predicts_next": True}
 OF_KIND: dict[str, Refusals] = {
-    "mtp": [
-        ({"n_routed_experts": 4}, r"n_routed_experts must be 0 as in our heads"),
-        ({"num_nextn_predict_layers": 2}, r"num_nextn_predict_layers must be 1"),
-    ],
+    "mtp": [({"num_nextn_predict_layers": 2}, r"num_nextn_predict_layers must be 1")],
     "deepseek": [
-        ({"num_nextn_predict_layers": 2}, r"num_nextn_predict_layers must be 1"),
         ({"mtp_hidden_states_first": True}, r"mtp_hidden_states_first must be false because eh_proj of head mtp reads"),
         ({"model_type": "gemma3_text"}, r"model_type must be one of llama, .*, whose MTP layers are like head mtp"),
     ],
-    "eagle": [({"draft_vocab_size": 48}, r"draft_vocab_size must be 260 for this target")],
     "eagle3": [
         ({"num_aux_hidden_states": 3}, r"num_aux_hidden_states must be 2 the number of captured layers, but is 3"),
         ({"draft_vocab_size": 96}, r"draft_vocab_size must be 48 the rows of the lm_head .*, but is 96"),
         ({"norm_output": "yes"}, r'norm_output must be true or false, but is "yes"'),
         ({"eagle_config": {"use_aux_hidden_state": False}}, r"eagle_config\.use_aux_hidden_state must be true"),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}},
-            r"must be the same as eagle_aux_hidden_state_",
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, "2"]}},
-            r"eagle_config\.eagle_aux_hidden_state_layer_ids must be a list of layer ids, but is \[1, \"2\"\]",
-        ),
+        ({"eagle_config": {IDS: [0, 2]}}, r"must be the same as eagle_aux_hidden_state_"),
+        ({IDS: None, "eagle_config": {IDS: [1, "2"]}}, rf"eagle_config\.{IDS} must be a list of layer ids, but is"),
         ({"mask_token_id": 3}, r"mask_token_id must be left out, because the head has no mask_hidden, but is 3"),
-        (
-            {"attention_bias": True},
-            r"attention_bias must be false, because the files have no q_proj\.bias, but is true",
-        ),
-        ({"bias": True}, r"bias must be false, because the files have no fc\.bias, but is true"),
-        (
-            {"architectures": ["EagleMiniCPMForCausalLM"]},
-            r"a head of class EagleDeep.*, but .* holds a EagleMiniCPMFor",
-        ),
+        ({"attention_bias": True}, r"attention_bias must be false, because the files have no q_proj\.bias, but is tru"),
+        ({"architectures": ["EagleMiniCPM"]}, r"a head of class EagleDeep.*, but .* holds a EagleMiniCPM"),
         ({"architectures": ["Qwen2ForCausalLM"]}, r"holds a Qwen2ForCausalLM; .* set head=draft_model if"),
     ],
     "peagle": [({"mask_token_id": None}, r"config\.json: must have ptd_token_id, but does not")],
     "medusa": [
-        (
-            {"num_attention_heads": 4},
-            r"must hold only settings that mtptrain understands, .* has num_attention_heads=4",
-        ),
-        ({"truncated_vocab_size": 100}, r"truncated_vocab_size must be 260 .*, but is 100"),
+        ({"num_attention_heads": 4}, r"must hold only settings that mtptrain .* has num_attention_heads=4"),
         ({"num_heads": 5}, r"num_heads must be 3 as many as have tensors, but is 5"),
     ],
     "dflash": [
-        ({"is_causal": "no"}, r"is_causal must be true or false"),
         ({"is_causal": True}, r"head\.causal \(all there, none here\); set head\.causal=all"),
-        (
-            {"dflash_config": {"use_swa": True}},
-            r"must have a sliding_window, and use_sliding_window=true, for its slid",
-        ),
+        ({"dflash_config": {"use_swa": True}}, r"must have a sliding_window, and use_sliding_window=true, for its sli"),
         (  # transformers' Qwen3Config drops this window
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64, "use_sliding_window": False},
             r"must have a sliding_window, and use_sliding_window=true",
@@ -123,82 +93,44 @@ OF_KIND: dict[str, Refusals] = {
         ({"layer_types": ["full_attention"] * 9}, r"layer_types must be full_attention or .* for each of 2 layers"),
         ({"use_sliding_window": True, "layer_types": None}, r"use_sliding_window must be false, or stand with layer_t"),
         ({"dflash_config": {"use_swa": True, "swa_window_size": 9}}, r"set head\.layer_types=\[sliding_attention,sl"),
-        ({"dflash_config": {"attention_value_scale": 0.5}}, r"dflash_config\.attention_value_scale must be 1\.0"),
-        ({"dflash_config": {"sample_from_anchor": True}}, r"dflash_config\.sample_from_anchor must be false because"),
-        (
-            {"sample_from_anchor": True},
-            r"sample_from_anchor must be false because engines draft nothing with the newest",
-        ),
-        ({"query_zero_predicts_next": True}, r"query_zero_predicts_next must be false because engines draft nothing"),
-        (
-            {"dflash_config": {"query_zero_predicts_next": True}},
-            r"dflash_config\.query_zero_predicts_next must be false",
-        ),
-        (
-            {"query_zero_predicts_next": True, "sample_from_anchor": False},
-            r"query_zero_predicts_next must be the same as sample_from_anchor, false, but is true",
-        ),
+        ({"sample_from_anchor": True}, r"sample_from_anchor must be false because engines draft nothing with"),
+        (NEWEST, r"query_zero_predicts_next must be false because engines draft nothing"),
+        ({"dflash_config": NEWEST}, r"dflash_config\.query_zero_predicts_next must be false"),
+        (NEWEST | {"sample_from_anchor": False}, r"next must be the same as sample_from_anchor, false, but is true"),
         ({"dflash_config": {"projector_type": "domino"}}, r'but has dflash_config\.projector_type="domino"'),
-        ({"architectures": ["Qwen3XPressModel"]}, r"holds a Qwen3XPressModel; choose another head"),
-        (
-            {"dflash_config": {"block_size": 9}},
-            r"dflash_config\.block_size must be the same as block_size, 4, but is 9",
-        ),
+        ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is"),
         ({"block_size": 1}, r"block_size must be a whole number from 2 on, but is 1"),
-        ({"block_size": None}, r"config\.json: must have dflash_config\.block_size, but does not; download"),
         ({"block_size": 6}, r"differ in head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"),
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"set head\.capture_layers=\[2,2\]"),
-        ({"dflash_config": {"mask_token_id": -1}}, r"mask_token_id must be a whole number from 0 on"),
         ({"target_layer_ids": [0, 1]}, r"but has target_layer_ids=\[0, 1\]"),
-        ({"dflash_config": "x"}, r"dflash_config must be a section of settings, but is \"x\""),
-        (
-            {"draft_vocab_size": 48},
-            r"draft_vocab_size must be 260 the rows of the lm_head that the head uses, but is 48",
-        ),
+        ({"draft_vocab_size": 48}, r"draft_vocab_size must be 260 the rows of the lm_head that the head uses, but is"),
     ],
     "dspark": [
-        ({"markov_head_type": "gated"}, r"markov_head_type must be .*vanilla.*, but is .*gated"),
         ({"confidence_head_with_markov": False}, r"confidence_head_with_markov must be true as in head dspark"),
         ({"sample_from_anchor": False}, r"head\.sample_from_anchor \(False there, True here\)"),
-        (
-            {"dflash_config": {"sample_from_anchor": False}},
-            r"dflash_config\.sample_from_anchor must be the same as sam",
-        ),
-        ({"markov_rank": None}, r"must have dflash_config\.markov_rank, but does not"),
         ({"markov_rank": 0}, r"enable_confidence_head must be false as in head dflash, but is true"),
-        ({"dflash_config": {"markov_rank": 8}}, r"dflash_config\.markov_rank must be the same as markov_rank, 4"),
         ({"dflash_config": {"projector_type": "x"}}, r"dflash_config\.projector_type must be .*dspark"),
         ({"dflash_config": {"attention_mode": "mla"}}, r"dflash_config\.attention_mode must be gqa or mha"),
     ],
     "dflash2": [
-        (
-            {"dflash_config": {"output_multiplier": 2.0}},
-            r"dflash_config\.output_multiplier must be 1\.0 .* but is 2\.0",
-        ),
-        (
-            {"dflash_config": {"selector_top_k": 6}},
-            r"head\.selector_top_k \(6 there, 5 here\); set head\.selector_top_k",
-        ),
+        ({"dflash_config": {"output_multiplier": 2.0}}, r"dflash_config\.output_multiplier must be 1\.0 .* but is 2\."),
+        ({"dflash_config": {"selector_top_k": 6}}, r"head\.selector_top_k \(6 there, 5 here\); set head\.selector_top"),
         ({"dflash_config": {"selector_rank": None}}, r"must have dflash_config\.selector_rank, but does not"),
         ({"sample_from_anchor": True}, r"sample_from_anchor must be false"),
-        ({"draft_vocab_size": 48}, r"draft_vocab_size must be 260 for this target"),
     ],
 }
 
 
-@pytest.mark.parametrize("published", KINDS, indirect=True)
-def test_a_config_that_cannot_be_honoured_is_refused_by_the_key(
-    published: Stored, request: pytest.FixtureRequest
-) -> None:
-    kind = request.node.callspec.params["published"]
-    refusals = OF_ALL + OF_KIND.get(kind, [])
-    if kind in WITH_LAYERS:
-        refusals = refusals + OF_LAYERS + (OF_HEADS_WITHOUT_WINDOWS if kind not in BLOCK_KINDS else [])
-        unused = {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}
-        published.is_read(unused)
-        published.is_read({**unused, "layer_types": ["full_attention"] * 2, "attention_sink": None})
-    for changes, message in refusals:
-        published.refuses(changes, message)
+def test_a_config_that_cannot_be_honoured_is_refused_by_the_key(heads: dict[str, Stored]) -> None:
+    unused = {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}
+    for kind, head in heads.items():
+        refusals = OF_ALL + OF_KIND.get(kind, [])
+        if kind != "medusa":
+            refusals = refusals + OF_LAYERS + (OF_HEADS_WITHOUT_WINDOWS if kind not in BLOCK_KINDS else [])
+            head.is_read(unused)
+            head.is_read({**unused, "layer_types": ["full_attention"] * 2, "attention_sink": None})
+        for changes, message in refusals:
+            head.refuses(changes, message)
 
 
 def adding(**tensors: torch.Tensor) -> Callable[[Tensors], Tensors]:
@@ -206,70 +138,35 @@ def adding(**tensors: torch.Tensor) -> Callable[[Tensors], Tensors]:
     return lambda stored: stored | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
 
 
-def marking(t2d: torch.Tensor) -> Callable[[Tensors], Tensors]:
-    return adding(t2d=t2d)
-
-
 T2D = torch.zeros(260, dtype=torch.bool)
 T2D[torch.arange(48) * 2 + 1] = True
-T2D_MESSAGE = r"t2d of .* the 48 that the head drafts according to d2t, but .*"
 BEHIND = "model__layers__2__"
 WRONG_TENSORS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("eagle3", without("norm.weight"), r"norm\.weight of .* must be of shape \(64,\) for head eagle3 .* is absent"),
     ("eagle3", adding(fc__weight=torch.ones(64, 64)), r"fc\.weight of .* must be of shape \(64, 128\) .* is of shape"),
-    ("eagle3", adding(fc__bias=torch.ones(64)), r"fc\.bias of .* must be zero, because the head has no such bias"),
+    ("eagle3", adding(fc__bias=torch.ones(64)), r"fc\.bias of .* must be zero, because the head has no such bias, but"),
     ("eagle3", adding(mask_hidden=torch.ones(1, 3)), r"config\.json: must have ptd_token_id, but does not"),
     ("eagle3", adding(d2t=torch.arange(48) + 300), r"d2t of .* within the target's 0\.\.259, but lead to 48 tokens"),
     ("eagle3", adding(d2t=-torch.arange(48)), r"different tokens within the target's 0\.\.259, but lead to 1 tokens"),
-    ("eagle3", marking(T2D.roll(1)), T2D_MESSAGE + "marks 48 among 260"),
-    ("eagle3", marking(T2D & (torch.arange(260) < 50)), T2D_MESSAGE + "marks 25 among 260"),
-    ("eagle3", marking(T2D[:100].contiguous()), T2D_MESSAGE + "among 100"),
-    (
-        "eagle3", adding(layers__0__hidden_norm__weight=torch.ones(64)),
-        r"a tensor must have one name, but \S+ and \S+ are both hidden_norm\.weight; remove the one",
-    ),
-    (
-        "eagle3", adding(fc__weight=torch.zeros(64, 128, dtype=torch.float8_e4m3fn)),
-        r"fc\.weight must hold numbers of 16 bits or more, .* but has torch\.float8_e4m3fn",
-    ),
+    ("eagle3", adding(t2d=T2D.roll(1)), r"t2d of .* the 48 that the head drafts according to d2t, but marks 48 among"),
+    ("eagle3", adding(t2d=T2D[:100].contiguous()), r"t2d of .* the 48 that the head drafts according to d2t, but .* 1"),
+    ("eagle3", adding(layers__0__hidden_norm__weight=torch.ones(64)), r"a tensor must have one name, but \S+ and \S+"),
+    ("eagle3", adding(fc__weight=torch.zeros(64, 128, dtype=torch.float8_e4m3fn)), r"fc\.weight must hold numbers of"),
     ("mtp", without("layers.0.self_attn.qkv_proj"), r"self_attn\.k_proj\.weight of .* must be of shape .* is absent"),
-    (
-        "mtp", adding(layers__0__self_attn__qkv_proj__weight=torch.ones(7, 64)),
-        r"self_attn\.\w_proj\.weight of .* must be of shape \(64, 64\)",
-    ),
+    ("mtp", adding(layers__0__self_attn__qkv_proj__weight=torch.ones(7, 64)), r"must be of shape \(64, 64\)"),
     ("mimo", without("model.mtp_layers."), r"with an MTP layer .*, but .* holds a MiMoForCausalLM; choose"),
-    (
-        "mimo", adding(model__mtp_layers__1__input_proj__weight=torch.ones(64, 128)),
-        r"must hold one MTP layer, .* has model\.mtp_layers\.0\., model\.mtp_layers\.1\.; choose another",
-    ),
-    (
-        "deepseek", adding(**{f"{BEHIND}self_attn__q_norm__weight": torch.ones(64)}),
-        r"self_attn\.q_norm\.weight of .* must be absent for head mtp and this target, but is of shape \(64,\)",
-    ),
-    (
-        "deepseek", adding(**{f"{BEHIND}self_attn__q_proj__bias": torch.ones(64)}),
-        r"self_attn\.q_proj\.bias of .* must be zero, because the head has no such bias, but is not",
-    ),
-    (
-        "deepseek", adding(model__layers__3__eh_proj__weight=torch.ones(64, 128)),
-        r"must hold one MTP layer, model\.layers\.2\. behind .* has model\.layers\.2\., model\.layers\.3\.; choose",
-    ),
+    ("deepseek", adding(**{f"{BEHIND}self_attn__q_norm__weight": torch.ones(64)}), r"self_attn\.q_norm\.weight of .*"),
+    ("deepseek", adding(model__layers__3__eh_proj__weight=torch.ones(64, 128)), r"must hold one MTP layer, model\.lay"),
     (
         "deepseek", lambda tensors: {name.replace("layers.2.", "layers.9."): x for name, x in tensors.items()},
         r"must hold one MTP layer, model\.layers\.2\. behind the layers of this target, but .* has model\.layers\.9\.",
     ),
-    (
-        "deepseek", adding(**{f"{BEHIND}norm__weight": torch.ones(64)}),
-        r"a tensor must have one name, but .* are both norm\.weight",
-    ),
+    ("deepseek", adding(**{f"{BEHIND}norm__weight": torch.ones(64)}), r"have one name, but .* are both norm\.weight"),
     *(
         ("deepseek", adding(**{f"{BEHIND}{name}": torch.ones(64, 64)}), r"a dense Llama .*; set head=native_mtp")
         for name in ("mlp__experts__0__up_proj__weight", "self_attn__kv_a_proj_with_mqa__weight")
     ),
-    (
-        "eagle", adding(mtp__fc__weight=torch.ones(64, 128)),
-        r"must be a dense Llama layer in DeepSeek's or MiMo's layout, but .* has mtp\.fc\.weight; set head=native_mtp",
-    ),
+    ("eagle", adding(mtp__fc__weight=torch.ones(64, 128)), r"must be a dense Llama layer in DeepSeek's or MiMo's layo"),
 ]  # fmt: skip
 
 
@@ -289,23 +186,17 @@ def test_the_settings_that_match_a_head_are_named(heads: dict[str, Stored]) -> N
         ("eagle3", MTP, whole),
         ("eagle3", replace(EAGLE3, draft_vocab_size=40), r"\(48 there, 40 here\); set head\.draft_vocab_size=48, or"),
         ("eagle3", other, r"; set head\.intermediate_size=96 head\.norm_output=false, or choose another head"),
-        (
-            "medusa",
-            replace(MEDUSA, ttt_steps=5),
-            r"head\.ttt_steps \(3 there, 5 here\); set head\.ttt_steps=3, or choose",
-        ),
-        ("medusa", replace(MEDUSA, num_layers=1), r"; set head\.num_layers=2"),
-        ("medusa", replace(MEDUSA, fc_bias=False), r"; set head\.fc_bias=true"),
+        ("medusa", replace(MEDUSA, ttt_steps=5), r"head\.ttt_steps \(3 there, 5 here\); set head\.ttt_steps=3, or"),
+        ("medusa", replace(MEDUSA, fc_bias=False, num_layers=1), r"; set head\.num_layers=2 head\.fc_bias=true"),
         ("mimo", MtpConfig(), rf"; set {MIMO_ARGUMENTS}, or choose"),
         ("dspark", DFLASH, r"head \(dspark there, dflash here\)"),
     ]
     for kind, config, message in cases:
         heads[kind].of(config).refuses({}, message)
-    heads["dspark"].of(MTP).refuses({"sample_from_anchor": False}, r"set head=dspark .*head\.sample_from_anchor=false")
 
 
 def test_files_that_cannot_be_a_head_are_refused(tmp_path: Path, heads: dict[str, Stored]) -> None:
-    weights, target = {"x": torch.ones(1)}, TargetFiles(heads["eagle3"].target_dir)
+    target = TargetFiles(heads["eagle3"].target_dir)
     missing = r"weights must be safetensors files, but .* is missing; .* convert its \.bin or \.pt file, which is never"
     for path, message in (
         (tmp_path / "none", r"head\.init_from: must be a local directory or a hub name, but '.*none' is not"),
@@ -313,58 +204,42 @@ def test_files_that_cannot_be_a_head_are_refused(tmp_path: Path, heads: dict[str
     ):
         with pytest.raises(UserError, match=message):
             load_init(str(path), MTP, target)
-    save_file(weights, tmp_path / "model.safetensors")
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"must hold head\.json or config\.json, but .* has neither"):
         load_init(str(tmp_path), MTP, target)
-    head, index = heads["eagle3"], "model.safetensors.index.json"
-    for weight_map, message in (
-        ([], r"index\.json: must name the file of each tensor in weight_map, but does not; download the head again"),
-        ({"fc.weight": 1}, r"index\.json: must name the file of each tensor"),
-        ({"fc.weight": "absent.safetensors"}, missing.replace(".* is", r".*absent\.safetensors is")),
-    ):
-        (head.directory / index).write_text(json.dumps({"weight_map": weight_map}))
-        try:
-            head.refuses({}, message)
-        finally:
-            (head.directory / index).unlink()
-    twice = head.directory / "zz.safetensors"
-    save_file({"fc.weight": load_file(head.directory / "model.safetensors")["fc.weight"]}, twice)
-    try:
-        head.refuses({}, r"zz\.safetensors: fc\.weight must be in one file only, but another has it too; remove one")
-        (head.directory / index).write_text(json.dumps({"weight_map": {"fc.weight": "model.safetensors"}}))
-        head.is_read()
-    finally:
-        twice.unlink()
-        (head.directory / index).unlink(missing_ok=True)
-
-
-def test_files_beside_the_head_are_not_ignored(heads: dict[str, Stored]) -> None:
-    head, beside = heads["dflash"], heads["dflash"].directory / "mask_embedding.pt"
-    beside.touch()
-    head.refuses({}, r"mask_embedding\.pt: must not exist, because head dflash takes the embedding")
-    beside.unlink()
-    quantisation = head.directory / "hf_quant_config.json"
+    # Files beside those of a head.
+    head, weights = heads["dflash"], load_file(heads["dflash"].directory / "model.safetensors")
     none = {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": []}
-    quantisation.write_text(json.dumps({"quantization": none}))
-    head.is_read()
-    for refused in ({"quant_algo": "FP8"}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, 8):
-        quantisation.write_text(json.dumps({"quantization": refused}))
-        head.refuses({}, r"hf_quant_config\.json: must name no quantisation, .* but has .*8")
-    quantisation.unlink()
+    index, quantised, twice = "model.safetensors.index.json", "hf_quant_config.json", "zz.safetensors"
+    cases: list[tuple[str, Any, str | None]] = [
+        (index, {"weight_map": {"fc.weight": 1}}, r"index\.json: must name the file of each tensor in weight_map, .*"),
+        (index, {"weight_map": {"fc.weight": "absent.safetensors"}}, r"weights must be safetensors files, but .*absent\.safetensors is"),
+        (index, {"weight_map": dict.fromkeys(weights, "model.safetensors")}, None),
+        (twice, {"fc.weight": weights["fc.weight"]}, r"zz\.safetensors: fc\.weight must be in one file only, but anot"),
+        ("mask_embedding.pt", {}, r"mask_embedding\.pt: must not exist, because head dflash takes the embedding"),
+        (quantised, {"quantization": none}, None),
+        (quantised, {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, r"name no quantisation, .*F"),
+        (quantised, {"quantization": 8}, r"hf_quant_config\.json: must name no quantisation, .* but has .*8"),
+    ]  # fmt: skip
+    for name, content, message in cases:
+        beside = head.directory / name
+        if name == twice:
+            save_file(content, beside)
+        else:
+            beside.write_text(json.dumps(content))
+        try:
+            head.is_read() if message is None else head.refuses({}, message)
+        finally:
+            beside.unlink()
 
 
 def test_a_head_that_cannot_be_downloaded_is_refused(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> str:
-        raise errors[-1]
-
-    monkeypatch.setattr("mtptrain.init_from.published.snapshot_download", fail)
-    errors: list[Exception] = []
     gated = OSError("401 Client Error.\n\nCannot access gated repo for url https://hub/no/head.")
     for error, reason in (
         (TimeoutError(), "TimeoutError; correct the path"),
         (gated, r"401 .* gated repo for url https://hub/no/head\.; correct the path, log in with `hf auth login` if"),
         (HTTPError("403 Forbidden"), "403 Forbidden; correct the path"),
     ):
-        errors.append(error)
+        monkeypatch.setattr("mtptrain.init_from.published.snapshot_download", Mock(side_effect=error))
         with pytest.raises(UserError, match=f"'no/head' is not .* cannot be downloaded: {reason}"):
             load_init("no/head", MTP, TargetFiles(tiny_target))

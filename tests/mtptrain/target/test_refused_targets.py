@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,121 +94,96 @@ NOT_RUN = (
     r"target\.path: transformers must be able to run the quantised weights that quantization_config in .*/config\.json "
     "describes, but reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states.backend=vllm"
 )
+NOT_ENDS = "/generation_config.json: eos_token_id must be token ids below"
+NO_NORM = tensors(lambda old: {name: x for name, x in old.items() if name != "model.norm.weight"})
 PARTIAL = "partial_rotary_factor must be 1, because transformers rotates whole attention heads"
-IN_CONFIG: dict[str, tuple[Damage, str]] = {
-    "garbage": (write("config.json", GARBAGE), r"/config\.json: must be UTF-8, but is not \('utf-8' codec"),
-    "a list": (write("config.json", b"[]"), r"/config\.json: must hold a JSON object, but holds a list; download it"),
-    "nested": (write("generation_config.json", NESTED), r"/generation_config\.json: must be JSON, but is nested too"),
-    "an adapter": (write("adapter_config.json", b"{}"), r"/adapter_config\.json: must not exist, .*; merge the ada"),
-    "no type": (change(model_type=...), "/config.json: model_type must name a family of models, but is None; download"),
-    "no family": (change(model_type="nonsense"), "/config.json: must be readable by transformers, which .*nonsense"),
-    "no language": (change(model_type="t5"), r"target\.path: transformers must have a language model .* none for 't5'"),
-    "1e9 layers": (change(num_hidden_layers=10**9), r"num_hidden_layers must be .* to 10000, but is 1000000000"),
-    "head_dim": (change(head_dim=-2), NOT_SIZE.format("head_dim")),
-    "no context": (change(max_position_embeddings=-1), NOT_SIZE.format("max_position_embeddings")),
-    "no key heads": (change(num_key_value_heads=0), NOT_SIZE.format("num_key_value_heads")),
-    "MTP layers": (change(num_nextn_predict_layers="x"), NOT_SIZE.format("num_nextn_predict_layers")),
-    "key heads": (change(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, but"),
-    "theta": (change(rope_parameters=ROPE | {"rope_theta": float("nan")}), "rope_theta must be a number .* is nan"),
-    "growing RoPE": (change(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "RoPE must be one of def"),
-    "an end": (
-        both(write("generation_config.json", None), change(eos_token_id=500)),
-        "/config.json: eos_token_id must be token ids below vocab_size=260, but is 500; download it again",
-    ),
-    **{
-        f"end {value}": (
-            write("generation_config.json", json.dumps({"eos_token_id": value}).encode()),
-            "/generation_config.json: eos_token_id must be token ids below",
-        )
-        for value in ([None], "abc", [3, -1])
-    },
-    "later tokens": (
-        change(model_type="gemma3_text", use_bidirectional_attention=True),
-        "a token must not attend to later tokens, but use_bidirectional_attention is set in .*config.json",
-    ),
-    "a window": (change(sliding_window=16), NO_WINDOWS.format("llama")),
-    "windows": (change(sliding_window=16, layer_types=WINDOWS), NO_WINDOWS.format("llama")),
-    "no window": (change(model_type="qwen3_moe", layer_types=WINDOWS), NO_WINDOWS.format("qwen3_moe")),
-    "own code": (change(model_type="evil", **EVIL_MODEL), "model_type must be .*, because mtptrain never .* is 'evil'"),
-    "kernels": (change(attn_implementation="evil/kernels"), "attn_implementation must be unset, because"),
-    "kernels by layer": (change(_attn_implementation={"": "a/b"}), "attn_implementation must be unset"),
-    "experts": (change(experts_implementation="evil/moe"), "experts_implementation must be unset"),
-    "partial rotary": (
-        change(model_type="gemma3_text", rope_parameters=..., layer_types=FULL, partial_rotary_factor=0.5),
-        PARTIAL,
-    ),
-    "partial RoPE": (change(rope_parameters=ROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}), PARTIAL),
-}
-IN_TOKENIZER: dict[str, tuple[Damage, str]] = {
-    "garbage": (write("tokenizer.json", GARBAGE), r"/tokenizer\.json: must be UTF-8, but is not \('utf-8' codec"),
-    "a list": (write("tokenizer.json", b"[]"), r"/tokenizer\.json: must hold a JSON object, but holds a list"),
-    "empty": (write("tokenizer.json", b"{}"), f"target: {NOT_READ} KeyError"),
-    "none": (write("tokenizer.json", None), f"target: {NOT_READ} ValueError"),
-    "length": (write("tokenizer_config.json", b'{"model_max_length": "x"}'), f"target: {NOT_READ} TypeError"),
-    "template": (write("chat_template.jinja", GARBAGE), f"target: {NOT_READ} UnicodeDecodeError"),
-    "own": (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class="Evil"), f"{OWN_CLASS} 'Evil'"),
-    "nameless": (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class=None), OWN_CLASS),
-    "old": (change("tokenizer_config.json", auto_map=["evil.Evil", None], tokenizer_class="Evil"), OWN_CLASS),
-}
-IN_WEIGHTS: dict[str, tuple[Damage, str]] = {
-    "larger vocabulary": (change(vocab_size=1000), r"embed_tokens\.weight must have the shape \(1000, 64\) .*260"),
-    "MLP": (change(intermediate_size=10), r"safetensors: model\.layers\.0\.mlp\.\w+\.weight must have the shape"),
-    "fewer layers": (change(num_hidden_layers=1), "target: the weights must have num_hidden_layers=1 .*, but have 2"),
-    "padding": (change(pad_token_id=10**6), r"config\.json: must describe a model .*AssertionError"),
-    "activation": (change(hidden_act="nonsense"), r"config\.json: must describe a model that transformers .*nonsense"),
-    "integers": (added(**{UP: torch.ones(96, 64).int()}), rf"{UP} must have one of the dtypes F64, .* but has I32"),
-    "incomplete": (
+Cases = list[tuple[Damage, str]]
+IN_CONFIG: Cases = [
+    (write("config.json", GARBAGE), r"/config\.json: must be UTF-8, but is not \('utf-8' codec"),
+    (write("config.json", b"[]"), r"/config\.json: must hold a JSON object, but holds a list; download it"),
+    (write("generation_config.json", NESTED), r"/generation_config\.json: must be JSON, but is nested too"),
+    (write("adapter_config.json", b"{}"), r"/adapter_config\.json: must not exist, .*; merge the ada"),
+    (change(model_type=...), "/config.json: model_type must name a family of models, but is None; download"),
+    (change(model_type="nonsense"), "/config.json: must be readable by transformers, which .*nonsense"),
+    (change(model_type="t5"), r"target\.path: transformers must have a language model .* none for 't5'"),
+    (change(num_hidden_layers=10**9), r"num_hidden_layers must be .* to 10000, but is 1000000000"),
+    (change(head_dim=-2), NOT_SIZE.format("head_dim")),
+    (change(num_nextn_predict_layers="x"), NOT_SIZE.format("num_nextn_predict_layers")),
+    (change(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, but"),
+    (change(rope_parameters=ROPE | {"rope_theta": float("nan")}), "rope_theta must be a number .* is nan"),
+    (change(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "RoPE must be one of def"),
+    (both(write("generation_config.json", None), change(eos_token_id=500)), "/config.json: eos_token_id must be token"),
+    *((change("generation_config.json", eos_token_id=value), NOT_ENDS) for value in ([None], "abc", [3, -1])),
+    (change(model_type="gemma3_text", use_bidirectional_attention=True), "a token must not attend to later tokens, bu"),
+    (change(sliding_window=16), NO_WINDOWS.format("llama")),
+    (change(sliding_window=16, layer_types=WINDOWS), NO_WINDOWS.format("llama")),
+    (change(model_type="qwen3_moe", layer_types=WINDOWS), NO_WINDOWS.format("qwen3_moe")),
+    (change(model_type="evil", **EVIL_MODEL), "model_type must be .*, because mtptrain never .* is 'evil'"),
+    (change(attn_implementation="evil/kernels"), "attn_implementation must be unset, because"),
+    (change(_attn_implementation={"": "a/b"}), "attn_implementation must be unset"),
+    (change(experts_implementation="evil/moe"), "experts_implementation must be unset"),
+    (change(model_type="gemma3_text", rope_parameters=..., layer_types=FULL, partial_rotary_factor=0.5), PARTIAL),
+    (change(rope_parameters=ROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}), PARTIAL),
+]
+IN_TOKENIZER: Cases = [
+    (write("tokenizer.json", b"[]"), r"/tokenizer\.json: must hold a JSON object, but holds a list"),
+    (write("tokenizer.json", b"{}"), f"target: {NOT_READ} KeyError"),
+    (write("tokenizer.json", None), f"target: {NOT_READ} ValueError"),
+    (write("tokenizer_config.json", b'{"model_max_length": "x"}'), f"target: {NOT_READ} TypeError"),
+    (write("chat_template.jinja", GARBAGE), f"target: {NOT_READ} UnicodeDecodeError"),
+    (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class="Evil"), f"{OWN_CLASS} 'Evil'"),
+    (change("tokenizer_config.json", **EVIL_TOKENIZER, tokenizer_class=None), OWN_CLASS),
+]
+IN_WEIGHTS: Cases = [
+    (change(vocab_size=1000), r"embed_tokens\.weight must have the shape \(1000, 64\) .*260"),
+    (change(num_hidden_layers=1), "target: the weights must have num_hidden_layers=1 .*, but have 2"),
+    (change(hidden_act="nonsense"), r"config\.json: must describe a model that transformers .*nonsense"),
+    (added(**{UP: torch.ones(96, 64).int()}), rf"{UP} must have one of the dtypes F64, .* but has I32"),
+    (
         lambda target: (target / WEIGHTS).write_bytes((target / WEIGHTS).read_bytes()[:-100]),
         r"model\.safetensors: must be a complete safetensors file, but cannot be",
     ),
-    "an lm_head that a tied config ignores": (
+    (  # which a tied config ignores
         tensors(lambda old: {**old, LM_HEAD: old[EMBEDDINGS] + 1}),
         r"lm_head\.weight must equal model\.embed_tokens\.weight, .* but differs",
     ),
-    "no norm": (
-        tensors(lambda old: {name: x for name, x in old.items() if name != "model.norm.weight"}),
-        r"the checkpoint must hold model\.norm\.weight, but does not; download it again",
-    ),
-    "other names": (
-        tensors(lambda old: {f"other.{name}": x for name, x in old.items()}),
-        r"must hold model\.embed_tokens\.weight, .*, but does not",
-    ),
-    "none": (write(WEIGHTS, None), "weights must be safetensors files, but .* does not exist"),
-    "garbage in the index": (write(INDEX, GARBAGE), rf"/{INDEX}: must be UTF-8, but is not \('utf-8' codec"),
-    "no map": (index({}), NO_MAP),
-    "a list": (index({"weight_map": ["a"]}), NO_MAP),
-    "another folder": (index({"weight_map": {"a": "/a.safetensors"}}), "must name files in its own .*, but names '/a"),
-    "the folder above": (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
-    "both": (index({"weight_map": {"a": "b.safetensors"}}), rf"target: must have either model\.safetensors or {INDEX}"),
-    "fp8": (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNQUANTISED.format("lm_head", "lm_head")),
-    "int8": (
+    (NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not; download it again"),
+    (tensors(lambda old: {f"o.{name}": x for name, x in old.items()}), r"hold model\.embed_tokens\.weight, .*, but"),
+    (write(WEIGHTS, None), "weights must be safetensors files, but .* does not exist"),
+    (write(INDEX, GARBAGE), rf"/{INDEX}: must be UTF-8, but is not \('utf-8' codec"),
+    (index({"weight_map": ["a"]}), NO_MAP),
+    (index({"weight_map": {"a": "/a.safetensors"}}), "must name files in its own .*, but names '/a"),
+    (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
+    (index({"weight_map": {"a": "b.safetensors"}}), rf"target: must have either model\.safetensors or {INDEX}"),
+    (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNQUANTISED.format("lm_head", "lm_head")),
+    (
         both(added(**{EMBEDDINGS: torch.ones(260, 64).char()}), change(quantization_config={})),
         UNQUANTISED.format(*["model.embed_tokens"] * 2),
     ),
-}
-OTHERS: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
-    "no norm": (IN_WEIGHTS["no norm"][0], load_whole, r"the checkpoint must hold model\.norm\.weight, but does not"),
-    "an index": (index({}), weights_fingerprint, NO_MAP),
-    "the last layer in fp8": (
-        added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}),
+]
+CASES: list[tuple[Callable[[Path], object], Cases]] = [
+    (read_target_config, IN_CONFIG),
+    (load_tokenizer, IN_TOKENIZER),
+    (load_frozen_parts, IN_WEIGHTS),
+    (load_whole, [(NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not")]),
+    (weights_fingerprint, [(index({}), NO_MAP)]),
+    (
         load_last_layer,
-        UNQUANTISED.format(*["model.layers.1.mlp.up_proj"] * 2),
+        [
+            (
+                added(**{UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}),
+                UNQUANTISED.format(*[UP[:-7]] * 2),
+            )
+        ],
     ),
-    **{
-        f"quantised: {reason}": (change(quantization_config=method), place, NOT_RUN.format(reason))
-        for method, reason in (
-            ({"quant_method": "gptq", "bits": 4}, "optimum|gptqmodel"),
-            ({}, "no `quant_method`"),
-            ({"quant_method": "compressed-tensors", "config_groups": 7}, "config_groups"),
-        )
-    },
-}
-CASES = {
-    **{f"config: {name}": (damage, read_target_config, message) for name, (damage, message) in IN_CONFIG.items()},
-    **{f"tokenizer: {name}": (damage, load_tokenizer, message) for name, (damage, message) in IN_TOKENIZER.items()},
-    **{f"weights: {name}": (damage, load_frozen_parts, message) for name, (damage, message) in IN_WEIGHTS.items()},
-    **OTHERS,
-}
+    (
+        place,
+        [
+            (change(quantization_config={"quant_method": "gptq", "bits": 4}), NOT_RUN.format("optimum|gptqmodel")),
+            (change(quantization_config={}), NOT_RUN.format("no `quant_method`")),
+        ],
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -226,30 +201,28 @@ def write_evil_code(target: Path) -> Path:
     return trace
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_target_is_refused_by_name_and_its_code_does_not_run(target: Path, case: str, asked: list[object]) -> None:
-    damage, read, message = CASES[case]
-    read(target)
-    damage(target)
-    trace = write_evil_code(target)
-    with pytest.raises(UserError, match=message):
-        read(target)
-    assert not trace.exists() and not asked
+@pytest.mark.parametrize(("read", "cases"), CASES, ids=[read.__name__ for read, _ in CASES])
+def test_a_target_is_refused_by_name_and_its_code_does_not_run(
+    tmp_path: Path, tiny_target: Path, read: Callable[[Path], object], cases: Cases, asked: list[object]
+) -> None:
+    read(tiny_target)
+    for number, (damage, message) in enumerate(cases):
+        target = shutil.copytree(tiny_target, tmp_path / str(number) / "target")
+        damage(target)
+        trace = write_evil_code(target)
+        with pytest.raises(UserError, match=message):
+            read(target)
+        assert not trace.exists() and not asked
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
+def test_the_code_of_a_target_that_transformers_knows_is_ignored(target: Path, asked: list[object]) -> None:
+    for name, settings in (
         ("tokenizer_config.json", EVIL_TOKENIZER),
         ("config.json", EVIL_MODEL),
         ("generation_config.json", {"auto_map": {"AutoGenerationConfig": "evil.Evil"}}),
         ("processor_config.json", {"auto_map": {"AutoProcessor": "evil.Evil"}}),
-    ],
-)
-def test_the_code_of_a_target_that_transformers_knows_is_ignored(
-    target: Path, name: str, settings: dict[str, Any], asked: list[object]
-) -> None:
-    change(name, **settings)(target)
+    ):
+        change(name, **settings)(target)
     trace = write_evil_code(target)
     load_tokenizer(target)
     load_whole(target)
@@ -281,29 +254,21 @@ def test_a_target_whose_norm_accelerate_leaves_off_the_devices_is_refused(tiny_t
 HUBS_ANSWER = "401 Client Error. (Request ID: Root=1;a)\n\nRepository Not Found for url: https://h.co/x.\nLog in."
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
+def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, reason in (
         (OSError(HUBS_ANSWER), r"401 Client Error\. .* Repository Not Found for url: \S+ Log in\."),
         (HTTPError("403 Forbidden"), "403 Forbidden"),  # of a proxy
         (HTTPError(""), "HTTPError"),
-        (OSError(28, "No space left on device"), r"\[Errno 28\] No space left on device"),
-    ],
-)
-@pytest.mark.parametrize("find", [resolve_target, config_dir])
-def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find: Callable[[str], Path], error: Exception, reason: str
-) -> None:
-    def fail(*args: object, **kwargs: object) -> str:
-        raise error
-
-    for name in ("snapshot_download", "hf_hub_download"):
-        monkeypatch.setattr(f"mtptrain.target.hub.{name}", fail)
-    message = rf"'no/such' is neither .* and it could not be downloaded: {reason}; correct the path, log in with `hf au"
-    with pytest.raises(UserError, match=message):
-        find("no/such")
+    ):
+        for name, find in (("snapshot_download", resolve_target), ("hf_hub_download", config_dir)):
+            monkeypatch.setattr(f"mtptrain.target.hub.{name}", Mock(side_effect=error))
+            message = rf"'no/such' is neither .* and it could not be downloaded: {reason}; correct the path, log"
+            with pytest.raises(UserError, match=message):
+                find("no/such")
     with pytest.raises(UserError, match=r"target\.path: must be a model directory, but .* has no config\.json"):
-        find(str(tmp_path))
+        resolve_target(str(tmp_path))
 
 
 def test_a_download_leaves_out_copies_of_the_weights_in_another_layout(
@@ -329,16 +294,14 @@ def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded
     """Simulates eight GPUs, of which only the number and the memory size are read."""
     size, cuda = (tiny_target / WEIGHTS).stat().st_size, torch.device("cuda")  # in fp32
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=size))
+    message = r"must fit one device if several ranks share a machine, .*; start one process, .*validation_prompts=0"
+    properties = SimpleNamespace(total_memory=size)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    message = (
-        r"must fit one device if several ranks share a machine, .*; start one process, .*train.validation_prompts=0"
-    )
     with pytest.raises(UserError, match=message):
         check_placement(tiny_target, torch.float32, cuda)
-    check_placement(tiny_target, torch.bfloat16, cuda)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    check_placement(tiny_target, torch.float32, cuda)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * size))
-    check_placement(tiny_target, torch.float32, cuda)
+    cases = ((size, "8", torch.bfloat16), (size, "1", torch.float32), (2 * size, "8", torch.float32))
+    for memory, num_ranks, dtype in cases:
+        properties.total_memory = memory
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
+        check_placement(tiny_target, dtype, cuda)
