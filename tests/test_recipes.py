@@ -34,6 +34,7 @@ OUT_OF_RANGE = [
     ("head.name", "eagle3", "be mtp, the head whose settings are chosen, but is eagle3; set head=eagle3 instead"),
     ("seed", f"{2**63}", "at least 0 and below 2**63, but is 9223372036854775808"),
     ("acceptance.temperature", "inf", "at least 0.0, but is inf"),
+    ("train.batch_tokens", "1", "at least 2, but is 1"),
     ("train.epochs", "0", "at least 1, but is 0"),
     ("prompts.validation_fraction", "1", "above 0 and below 1, but is 1.0"),
     ("acceptance.top_p", "0", "above 0 and at most 1, but is 0.0"),

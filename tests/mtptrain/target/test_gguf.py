@@ -275,6 +275,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"llama.attention.head_count_kv": [2, 2]}, r"llama.attention.head_count_kv must be a number .* is \[2, 2\]"),
     ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base must be a number above 0, but is nan"),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be linear or none, but is 'yarn'; choose"),
+    ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count must be 16, but is 8"),
     ({"llama.attention.value_length": 32}, "llama.attention.value_length must be 16, but is 32"),
     ({"llama.attention.head_count": 3}, "settings must describe a model that transformers can build, but the library"),
     ({"llama.vocab_size": 300}, r"model.embed_tokens.weight must be of shape \(300, 64\), .*, but is of shape \(260"),
