@@ -237,11 +237,7 @@ def main() -> None:
 
 
 def make(output_dir: Path, draft_for: Path | None, config: LlamaConfig, phases: tuple[Phase, ...]) -> None:
-    """Train a model, and write it with its tokenizer and figures.
-
-    Raises:
-        UserError: the target `draft_for` has another tokenizer than a demo target.
-    """
+    """Train a model, and write it with its tokenizer and figures."""
     torch.manual_seed(0)
     texts, _ = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE)
     held_out = {name: text for name, text in texts.items() if is_held_out(name, 0.05)}

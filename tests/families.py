@@ -143,47 +143,24 @@ WITHOUT = {
 }
 """Sizes that a family does not have."""
 
+SPARSE = {**LATENT, **ROUTED, **INDEX, "index_topk": 2048}
+GEMMA3N = {
+    **WINDOWS, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 260, "laurel_rank": 8,
+    "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * LAYERS,
+}  # fmt: skip
+DEEPSEEK_V4 = {"num_key_value_heads": 1, "head_dim": 32, "o_lora_rank": 32, "index_topk": 64, "sliding_window": WINDOW}
+LONGCAT = {"num_layers": 2, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32, "ffn_hidden_size": 64}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}
+MINIMAX = {**LOCAL_EXPERTS, "block_size": 16, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
+CACHED, RANDOM = "the forward of a text over a cache must run for a", "a model must run with random states after its la"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "deepseek_v32": (
-        "deepseek_v32", {**LATENT, **ROUTED, **INDEX, "index_topk": 2048},
-        "the forward of a text over a cache must run for a deepseek_v32",
-    ),
-    "glm_moe_dsa": (
-        "glm_moe_dsa", {**LATENT, **ROUTED, **INDEX, "index_topk": 2048},
-        "the forward of a text over a cache must run for a glm_moe_dsa",
-    ),
-    "deepseek_v4": (
-        "deepseek_v4",
-        {
-            **LATENT, **ROUTED, **INDEX, "num_key_value_heads": 1, "head_dim": 32, "o_lora_rank": 32, "index_topk": 64,
-            "sliding_window": WINDOW,
-        },
-        "a model must run with random states after its last layer",
-    ),
-    "gemma3n_text": (
-        "gemma3n_text",
-        {
-            **WINDOWS, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 260, "laurel_rank": 8,
-            "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * LAYERS,
-        },
-        "a model must run with random states after its last layer",
-    ),
-    "longcat_flash": (
-        "longcat_flash",
-        {
-            **LATENT, **ROUTED, "num_layers": 2, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32,
-            "ffn_hidden_size": 64,
-        },
-        "num_hidden_layers must be the length of a list of decoder layers",
-    ),
-    "mamba2": (
-        "mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
-        "the target must have the settings vocab_size, .*, but a mamba2 has no num_attention_heads",
-    ),
-    "minimax": (
-        "minimax", {**LOCAL_EXPERTS, "block_size": 16, "layer_types": [LINEAR, FULL, LINEAR, FULL]},
-        "the forward of a text over a cache must run for a minimax",
-    ),
+    "deepseek_v32": ("deepseek_v32", SPARSE, f"{CACHED} deepseek_v32"),
+    "glm_moe_dsa": ("glm_moe_dsa", SPARSE, f"{CACHED} glm_moe_dsa"),
+    "deepseek_v4": ("deepseek_v4", {**LATENT, **ROUTED, **INDEX, **DEEPSEEK_V4}, RANDOM),
+    "gemma3n_text": ("gemma3n_text", GEMMA3N, RANDOM),
+    "longcat_flash": ("longcat_flash", {**LATENT, **ROUTED, **LONGCAT}, "num_hidden_layers must be the length of a li"),
+    "mamba2": ("mamba2", MAMBA2, "the target must have the settings vocab_size, .* a mamba2 has no num_attention_head"),
+    "minimax": ("minimax", MINIMAX, f"{CACHED} minimax"),
     "opt with a projection": (
         "opt", {"ffn_dim": 128, "word_embed_proj_dim": 32},
         "lm_head must read what the final norm returns, but in the family 'opt' it reads something else",
@@ -199,80 +176,39 @@ def most_are_slow(names: Iterable[str], *kept: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in kept else pytest.mark.slow) for name in names]
 
 
-VISION = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
-}  # fmt: skip
+TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+VISION = {**TOWER, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64}
 SIGLIP = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 4,
 }  # fmt: skip
+PROJECTED = {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 TOKENS = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
 IMAGE = {"image_token_index": 10, "boi_token_index": 12, "eoi_token_index": 13}
+IMAGE_IDS = {"audio_config": None, "image_token_id": 10, "boi_token_id": 12, "eoi_token_id": 13}
 
 IMAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3",
-        {
-            "text_config": {**SIZES, **GEMMA3}, "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
-            "mm_tokens_per_image": 4, **IMAGE,
-        },
-    ),
-    "gemma4": (
-        "gemma4",
-        {
-            "text_config": {**SIZES, **GEMMA4, "pad_token_id": 0},
-            "vision_config": {**SIGLIP, "head_dim": 16, "num_key_value_heads": 2},
-            "audio_config": None, "image_token_id": 10, "boi_token_id": 12, "eoi_token_id": 13,
-        },
-    ),
-    "qwen3_vl": (
-        "qwen3_vl",
-        {
-            "text_config": {**SIZES, "rope_parameters": {**AXES, "mrope_interleaved": True}},
-            "vision_config": {**VISION, "deepstack_visual_indexes": [0]}, **TOKENS,
-        },
-    ),
-    "qwen2_5_vl": (
-        "qwen2_5_vl",
-        {
-            "text_config": {**SIZES, "rope_parameters": AXES},
-            "vision_config": {
-                "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
-                "patch_size": 4, "fullatt_block_indexes": [0], "window_size": 16,
-            },
-            **TOKENS,
-        },
-    ),
-    "qwen3_5": ("qwen3_5", {"text_config": {**SIZES, **DELTA}, "vision_config": VISION, **TOKENS}),
-    "mistral3": (
-        "mistral3",
-        {
-            "text_config": {**SIZES, "model_type": "ministral3"},
-            "vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 16}, "image_token_index": 10,
-        },
-    ),
-    "llama4": (
-        "llama4",
-        {
-            "text_config": {**SIZES, **LLAMA4},
-            "vision_config": {
-                **SIGLIP, "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32,
-            },
-            **IMAGE,
-        },
-    ),
-    "kimi_k25": (
-        "kimi_k25",
-        {
-            "text_config": {**SIZES, **LATENT, **ROUTED, "model_type": "deepseek_v3"},
-            "vision_config": {
-                "num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
-                "patch_size": 4,
-            },
-        },
-    ),
+    name: (name, {"text_config": {**SIZES, **text}, "vision_config": vision, **whole})
+    for name, text, vision, whole in (
+        ("gemma3", GEMMA3, {**SIGLIP, "model_type": "siglip_vision_model"}, {"mm_tokens_per_image": 4, **IMAGE}),
+        ("gemma4", {**GEMMA4, "pad_token_id": 0}, {**SIGLIP, "head_dim": 16, "num_key_value_heads": 2}, IMAGE_IDS),
+        (
+            "qwen3_vl", {"rope_parameters": {**AXES, "mrope_interleaved": True}},
+            {**VISION, "deepstack_visual_indexes": [0]}, TOKENS,
+        ),
+        ("qwen2_5_vl", {"rope_parameters": AXES}, {**TOWER, "fullatt_block_indexes": [0], "window_size": 16}, TOKENS),
+        ("qwen3_5", DELTA, VISION, TOKENS),
+        (
+            "mistral3", {"model_type": "ministral3"}, {**SIGLIP, "model_type": "pixtral", "head_dim": 16},
+            {"image_token_index": 10},
+        ),
+        ("llama4", LLAMA4, {**SIGLIP, **PROJECTED}, IMAGE),
+        (
+            "kimi_k25", {**LATENT, **ROUTED, "model_type": "deepseek_v3"},
+            {name: SIGLIP[name] for name in SIGLIP if name != "image_size"}, {},
+        ),
+    )
 }  # fmt: skip
 """Image+text models, whose language model is a target."""
 

@@ -24,12 +24,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def read_draft_model(path: str, config: DraftModelConfig, target: TargetFiles, setting: str) -> Published:
-    """Returns the language model at `path`, or a draft model of another run, padded to the target's vocabulary.
-
-    Raises:
-        UserError: `path` is neither a model directory nor a hub name, or the model has no weights, or its tokenizer is
-            not the target's, or mtptrain does not compute what the model's own forward does.
-    """
+    """Returns the language model at `path`, or a draft model of another run, padded to the target's vocabulary."""
     with torch.device("meta"):
         expected = build_head(config, target.config).state_dict()
     if (Path(path) / "head.json").is_file():
@@ -63,11 +58,7 @@ def _checked_directory(path: str, target: TargetFiles, setting: str) -> Path:
 
 
 def _load(directory: Path, setting: str) -> Tensors:
-    """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families.
-
-    Raises:
-        UserError: mtptrain does not compute what the model's own forward does.
-    """
+    """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype="auto", trust_remote_code=False, output_loading_info=True
     )
@@ -98,9 +89,6 @@ def _check_tokenizer(directory: Path, target: TargetFiles, setting: str) -> None
     """Check that a language model has the target's tokenizer, and an embedding for each of its tokens.
 
     If the model or the target has no tokenizer files, it suffices that their vocabularies have the same size.
-
-    Raises:
-        UserError: the tokenizers differ or cannot be compared, or tokens have no embedding.
     """
     model = TargetFiles(directory)
     size, target_size = model.config.vocab_size, target.config.vocab_size

@@ -47,10 +47,6 @@ def start_from_target(head: Head, target: TargetFiles) -> None:
     `eagle3`, for the last captured stream), so that the layer reads the target's states.
 
     A draft model of the target's width starts from `copy_first_layers`, a narrower one from `project_embeddings`.
-
-    Raises:
-        UserError: no projection of the target's layer has the shape and head dim of the head's, a tensor of the target
-            is quantised, or a draft model differs from the target.
     """
     if isinstance(head, DraftModelHead):
         if head.config.hidden_size < target.config.hidden_size:
@@ -151,12 +147,7 @@ def principal_components(table: torch.Tensor, size: int, scale: float) -> torch.
 
 @torch.no_grad()
 def copy_first_layers(head: DraftModelHead, target: TargetFiles) -> None:
-    """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model.
-
-    Raises:
-        UserError: the draft model differs from the target in family or sizes, or has more layers, or a tensor of the
-            target is missing or quantised.
-    """
+    """Copy the target's embeddings, first decoder layers, final norm and lm_head into a draft model."""
     configs = (head.config, target.config)
     ours, theirs = ({name: getattr(each, name, None) for name in EQUAL_SETTINGS} for each in configs)
     wrong = [(name, theirs[name], ours[name]) for name in ours if ours[name] != theirs[name]]

@@ -16,12 +16,7 @@ MOST_NAMED = 8
 
 
 def read_native_mtp(path: str, target: TargetFiles) -> Published:
-    """Returns the MTP module in the directory or hub repository of a checkpoint.
-
-    Raises:
-        UserError: the directory or repository does not exist, MTP modules of the target's family are not known, or the
-            files do not hold the whole module of the target, or hold it quantised.
-    """
+    """Returns the MTP module in the directory or hub repository of a checkpoint."""
     directory, family = resolve_init(path), target.config.model_type
     if family not in NATIVE_MTP:
         raise UserError(

@@ -63,12 +63,7 @@ class Published:
 
 
 def read_published(path: str, target: TargetFiles) -> Published:
-    """Returns the head in a directory or hub repository. Its format is recognised from its files.
-
-    Raises:
-        UserError: the directory or repository does not exist, or the files hold no head of a known format, or one with
-            parts that our heads do not have, or a head or export of ours that was changed.
-    """
+    """Returns the head in a directory or hub repository. Its format is recognised from its files."""
     directory = resolve_init(path)
     if (directory / "head.json").is_file():
         own = stored_config(directory)
@@ -100,11 +95,7 @@ def read_published(path: str, target: TargetFiles) -> Published:
 
 
 def mtp_prefix(directory: Path, config: ConfigJson, names: Collection[str], num_layers: int) -> str:
-    """Returns the prefix of the tensors of an MTP layer; empty without one.
-
-    Raises:
-        UserError: there are several, or it is not behind the target's layers, or it is no Llama layer.
-    """
+    """Returns the prefix of the tensors of an MTP layer; empty without one."""
     found = {match[1]: match[2] for name in names if (match := MTP_LAYER.match(name))}
     prefixes = sorted(prefix for prefix, part in found.items() if part == "eh_proj" or config.architecture == MIMO)
     behind = f"model.layers.{num_layers}."
@@ -124,11 +115,7 @@ def mtp_prefix(directory: Path, config: ConfigJson, names: Collection[str], num_
 
 
 def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> str:
-    """Returns the name of a head that is no MTP layer of a checkpoint, by its class or its tensors.
-
-    Raises:
-        UserError: it is none of those that can be read.
-    """
+    """Returns the name of a head that is no MTP layer of a checkpoint, by its class or its tensors."""
     architecture, values = config.architecture, config.values
     if values.get("model_type") == "medusa" or any(m[3] for name in names if (m := FASTER_DECODING.match(name))):
         return "medusa"
@@ -149,11 +136,7 @@ def recognise(directory: Path, config: ConfigJson, names: Collection[str]) -> st
 
 
 def resolve_init(path: str) -> Path:
-    """Returns the local directory of a head; a hub repository is downloaded if needed.
-
-    Raises:
-        UserError: `path` is neither a directory nor a hub name.
-    """
+    """Returns the local directory of a head; a hub repository is downloaded if needed."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -167,11 +150,7 @@ def resolve_init(path: str) -> Path:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Returns the safetensors files of a directory: those that its index names, or all of them without an index.
-
-    Raises:
-        UserError: the directory has none, or not all that the index names.
-    """
+    """Returns the safetensors files of a directory: those that its index names, or all of them without an index."""
     index = directory / "model.safetensors.index.json"
     listed = indexed_files(index, "download the head again") if index.is_file() else []
     files = [directory / name for name in listed] or sorted(directory.glob("*.safetensors"))

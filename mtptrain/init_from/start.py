@@ -71,9 +71,6 @@ def trained_or_initial_head(
         target: the target that the head drafts for.
         dtype: dtype of the head; None keeps the stored one.
         device: device of the head.
-
-    Raises:
-        UserError: neither head exists, or the head has another config or belongs to another target.
     """
     trained = best_or_last(train_dir)
     if config.init_from is None or (trained / "head.json").is_file():
@@ -123,10 +120,6 @@ def load_init(
         config: the head's settings.
         target: the target that the head drafts for.
         setting: name of the setting with the path of a draft model, for error messages.
-
-    Raises:
-        UserError: the directory or repository does not exist, or the files hold no head of a known format, or one with
-            other settings or other tensors.
     """
     if isinstance(config, DraftModelConfig):
         config = replace(config, init_from=path)
@@ -162,9 +155,6 @@ def load_draft_model(
         dtype: dtype of the model's weights.
         device: device of the model's weights.
         setting: name of the setting, for error messages.
-
-    Raises:
-        UserError: see `load_init`.
     """
     published_config(path, target.config, setting)  # called for its errors, which name `setting`
     config = DraftModelConfig(init_from=path)
@@ -215,9 +205,6 @@ def without_redundant_tensors(published: Published, expected: Tensors, target: T
 
     These are `t2d`, zero biases, which some engines need in the file, and copies of the target's embeddings and
     lm_head. A warning says if the copies differ.
-
-    Raises:
-        UserError: such a bias is not zero.
     """
     state, repeated, directory = {}, {}, published.directory
     for name, tensor in published.tensors.items():

@@ -67,10 +67,6 @@ class Plan:
         Args:
             config: the run's settings.
             free_bytes: free bytes on the disk of run_dir; looked up by default.
-
-        Raises:
-            UserError: the target does not exist, or mtptrain or the backend does not support the target's family, or
-                the head does not fit the target.
         """
         self.config = config
         self.rows: dict[str, str] = {}
@@ -387,11 +383,7 @@ class Plan:
 
 
 def print_plan(config: PipelineConfig) -> None:
-    """Print the plan of a run, and warn about everything that will not fit.
-
-    Raises:
-        UserError: the target does not exist or is refused, or the head does not fit the target.
-    """
+    """Print the plan of a run, and warn about everything that will not fit."""
     plan = Plan(config)
     of_machine = {"does a draft pay?": describe_break_even(config), "engines here": describe_engines(config.serving)}
     table = Table(title=f"plan of {config.run_dir}: memory and time are estimates", show_header=False)

@@ -43,9 +43,6 @@ def stored_tensors(target_dir: Path) -> dict[str, StoredTensor]:
 
     Tensors that transformers joins with others, such as those of single experts, keep their names in the files. This
     reads only the headers.
-
-    Raises:
-        UserError: the target has no weights, or a file is damaged, or transformers cannot build its model.
     """
     return _stored_for(build_on_meta(read_target_config(target_dir)), target_dir)
 
@@ -66,10 +63,6 @@ def check_weights(target_dir: Path) -> dict[str, StoredTensor]:
     """Returns `stored_tensors`, and refuses weights that do not belong to the target's config.
 
     This reads only the headers of the files, except for an lm_head that should not be there.
-
-    Raises:
-        UserError: the target has no weights, or a file is damaged, transformers cannot build a model with the config,
-            or a dtype, a shape, the number of layers or an lm_head does not match the config.
     """
     config = read_target_config(target_dir)
     model = build_on_meta(config)

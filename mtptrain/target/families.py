@@ -54,12 +54,7 @@ ROPE_OF_THE_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleav
 
 
 def read_target_config(target_dir: Path) -> PreTrainedConfig:
-    """Returns the target's config.
-
-    Raises:
-        UserError: transformers has no language model for the config, mtptrain cannot use that model, or one of the
-            config files is damaged.
-    """
+    """Returns the target's config."""
     config, path = _read_config(target_dir), target_dir / "config.json"
     if getattr(config, "is_heterogeneous", False):
         config.allow_global_per_layer_attribute_access = True  # plans read head_dim, which differs by layer in Gemma 4
@@ -286,12 +281,7 @@ def _full_attention_rope(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_rope(config: PreTrainedConfig) -> None:
-    """Refuse RoPE that depends on the length of the text, or that transformers computes otherwise than engines.
-
-    Raises:
-        UserError: the target's RoPE is unknown, or changes with the length of the text, so that packed and cached
-            forwards would differ, or the config rotates a part of each attention head, which the family's code ignores.
-    """
+    """Refuse RoPE that depends on the length of the text, or that transformers computes otherwise than engines."""
     rope_parameters = _full_attention_rope(config)
     rope_type, name = rope_parameters["rope_type"], "partial_rotary_factor"
     if rope_type not in STATIC_ROPE_TYPES:

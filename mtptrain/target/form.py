@@ -103,12 +103,7 @@ _FOUND: dict[tuple[type, str], TargetForm] = {}
 
 
 def find_form(config: PreTrainedConfig) -> TargetForm:
-    """Returns how the model of a config is built.
-
-    Raises:
-        UserError: transformers cannot build or run the model, or something between its parts is not understood; the
-            message names the step.
-    """
+    """Returns how the model of a config is built."""
     key = type(config), config.to_json_string()
     if key not in _FOUND:
         dtype = torch.get_default_dtype()
@@ -123,11 +118,7 @@ def find_form(config: PreTrainedConfig) -> TargetForm:
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Returns the model of a config in fp32, without memory for its weights.
-
-    Raises:
-        UserError: transformers cannot build it.
-    """
+    """Returns the model of a config in fp32, without memory for its weights."""
     own = deepcopy(config)  # transformers writes into it
     try:
         with torch.device("meta"):

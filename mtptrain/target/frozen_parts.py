@@ -70,12 +70,7 @@ class FrozenParts:
 
 
 def load_frozen_parts(target_dir: Path) -> FrozenParts:
-    """Read only the embeddings, final norm and lm_head from the target's safetensors files.
-
-    Raises:
-        UserError: the target has no weights, or a tensor is missing or quantised, the weights do not match the config,
-            or the target is refused.
-    """
+    """Read only the embeddings, final norm and lm_head from the target's safetensors files."""
     config = read_target_config(target_dir)
     refuse_quantised_parts(target_dir)
     wanted, tensors = find_form(config).tensor_names(config.tie_word_embeddings), check_weights(target_dir)
@@ -84,11 +79,7 @@ def load_frozen_parts(target_dir: Path) -> FrozenParts:
 
 
 def refuse_quantised_parts(target_dir: Path) -> None:
-    """Refuse a checkpoint with quantised embeddings, final norm or lm_head. Reads only the headers of its files.
-
-    Raises:
-        UserError: the target has no weights, or one of these tensors is quantised.
-    """
+    """Refuse a checkpoint with quantised embeddings, final norm or lm_head. Reads only the headers of its files."""
     form = find_form(read_target_config(target_dir))
     prefixes = (f"{form.embed_tokens}.", f"{form.norm}.", f"{form.lm_head}.")
     refuse_quantised(stored_tensors(target_dir), prefixes)
@@ -110,9 +101,6 @@ def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of the target's last decoder layer in fp32, by their names inside the layer.
 
     For families whose norms multiply by 1 + weight, the returned norm weights include the 1.
-
-    Raises:
-        UserError: the target has no weights, or a tensor is quantised, or the target is refused.
     """
     config = read_target_config(target_dir)
     form = find_form(config)

@@ -139,10 +139,6 @@ def dequantised_dir(path: Path, setting: str) -> Path:
     Args:
         path: the GGUF file.
         setting: name of the setting that holds the path, for error messages.
-
-    Raises:
-        UserError: the file does not exist, is damaged or not understood, or its copy does not fit the disk, which must
-            also have locks.
     """
     if not path.is_file():
         raise UserError(

@@ -32,10 +32,6 @@ def resolve_target(path: str, revision: str | None = None, setting: str = "targe
         path: `demo`, a directory, a GGUF file, or a hub name.
         revision: revision of the hub repository.
         setting: name of the setting, for error messages.
-
-    Raises:
-        UserError: `path` is none of these, or the directory has no config.json, or the GGUF file is damaged or not
-            supported.
     """
     return _find(path, revision, setting, is_whole=True)
 
@@ -77,11 +73,7 @@ def _find(path: str, revision: str | None, setting: str, is_whole: bool) -> Path
 
 
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a checkpoint.
-
-    Raises:
-        UserError: transformers cannot read it, or it needs code from the checkpoint.
-    """
+    """Returns the tokenizer of a checkpoint."""
     refuse_own_tokenizer(target_dir)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
@@ -116,10 +108,6 @@ def weight_files(target_dir: Path) -> list[Path]:
     """Returns the safetensors files of a checkpoint, single or sharded.
 
     Without an index, `model.safetensors` is the whole checkpoint, whatever is beside it.
-
-    Raises:
-        UserError: there are none, or one that the index names is missing, or the index of a sharded checkpoint is
-            damaged, names files outside its directory, or is next to an unsharded checkpoint.
     """
     index, single = target_dir / "model.safetensors.index.json", target_dir / "model.safetensors"
     if index.is_file():
@@ -147,9 +135,6 @@ def indexed_files(index: Path, advice: str = DOWNLOAD_AGAIN) -> list[str]:
     Args:
         index: the file.
         advice: what to do if the index is damaged, for error messages.
-
-    Raises:
-        UserError: the index names no files, or some outside its directory.
     """
     weight_map: Any = read_json(index, advice).get("weight_map")
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(x, str) for x in weight_map.values())):
@@ -168,11 +153,7 @@ _SAMPLES_PER_TENSOR, _SAMPLE_BYTES = 8, 4096
 
 
 def weights_fingerprint(target_dir: Path) -> str:
-    """Returns a hash of every safetensors header and of eight samples of each tensor, each of at most 4 KiB.
-
-    Raises:
-        UserError: a weight file is missing, or a file is damaged or incomplete.
-    """
+    """Returns a hash of every safetensors header and of eight samples of each tensor, each of at most 4 KiB."""
     digest = hashlib.sha256()
     for path in weight_files(target_dir):
         tensor_shapes(path)

@@ -16,9 +16,6 @@ def verify_weights(target_dir: Path) -> None:
     """Compare weight files with their sha256 on the hub. Warns of files of which huggingface_hub recorded no hash.
 
     Reads all other files completely, which takes minutes for a large target.
-
-    Raises:
-        UserError: no file has a known hash, or the hash of a file differs from the hub's.
     """
     files = weight_files(target_dir)
     known = {path: sha256 for path in files if (sha256 := hub_sha256(path))}

@@ -39,12 +39,7 @@ def without_transformers_bar() -> Iterator[None]:
 
 
 def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> Target:
-    """Returns the whole target on one device, or spread over several by accelerate if it does not fit.
-
-    Raises:
-        UserError: the target has no weights, or a tensor is missing, or `check_placement`, `Target` or `check_target`
-            refuses the target.
-    """
+    """Returns the whole target on one device, or spread over several by accelerate if it does not fit."""
     config = read_target_config(target_dir)
     check_placement(target_dir, dtype, device)
     placement = "auto" if needs_several_devices(target_dir, dtype, device) else device
@@ -71,12 +66,7 @@ def load_target(target_dir: Path, dtype: torch.dtype, device: torch.device) -> T
 
 
 def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a target that `load_target` could not place, before any long work.
-
-    Raises:
-        UserError: the target has no weights, or the weights do not belong to the config, transformers cannot run their
-            quantisation here, or the target needs several devices but several ranks share the machine.
-    """
+    """Refuse a target that `load_target` could not place, before any long work."""
     check_weights(target_dir)
     check_quantisation(target_dir, dtype, device)
     if needs_several_devices(target_dir, dtype, device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
@@ -87,11 +77,7 @@ def check_placement(target_dir: Path, dtype: torch.dtype, device: torch.device) 
 
 
 def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a quantised target if transformers lacks the package or the hardware that its format needs.
-
-    Raises:
-        UserError: the package or the hardware is missing, or the format is unknown or badly described.
-    """
+    """Refuse a quantised target if transformers lacks the package or the hardware that its format needs."""
     quantisation = getattr(read_target_config(target_dir), "quantization_config", None)
     if quantisation is None:
         return

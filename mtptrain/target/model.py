@@ -28,11 +28,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Freeze a model, without copying it.
-
-        Raises:
-            UserError: accelerate has offloaded a part that drafting needs.
-        """
+        """Freeze a model, without copying it."""
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
         self.form = find_form(model.config)

@@ -26,11 +26,7 @@ any token, and at the median token in one that rounds more, where a mixture may 
 
 @torch.no_grad()
 def check_target(target: Target) -> None:
-    """Compare logits of texts, with and without rejected drafts, with those of the model's own forward.
-
-    Raises:
-        UserError: they differ; the message names the step.
-    """
+    """Compare logits of texts, with and without rejected drafts, with those of the model's own forward."""
     ids = check_texts(target)
     positions = torch.arange(NUM_TOKENS, device=target.device).repeat(len(ids), 1)
     with short_limits(target):

@@ -24,9 +24,6 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
     """Sets variables of a tokenizer's chat template for all that is rendered from now on.
 
     The values become the beginning of the template itself, so no rendering can miss them and its hash shows them.
-
-    Raises:
-        UserError: a variable is one that the template does not read, or of `RENDERED`, or the template has an error.
     """
     if not kwargs:
         return

@@ -4,7 +4,6 @@ import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.engines.vllm import engine as vllm_engine
 from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.files import build_head, save_head
+from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.init_from.from_target import start_from_target
 from mtptrain.init_from.start import load_draft_model, load_init
@@ -106,26 +105,15 @@ def test_a_model_that_is_not_trained_here_drafts_as_it_is(family: str, tmp_path:
     assert generation.accepted_at == [generation.rounds] * 3
 
 
-def test_a_head_of_another_run_is_a_start_too(tmp_path: Path, tiny_target: Path) -> None:
-    config = DraftModelConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
-    state = build_head(config, read_target_config(tiny_target)).state_dict()
-    save_head(tmp_path, state, config, {})
-    directory, found = load_init(str(tmp_path), DraftModelConfig(), TargetFiles(tiny_target))
-    assert directory == tmp_path and found.keys() == state.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-
-
-@pytest.mark.parametrize("is_image_model", [False, True])
-def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path, is_image_model: bool) -> None:
-    if is_image_model:  # its files name the language model's tensors otherwise than transformers' model does
-        target = write_image_model(tmp_path, *IMAGE_MODELS["qwen3_vl"])
-    else:
-        target = make_target(tmp_path, num_hidden_layers=3)
-    head = draft_model(target, num_hidden_layers=2)
-    start_from_target(head, TargetFiles(target))
-    stored = load_file(target / "model.safetensors")
-    tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in stored.items()}
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
+def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
+    # The files of an image model name the language model's tensors otherwise than transformers' model does.
+    image_model = write_image_model(tmp_path / "image", *IMAGE_MODELS["qwen3_vl"])
+    for target in (make_target(tmp_path / "target", num_hidden_layers=3), image_model):
+        head = draft_model(target, num_hidden_layers=2)
+        start_from_target(head, TargetFiles(target))
+        stored = load_file(target / "model.safetensors")
+        tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in stored.items()}
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -154,20 +142,17 @@ def test_a_narrower_model_starts_with_the_main_components_of_the_targets_embeddi
 
 
 def test_a_target_that_is_no_draft_model_is_refused_as_a_start(tmp_path: Path, tiny_target: Path) -> None:
-    gemma = make_target(tmp_path / "gemma", *FAMILIES["gemma3_text"])
-    incomplete, name = make_target(tmp_path / "incomplete"), "model.layers.0.mlp.up_proj.weight"
-    tensors = load_file(incomplete / "model.safetensors")
-    tensors.pop(name)
-    save_file(tensors, incomplete / "model.safetensors", {"format": "pt"})
+    gemma, incomplete = (
+        make_target(tmp_path / "gemma", *FAMILIES["gemma3_text"]),
+        without_a_norm(tmp_path / "incomplete"),
+    )
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 4}
+    message = r"head\.start_from_target: .* has intermediate_size 32, not 96, num_hidden_layers 4, not at most 2; leave"
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (
-            tiny_target,
-            {"intermediate_size": 32, "num_hidden_layers": 4},
-            r"head\.start_from_target: .* has intermediate_size 32, not 96, num_hidden_layers 4, not at most 2; leave",
-        ),
+        (tiny_target, sizes, message),
         (tiny_target, {"hidden_size": 128}, r"has hidden_size 128, not 64, "),
         (gemma, {}, r"has model_type llama, not gemma3_text"),
-        (incomplete, {}, rf"the checkpoint must hold {name}, but does not; download it again"),
+        (incomplete, {}, r"the checkpoint must hold model.norm.weight, but does not; download it again"),
     ]
     for target, settings, message in cases:
         with pytest.raises(UserError, match=message):
@@ -245,13 +230,13 @@ def test_heads_that_are_no_draft_models_and_settings_beside_a_model_are_refused(
             draft_model(tiny_target, **settings)
 
 
-@pytest.mark.parametrize("family", ["mistral with window", "deepseek_v2"])
-def test_a_model_whose_attention_is_not_trained_here_is_refused_for_training(family: str, tmp_path: Path) -> None:
-    target = make_target(tmp_path, *FAMILIES[family])
-    message = r"head\.init_from: a draft model that is trained must be one of llama, mistral, qwen2, qwen3 with full"
-    with pytest.raises(ValueError, match=message):
-        DraftModelHead.check_trainable(DraftModelConfig(init_from=str(target)), read_target_config(target))
-    DraftModelHead.check_trainable(DraftModelConfig(), read_target_config(target))  # random weights can be trained
+def test_a_model_whose_attention_is_not_trained_here_is_refused_for_training(tmp_path: Path) -> None:
+    for family in ("mistral with window", "deepseek_v2"):
+        target = make_target(tmp_path / family, *FAMILIES[family])
+        message = r"head\.init_from: a draft model that is trained must be one of llama, mistral, qwen2, qwen3 with"
+        with pytest.raises(ValueError, match=message):
+            DraftModelHead.check_trainable(DraftModelConfig(init_from=str(target)), read_target_config(target))
+        DraftModelHead.check_trainable(DraftModelConfig(), read_target_config(target))  # random weights can be trained
 
 
 def test_a_model_of_the_targets_sizes_has_its_head_dim() -> None:
@@ -266,10 +251,9 @@ def test_a_model_of_the_targets_sizes_has_its_head_dim() -> None:
 
 
 def test_a_loss_between_states_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"train\.feature_weight: must be 0 with head draft_model, .* but is 0.5"):
-        make_config("head=draft_model", "train.feature_weight=0.5")
-    with pytest.raises(ValueError, match=r"train\.loss\.features: must be 0 with head draft_model, .* but is 0.1"):
-        make_config("head=draft_model", "train.loss={kl:1,features:0.1}")
+    for setting, name in (("feature_weight=0.5", "feature_weight"), ("loss={kl:1,features:0.1}", "loss.features")):
+        with pytest.raises(ValueError, match=rf"train\.{name}: must be 0 with head draft_model, .* but is 0"):
+            make_config("head=draft_model", f"train.{setting}")
 
 
 def test_a_model_with_a_short_context_is_refused_before_extraction(fresh_run: Run, tmp_path: Path) -> None:
@@ -280,7 +264,7 @@ def test_a_model_with_a_short_context_is_refused_before_extraction(fresh_run: Ru
 
 
 def test_benchmarks_refuse_prompts_that_the_model_cannot_read_with_answer_and_drafts(
-    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Run, tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, overrides = tiny_run  # prompts of 32 tokens and answers of 16
     short = change_config(make_target(tmp_path / "draft", seed=1), max_position_embeddings=50)
@@ -293,18 +277,10 @@ def test_benchmarks_refuse_prompts_that_the_model_cannot_read_with_answer_and_dr
     config.serving_bench.num_speculative_tokens = [1, 3]
     with pytest.raises(UserError, match=message):
         serving_bench.prepare(ConfiguredRun(config), tmp_path)
-
-
-@pytest.mark.parametrize(("num_drafts", "is_refused"), [(20, False), (21, True)])
-def test_more_drafts_than_the_context_of_the_model_are_refused(
-    num_drafts: int, is_refused: bool, tmp_path: Path, tiny_target: Path
-) -> None:
-    small = change_config(make_target(tmp_path, seed=1), max_position_embeddings=100)
-    head = load(small, tiny_target)
-    prompts = [[1] * 70, [1] * 30]
-    message = "head: must read the longest prompt with its response and drafts, 101 tokens, but has a context"
-    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
-        check_head_context(head, prompts, 10, num_drafts, "head")
+    head = load(short, tiny_target)
+    check_head_context(head, [[1] * 20, [1] * 10], 10, 20, "head")  # the last draft is not read
+    with pytest.raises(UserError, match=message):
+        check_head_context(head, [[1] * 20, [1] * 10], 10, 21, "head")
 
 
 @pytest.mark.slow

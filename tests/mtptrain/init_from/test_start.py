@@ -51,29 +51,34 @@ def test_a_run_without_a_trained_head_takes_the_initial_one_and_then_its_own(
         trained_or_initial_head(tmp_path / "none", EAGLE3, target, None, CPU)
 
 
-@pytest.mark.parametrize("config", [MTP, EAGLE, EAGLE3, MEDUSA, HydraConfig(num_layers=2)], ids=lambda each: each.name)
+SMALL = DraftModelConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
+
+
+@pytest.mark.parametrize("config", [MTP, EAGLE, EAGLE3, MEDUSA, HydraConfig(num_layers=2), SMALL], ids=str)
 def test_a_head_of_ours_is_read_whatever_its_start_and_its_depths_unless_each_has_weights(
     tmp_path: Path, tiny_target: Path, config: HeadConfig
 ) -> None:
     state = random_state(config, tiny_target)
     other = config if config.name in ("medusa", "hydra") else replace(config, ttt_steps=7)
     save_head(tmp_path, state, replace(other, init_from="/elsewhere"), {TARGET_WEIGHTS: "of another target"})
-    assert_equal(load_init(str(tmp_path), config, TargetFiles(tiny_target))[1], state)
+    own = DraftModelConfig() if config is SMALL else config  # the sizes are those of the stored model
+    assert_equal(load_init(str(tmp_path), own, TargetFiles(tiny_target))[1], state)
     if other is config:
         with pytest.raises(ValueError, match=r"but differ in head\.ttt_steps"):
             load_init(str(tmp_path), replace(config, ttt_steps=2), TargetFiles(tiny_target))
 
 
-@pytest.mark.parametrize("config", [MTP, DraftModelConfig()], ids=["mtp", "draft_model"])
 def test_a_setting_of_our_own_head_that_this_version_does_not_have_is_refused(
-    tmp_path: Path, tiny_target: Path, config: HeadConfig
+    tmp_path: Path, tiny_target: Path
 ) -> None:
-    save_head(tmp_path, random_state(config, tiny_target), config, {})
-    stored = json.loads((tmp_path / "head.json").read_text())
-    stored["head"]["sliding_window"] = 64
-    seal_again(tmp_path / "head.json", **stored)
-    with pytest.raises(ValueError, match=r"head\.json: must hold only settings of head .* has sliding_window=64; "):
-        load_init(str(tmp_path), config, TargetFiles(tiny_target))
+    for config in (MTP, DraftModelConfig()):
+        path = tmp_path / config.name / "head.json"
+        save_head(path.parent, random_state(config, tiny_target), config, {})
+        stored = json.loads(path.read_text())
+        stored["head"]["sliding_window"] = 64
+        seal_again(path, **stored)
+        with pytest.raises(ValueError, match=r"head\.json: must hold only settings of head .* has sliding_window=64; "):
+            load_init(str(path.parent), config, TargetFiles(tiny_target))
 
 
 @pytest.mark.slow
@@ -99,9 +104,11 @@ def test_training_starts_from_the_published_head_and_acceptance_measures_it_befo
     assert again["head"] == str(run_dir / "train/best") and again["accepted_at"] == report["accepted_at"]
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra"])
-def test_a_new_head_with_an_mlp_per_depth_starts_as_the_targets_own_state(tiny_target: Path, name: str) -> None:
-    head, state = build_head(HEAD_CONFIGS[name](), read_target_config(tiny_target)), torch.randn(5, 64)
-    for depth in range(head.ttt_steps):
-        inputs = [state, *torch.randn(1 + depth, 5, 64)]
-        torch.testing.assert_close(head.blocks[depth](state) if name == "medusa" else head.mlps[depth](*inputs), state)
+def test_a_new_head_with_an_mlp_per_depth_starts_as_the_targets_own_state(tiny_target: Path) -> None:
+    for name in ("medusa", "hydra"):
+        head = build_head(HEAD_CONFIGS[name](), read_target_config(tiny_target))
+        state = torch.randn(5, 64)
+        for depth in range(head.ttt_steps):
+            inputs = [state, *torch.randn(1 + depth, 5, 64)]
+            found = head.blocks[depth](state) if name == "medusa" else head.mlps[depth](*inputs)
+            torch.testing.assert_close(found, state)

@@ -17,7 +17,7 @@ from mtptrain.hidden_states.extraction import transformers_streams
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, check_streams
 from mtptrain.target import causal_attention, self_check
 from mtptrain.target.causal_attention import FULL, PLAIN
-from mtptrain.target.form import TargetForm, find_form
+from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
@@ -26,6 +26,7 @@ from tests.families import (
     EXACT,
     IMAGE_MODELS,
     KEEPS_STATES,
+    LAYERS,
     REFUSED,
     most_are_slow,
     write_image_model,
@@ -75,20 +76,14 @@ class Continuation:
         return Draft(torch.stack(drafts), torch.ones(len(drafts), 3, dtype=torch.bool))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "name",
-    most_are_slow(
-        EXACT,
-        "olmo3",  # windows, norms after the layers
-        "qwen3_moe",  # experts
-        "gpt_oss",  # experts, sinks, windows
-        "granite",  # factors of embeddings, residuals, scores and logits
-        "deepseek_v3",  # latent attention, experts
-        "qwen3_5_text",  # states by the delta rule
-        "lfm2",  # states of short convolutions
-    ),
+CORE = (
+    *("olmo3", "qwen3_moe", "gpt_oss", "granite"),  # windows; experts; sinks; factors
+    *("deepseek_v3", "qwen3_5_text", "lfm2"),  # latent attention; states by the delta rule, and of convolutions
 )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", most_are_slow(EXACT, *CORE))
 def test_a_member_of_a_family_computes_what_transformers_does(
     member: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,24 +166,12 @@ def test_a_window_or_chunk_below_those_of_the_check_is_kept(tmp_path: Path, name
     check_streams(load(write_member(tmp_path, family, {**settings, limit: self_check.SHORT - 2})))
 
 
-def without(**changes: object) -> Callable[[TargetForm], TargetForm]:
-    return lambda form: replace(form, **changes)
-
-
-def without_masks(form: TargetForm) -> TargetForm:
-    return replace(form, masks=tuple(mask and FULL for mask in form.masks))
-
-
-FAULTS: dict[str, Callable[[TargetForm], TargetForm]] = {
-    "granite": without(logit_scale=1.0),
-    "granitemoe": without(logit_scale=1.0),
-    "minicpm3": without(logit_scale=1.0),
-    "phimoe": without(norm_kind="rms"),
-    "gemma3_text": without(norm_offset=0.0, rounds_before_weight=True),
-    "phi": without(norm_eps=0.1),
-    "llama4_text": without_masks,
-    "mistral": without_masks,
-    "olmo3": without_masks,
+FAULTS: dict[str, dict[str, object]] = {
+    **{name: {"logit_scale": 1.0} for name in ("granite", "granitemoe", "minicpm3")},
+    "phimoe": {"norm_kind": "rms"},
+    "gemma3_text": {"norm_offset": 0.0, "rounds_before_weight": True},
+    "phi": {"norm_eps": 0.1},
+    **{name: {"masks": (FULL,) * LAYERS} for name in ("llama4_text", "mistral", "olmo3")},
 }
 """Families, and what mtptrain would do if it did not know theirs."""
 
@@ -199,8 +182,8 @@ def test_the_check_finds_a_form_that_is_not_the_models(
 ) -> None:
     directory = member(name)
     found = load(directory).form
-    monkeypatch.setattr("mtptrain.target.model.find_form", lambda config: FAULTS[name](found))
-    monkeypatch.setattr("mtptrain.target.frozen_parts.find_form", lambda config: FAULTS[name](found))
+    for module in ("model", "frozen_parts"):
+        monkeypatch.setattr(f"mtptrain.target.{module}.find_form", lambda _: replace(found, **FAULTS[name]))
     with pytest.raises(UserError, match=r"logits .* must be those of transformers' own forward"):
         load(directory)
 

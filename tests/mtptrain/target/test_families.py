@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 from transformers import AutoConfig
 
 from mtptrain.target.families import eos_token_ids, read_generation_config
@@ -27,22 +26,20 @@ def test_end_of_sequence_tokens_come_from_the_generation_config_first(tmp_path: 
         assert eos_token_ids(found, read_generation_config(tmp_path)) == expected
 
 
-@pytest.mark.parametrize(("name", "is_flat"), [("qwen3_vl", False), ("qwen2_5_vl", False), ("qwen2_5_vl", True)])
-def test_the_language_model_of_an_image_model_is_tied_and_quantised_as_the_whole_is(
-    tmp_path: Path, name: str, is_flat: bool
-) -> None:
+def test_the_language_model_of_an_image_model_is_tied_and_quantised_as_the_whole_is(tmp_path: Path) -> None:
     """Older configs have the settings of the language model beside those of the whole."""
-    family, settings = IMAGE_MODELS[name]
-    AutoConfig.for_model(family, **settings).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    whole = json.loads(path.read_text())
-    text = whole["text_config"]
-    del text["model_type"], text["tie_word_embeddings"]
-    if is_flat:
-        whole = {**text, **{key: value for key, value in whole.items() if key != "text_config"}}
     method = {"quant_method": "awq", "bits": 4}
-    for is_tied in (True, False):
-        path.write_text(json.dumps({**whole, "tie_word_embeddings": is_tied, "quantization_config": method}))
-        target = TargetFiles(tmp_path)
-        assert target.config.tie_word_embeddings == is_tied and target.config.quantization_config == method
-        assert target.has_image_encoder and target.config.model_type in ("qwen2", "qwen3")
+    for name, is_flat in (("qwen3_vl", False), ("qwen2_5_vl", False), ("qwen2_5_vl", True)):
+        family, settings = IMAGE_MODELS[name]
+        AutoConfig.for_model(family, **settings).save_pretrained(tmp_path)
+        path = tmp_path / "config.json"
+        whole = json.loads(path.read_text())
+        text = whole["text_config"]
+        del text["model_type"], text["tie_word_embeddings"]
+        if is_flat:
+            whole = {**text, **{key: value for key, value in whole.items() if key != "text_config"}}
+        for is_tied in (True, False):
+            path.write_text(json.dumps({**whole, "tie_word_embeddings": is_tied, "quantization_config": method}))
+            target = TargetFiles(tmp_path)
+            assert target.config.tie_word_embeddings == is_tied and target.config.quantization_config == method
+            assert target.has_image_encoder and target.config.model_type in ("qwen2", "qwen3")

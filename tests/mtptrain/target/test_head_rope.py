@@ -11,22 +11,11 @@ from mtptrain.heads.layers import Rope
 from mtptrain.target.families import head_rope_parameters
 from tests.mtptrain.target.inputs import write_config
 
+YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 DEEPSEEK_V2_LITE: dict[str, Any] = {
-    "model_type": "deepseek_v2",
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
-    "max_position_embeddings": 163840,
-    "qk_rope_head_dim": 64,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096,
-    },
-}
+    "model_type": "deepseek_v2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+    "max_position_embeddings": 163840, "qk_rope_head_dim": 64, "rope_theta": 10000,
+}  # fmt: skip
 """Settings of the published config of DeepSeek-V2-Lite, in the format of older transformers versions."""
 
 
@@ -52,21 +41,16 @@ def yarn_angles(head_dim: int, theta: float, factor: float, original_tokens: int
     [
         ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0),
         ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1)),
-        ({"mscale": None, "mscale_all_dim": None}, 0.1 * math.log(40) + 1),
+        ({}, 0.1 * math.log(40) + 1),
     ],
 )
 def test_rope_of_a_head_for_deepseek_follows_the_formula_of_yarn(
-    tmp_path: Path, mscales: dict[str, float | None], scale: float
+    tmp_path: Path, mscales: dict[str, float], scale: float
 ) -> None:
-    scaling = {**DEEPSEEK_V2_LITE["rope_scaling"], **mscales}
-    config = write_config(
-        tmp_path, **{**DEEPSEEK_V2_LITE, "rope_scaling": {k: v for k, v in scaling.items() if v is not None}}
-    )
+    config = write_config(tmp_path, **DEEPSEEK_V2_LITE, rope_scaling=YARN | mscales)
     positions = [0, 1, 77, 5000, 100_000]
     cos, sin = Rope(128, config).tables(torch.tensor(positions), torch.float32)  # [5, 1, 128]
-    angles = (
-        torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(yarn_angles(128, 1e4, 40, 4096)).double()
-    )
+    angles = torch.tensor(positions).double()[:, None] * torch.tensor(yarn_angles(128, 1e4, 40, 4096)).double()
     for table, function in ((cos, torch.cos), (sin, torch.sin)):
         wanted = (scale * function(torch.cat([angles, angles], -1))).float()[:, None]
         torch.testing.assert_close(table, wanted, atol=0.02, rtol=0)  # fp32 rounds angles of up to 1e5
