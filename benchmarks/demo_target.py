@@ -240,8 +240,8 @@ def make(output_dir: Path, draft_for: Path | None, config: LlamaConfig, phases: 
     """Train a model, and write it with its tokenizer and figures."""
     torch.manual_seed(0)
     texts, _ = read_text_files([STANDARD_LIBRARY], "*.py", EXCLUDE)
-    held_out = {name: text for name, text in texts.items() if is_held_out(name, 0.05)}
-    source = {name: text for name, text in held_out.items() if not any(fnmatch(name, glob) for glob in GENERATED)}
+    held_out = {name for name in texts if is_held_out(name, 0.05)}
+    source = [text for name, text in texts.items() if name in held_out and not any(fnmatch(name, x) for x in GENERATED)]
     training = [text for name, text in texts.items() if name not in held_out]
     if draft_for is None:
         tokenizer = train_tokenizer(training)
@@ -252,13 +252,12 @@ def make(output_dir: Path, draft_for: Path | None, config: LlamaConfig, phases: 
                 f"--draft-for: must be a demo target, with {VOCAB_SIZE} tokens, but has {len(tokenizer)}; correct it"
             )
     tokenizer.save_pretrained(output_dir)
-    documents, source_documents = encode(tokenizer, training), encode(tokenizer, list(source.values()))
+    documents, source_documents = encode(tokenizer, training), encode(tokenizer, source)
     print(f"{len(documents)} training files, {sum(map(len, documents)):,} tokens")
     model = LlamaForCausalLM(config)
     for number, phase in enumerate(phases):
         train(model, documents, phase, seed=number)
         model.save_pretrained(output_dir)
-    with_generated = loss_of_documents(model, encode(tokenizer, list(held_out.values())))
     figures = {
         "python": sys.version.split()[0],
         "training": {
@@ -267,7 +266,6 @@ def make(output_dir: Path, draft_for: Path | None, config: LlamaConfig, phases: 
             "tokens_seen": sum(phase.tokens // BATCH_TOKENS * BATCH_TOKENS for phase in phases),
         },
         "held_out_source": {"files": len(source), **loss_of_documents(model, source_documents)},
-        "held_out_with_generated_files": {"files": len(held_out), **with_generated},
         "held_out_source_by_position": loss_by_position(model, source_documents),
     }
     (output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")

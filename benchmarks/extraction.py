@@ -1,4 +1,4 @@
-"""Compares the speed of extraction with that of a bare forward pass, and measures how fast hidden states are read.
+"""Compares the speed of extraction with that of a bare forward pass.
 
     python -m benchmarks.extraction recipe=quickstart
     python -m benchmarks.extraction recipe=quickstart --8b --documents 256     # on a GPU, random weights
@@ -7,13 +7,11 @@
 - *ours*: the transformers backend writing a store to disk, in bf16 and fp8;
 - *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
   scripts do;
-- *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM;
-- *reading*: packed training batches from disk, compared with a plain copy of the memory-mapped shards.
+- *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM.
 
-The candidates of each table take turns, except vLLM, which needs its own process and the GPU's memory. Torch uses one
-thread, torchrun's default for each rank. The writer adds `hidden_states.writer_threads` threads and one that hashes
-shards, and reading fp8 without decoding adds one that reads ahead. Extraction runs over documents of random tokens with
-log-normal lengths; the stores of *reading* have documents of 2,048 tokens.
+The candidates take turns, except vLLM, which needs its own process and the GPU's memory. Torch uses one thread,
+torchrun's default for each rank. The writer adds `hidden_states.writer_threads` threads and one that hashes shards.
+Documents have random tokens and log-normal lengths.
 """
 
 import argparse
@@ -21,13 +19,12 @@ import gc
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from mtptrain.config import PipelineConfig, StoreDtype
@@ -41,13 +38,11 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
     token_budget_batches,
 )
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
-from mtptrain.hidden_states.store import HiddenStore
 from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
 from mtptrain.planning.target import target_costs
 from mtptrain.run import Run
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
-from mtptrain.training.batches import BatchSchedule
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.distributed import device_name, init_ranks
 from mtptrain.utils.errors import UserError
@@ -58,8 +53,6 @@ from .measuring import fastest
 MEDIAN_TOKENS, MAX_TOKENS = 250, 2000
 """Median and maximum length of the documents that are extracted."""
 PLAIN_BATCH = 8
-READ_TOKENS, READ_HIDDEN_SIZE = 32_768, 4096
-"""Tokens and hidden size of the stores that are read."""
 
 
 def main(config: PipelineConfig, options: argparse.Namespace) -> None:
@@ -96,20 +89,12 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
                     seconds |= fastest_of({"vLLM": run}, options.repeats)
             except UserError as refused:
                 print(f"vLLM is left out: {refused}")
-        read = seconds_of_reading(folder, options.repeats)
     title = f"Extraction, {'8b' if options.is_8b else config.target.path}, head {config.head.name}, {dtype}"
-    print_speeds(f"{title}, {device_name(device)}", "tokens/s", num_tokens, seconds)
+    columns = {"": ("name", ""), "tokens/s": ("speed", ",.2f"), "vs. bare forward": ("ratio", ".3f")}
+    bare = seconds["bare forward"]
+    rows = [{"name": name, "speed": num_tokens / x, "ratio": bare / x} for name, x in seconds.items()]
+    print_table(f"{title}, {device_name(device)}", columns, rows)
     print(f"MFU of the bare forward: {mfu:.1%} of the measured matmul peak")
-    gigabytes = READ_TOKENS * READ_HIDDEN_SIZE * 2 / 1e9
-    print_speeds(f"Reading, {READ_HIDDEN_SIZE} dimensions", "GB/s of bf16", gigabytes, read)
-
-
-def print_speeds(title: str, unit: str, amount: float, seconds: dict[str, float]) -> None:
-    """Prints how fast each candidate handled an amount, and its ratio to the first one."""
-    reference = next(iter(seconds))
-    columns = {"": ("name", ""), unit: ("speed", ",.2f"), f"vs. {reference}": ("ratio", ".3f")}
-    rows = [{"name": name, "speed": amount / x, "ratio": seconds[reference] / x} for name, x in seconds.items()]
-    print_table(title, columns, rows)
 
 
 def random_8b(device: torch.device, dtype: torch.dtype) -> Target:
@@ -169,63 +154,17 @@ Layout = tuple[int, int, StoreDtype]
 
 
 def fill_and_remove(folder: Path, documents: Documents, threads: int, streams: Streams, layout: Layout) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as store:
-        write_store(Path(store), documents, threads, 4, streams, layout)
-
-
-def write_store(
-    directory: Path, documents: Documents, threads: int, num_shards: int, streams: Streams, layout: Layout
-) -> HiddenStore:
-    """Writes a complete store of about `num_shards` shards, as stage 2 does."""
+    """Writes a complete store of about four shards, as stage 2 does, and removes it."""
     hidden_size, num_captured, dtype = layout
-    shard_tokens = max(1, len(documents.input_ids) // num_shards)
+    shard_tokens = max(1, len(documents.input_ids) // 4)
     shards = dict(enumerate(shard_ranges(documents.lengths, shard_tokens)))
     target = TargetIdentity("bench", None, "", "", "", "")
     identity = StoreIdentity(target, tuple(range(num_captured)), "", "", dtype=dtype.value)
-    begin_store(directory, identity, shard_tokens, list(shards))
-    fill_shards(streams, documents, shards, directory, *layout, "", show=False, writer_threads=threads)
-    assert finish_store(directory, identity, shard_tokens, hidden_size, len(shards))
-    return HiddenStore.open(directory)
-
-
-class RandomStreams:
-    """A backend that returns random states."""
-
-    def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        for prompts in shards:
-            yield ((i, torch.randn(len(prompt), 1, READ_HIDDEN_SIZE)) for i, prompt in enumerate(prompts))
-
-
-def seconds_of_reading(folder: Path, repeats: int) -> dict[str, float]:
-    """Returns the seconds of copying mapped shards, and of reading an epoch of batches as training does."""
-    rng = np.random.default_rng(0)
-    documents = Documents.from_list(
-        [(i, rng.integers(0, 1000, 2048), np.ones(2048)) for i in range(READ_TOKENS // 2048)]
-    )
-    bf16, fp8 = (
-        write_store(folder / dtype.value, documents, 1, 2, RandomStreams(), (READ_HIDDEN_SIZE, 0, dtype))
-        for dtype in (StoreDtype.bfloat16, StoreDtype.fp8)
-    )
-    schedules = {
-        "batches, bf16": BatchSchedule(bf16, 3, 8192, 1, seed=0, for_gpu=False),
-        "batches, fp8 decoded": BatchSchedule(fp8, 3, 8192, 1, seed=0, for_gpu=False),
-        "batches, fp8 left to a GPU": BatchSchedule(fp8, 3, 8192, 1, seed=0),
-    }
-    candidates: dict[str, Callable[[], object]] = {"mapped copy": partial(copy_mapped, bf16)}
-    candidates |= {name: partial(read_batches, schedule) for name, schedule in schedules.items()}
-    return fastest_of(candidates, repeats)
-
-
-def copy_mapped(store: HiddenStore) -> None:
-    for first in range(0, store.num_documents, 4):
-        documents = range(first, min(first + 4, store.num_documents))
-        torch.cat([store.mapped_document(i).hidden_states for i in documents])
-
-
-def read_batches(schedule: BatchSchedule) -> None:
-    """Reads an epoch as training does, in batches of four documents, packed for three depths."""
-    num_tokens = sum(batch.document_tokens for (batch,) in schedule.prefetch(0, schedule.steps_per_epoch, 0, 1))
-    assert num_tokens == schedule.store.document_lengths.sum(), "an epoch must read the whole store"
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        directory = Path(name)
+        begin_store(directory, identity, shard_tokens, list(shards))
+        fill_shards(streams, documents, shards, directory, *layout, "", show=False, writer_threads=threads)
+        assert finish_store(directory, identity, shard_tokens, hidden_size, len(shards))
 
 
 if __name__ == "__main__":

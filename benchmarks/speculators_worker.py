@@ -1,8 +1,8 @@
-"""Runs EAGLE-3 training steps of vLLM Speculators. Requests on stdin and answers on stdout are lines of JSON.
+"""Runs EAGLE-3 training steps of vLLM Speculators, with the model and the batch that JSON on stdin describes.
 
-`benchmarks.training_step` starts this worker with a Python without mtptrain. The first request has the model and the
-batch: `documents` are pairs of the number of tokens in a document and in its prompt, `depths` is T, and `autocasts`
-chooses bf16. Its answer is the memory of a step. Each empty request makes a step; its answer is the step's seconds.
+`benchmarks.training_step` starts this worker with a Python without mtptrain. `documents` are pairs of the number of
+tokens in a document and in its prompt, `depths` is T, and `autocasts` chooses bf16. The answer, JSON on stdout, is the
+memory and the seconds of a step.
 """
 
 import json
@@ -67,15 +67,12 @@ class Peer:
 
 
 def main() -> None:
-    peer = Peer(json.loads(sys.stdin.readline()))
+    peer = Peer(json.load(sys.stdin))
     for _ in range(3):
         peer.step()  # allocate optimizer states and warm up
-    answer = {"peak_bytes": tensor_bytes(peer.step, peer.device)}
-    print(json.dumps(answer), flush=True)
-    for _ in sys.stdin:
-        started = time.perf_counter()
-        peer.step()
-        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+    peak_bytes, started = tensor_bytes(peer.step, peer.device), time.perf_counter()
+    peer.step()
+    print(json.dumps({"peak_bytes": peak_bytes, "seconds": time.perf_counter() - started}))
 
 
 if __name__ == "__main__":

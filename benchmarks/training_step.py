@@ -23,11 +23,9 @@ import math
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig
@@ -157,14 +155,12 @@ def measure_cases(
     config: PipelineConfig, ranks: Ranks, options: argparse.Namespace, *cases: Case, with_peer: bool = False
 ) -> list[Row]:
     """Measures the step of each case in turns, with the peer's step of the first case, and prints their JSON."""
-    ours = [OurStep(config, ranks, case) for case in cases]
-    with ExitStack() as stack:
-        steps: list[OurStep | PeerStep] = [*ours]
-        if with_peer and options.peer_python.exists():
-            steps.append(stack.enter_context(closing(PeerStep(options.peer_python, ours[0]))))
-        best = fastest({str(i): step.seconds for i, step in enumerate(steps)}, options.repeats)
+    steps: list[OurStep | PeerStep] = [OurStep(config, ranks, case) for case in cases]
+    if with_peer and options.peer_python.exists():
+        steps.append(PeerStep(options.peer_python, cases[0], ranks.device, steps[0].dtype))
+    best = fastest({str(i): step.seconds for i, step in enumerate(steps)}, options.repeats)
     rows = [step.row(seconds) for step, seconds in zip(steps, best.values(), strict=True)]
-    if len(steps) > len(ours):
+    if len(steps) > len(cases):
         rows[0]["speed_of_peer"] = rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"]
         rows[0]["memory_of_peer"] = rows[0]["megabytes"] / rows[-1]["megabytes"]
     print(*map(json.dumps, rows), sep="\n", flush=True)
@@ -225,41 +221,36 @@ def random_batch(case: Case, head: Head) -> Batch:
     return make_batch(stored, head.ttt_steps, anchors=anchors, window=head.shared_window)
 
 
+@dataclass
 class PeerStep:
-    """The step of vLLM Speculators, in a process with packages of its own that is idle between steps."""
+    """The step of vLLM Speculators, in a process with packages of its own."""
 
-    def __init__(self, python: Path, ours: OurStep) -> None:
-        self.case = case = ours.case
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen([python, WORKER], text=True, **pipes)
-        names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        sizes = {name: getattr(case.target, name) for name in names} | {"attn_implementation": "sdpa"}
-        request = {"target": sizes, "documents": case.documents, "depths": case.head.ttt_steps}
-        answer = self._ask(request | {"device": str(ours.device), "autocasts": ours.dtype is torch.bfloat16})
-        self.megabytes = answer["peak_bytes"] / 1e6
+    python: Path
+    case: Case
+    device: torch.device
+    dtype: torch.dtype
+    megabytes: float = 0.0
 
     def seconds(self) -> float:
-        """Runs a step and returns its duration by the peer's clock."""
-        return float(self._ask({})["seconds"])
+        """Runs steps in a new process, and returns the duration of the last one."""
+        names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        sizes = {name: getattr(self.case.target, name) for name in names} | {"attn_implementation": "sdpa"}
+        request = {"target": sizes, "documents": self.case.documents, "depths": self.case.head.ttt_steps}
+        request |= {"device": str(self.device), "autocasts": self.dtype is torch.bfloat16}
+        asked = subprocess.run(
+            [self.python, WORKER], input=json.dumps(request), capture_output=True, text=True, check=False
+        )
+        if asked.returncode:
+            raise UserError(
+                f"--peer-python: the peer must answer, but exited with {asked.returncode}: "
+                f"{asked.stderr.strip()[-300:]}; lower --hidden-sizes or --tokens if its memory does not suffice"
+            )
+        answer = json.loads(asked.stdout)
+        self.megabytes = answer["peak_bytes"] / 1e6
+        return float(answer["seconds"])
 
     def row(self, seconds: float) -> Row:
         return self.case.row(seconds, self.megabytes, "vLLM Speculators")
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # the peer has ended, and the missing answer is reported below
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise UserError(
-                f"--peer-python: the peer must answer, but exited with {self._process.wait()}; run {WORKER} with that "
-                "Python; if it starts and waits for input, lower --hidden-sizes or --tokens"
-            )
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,28 +15,25 @@ from tests.conftest import make_config
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"MEDIAN_TOKENS": 40, "MAX_TOKENS": 200, "READ_TOKENS": 8192, "READ_HIDDEN_SIZE": 64}
-    for name, size in sizes.items():
+    for name, size in {"MEDIAN_TOKENS": 40, "MAX_TOKENS": 200}.items():
         monkeypatch.setattr(extraction, name, size)
 
 
 def test_every_candidate_is_measured_and_mfu_counts_attention(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    titles: dict[str, dict[str, float]] = {}
-    monkeypatch.setattr(extraction, "print_speeds", lambda title, unit, amount, seconds: titles.update({unit: seconds}))
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(extraction, "print_table", lambda title, columns, shown: rows.extend(shown))
     monkeypatch.setattr(extraction, "matmul_peak", lambda device, dtype: 1e9)
     config = make_config(f"target.path={tiny_target}", "serving.python=/nowhere")
     extraction.main(config, Namespace(is_8b=False, documents=9, repeats=1))
-    speeds, reading = titles["tokens/s"], titles["GB/s of bf16"]
-    assert list(speeds) == ["bare forward", "ours", "ours, fp8", "plain loop"]
-    assert list(reading) == ["mapped copy", "batches, bf16", "batches, fp8 decoded", "batches, fp8 left to a GPU"]
-    assert all(seconds > 0 for seconds in (*speeds.values(), *reading.values()))
+    assert [row["name"] for row in rows] == ["bare forward", "ours", "ours, fp8", "plain loop"]
+    assert all(row["speed"] > 0 and row["ratio"] > 0 for row in rows)
     target = load_target(tiny_target, torch.bfloat16, torch.device("cpu")).config
     costs, lengths = target_costs(target), extraction.random_documents(9, target.vocab_size).lengths
     flops = 2 * costs.active_parameters * lengths.sum() + costs.attention_flops * (lengths**2).sum() / 2
     printed = capsys.readouterr().out
-    assert f"MFU of the bare forward: {flops / speeds['bare forward'] / 1e9:.1%}" in printed
+    assert f"MFU of the bare forward: {flops / lengths.sum() * rows[0]['speed'] / 1e9:.1%}" in printed
     assert "vLLM is left out: serving.python: must be a Python with vLLM" in printed
 
 

@@ -4,13 +4,12 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 
 from benchmarks.measuring import tensor_bytes
-from benchmarks.training_step import Case, OurStep, PeerStep, main, narrow_target
+from benchmarks.training_step import Case, PeerStep, main, narrow_target
 from mtptrain.settings.heads import Eagle3Config
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program
@@ -53,11 +52,10 @@ def test_our_step_is_measured_beside_the_peers(tmp_path: Path, monkeypatch: pyte
     assert "A prompt token takes" in result.stdout and "matmul peak" in result.stdout
 
 
-def test_a_peer_that_ended_between_two_steps_is_reported(tmp_path: Path) -> None:
-    python = fake_python(tmp_path, "#!/bin/sh\nread line\necho '{\"peak_bytes\": 1}'\nexit 3\n")
-    ours: Any = Namespace(case=Case(Eagle3Config(), narrow_target(64), [(9, 0)]), device="cpu", dtype=torch.float32)
-    peer = PeerStep(python, cast(OurStep, ours))
-    with pytest.raises(UserError, match=r"--peer-python: the peer must answer, but exited with 3; run"):
+def test_a_peer_that_fails_is_reported(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "#!/bin/sh\necho 'no memory' >&2\nexit 3\n")
+    peer = PeerStep(python, Case(Eagle3Config(), narrow_target(64), [(9, 0)]), torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match=r"--peer-python: the peer must answer, but exited with 3: no memory; lower"):
         peer.seconds()
 
 
