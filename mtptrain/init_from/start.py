@@ -63,14 +63,7 @@ def trained_or_initial_head(
 ) -> RunHead:
     """Returns the best head that a run trained, its last one if none was measured, or that of `head.init_from`.
 
-    `RunHead.directory` says which one it is. A confidence is calibrated as validation found best.
-
-    Args:
-        train_dir: `run_dir/train`.
-        config: the head's settings.
-        target: the target that the head drafts for.
-        dtype: dtype of the head; None keeps the stored one.
-        device: device of the head.
+    A confidence is calibrated as validation found best. The dtype None keeps the stored one.
     """
     trained = best_or_last(train_dir)
     if config.init_from is None or (trained / "head.json").is_file():
@@ -115,11 +108,7 @@ def load_init(
 ) -> tuple[Path, Tensors]:
     """Returns the directory of a published head or language model, and its weights as the `state_dict` of our head.
 
-    Args:
-        path: `head.init_from`, a directory or a hub name.
-        config: the head's settings.
-        target: the target that the head drafts for.
-        setting: name of the setting with the path of a draft model, for error messages.
+    `path` is `head.init_from`, a directory or a hub name; `setting` is the name of the setting, for error messages.
     """
     if isinstance(config, DraftModelConfig):
         config = replace(config, init_from=path)
@@ -147,15 +136,7 @@ def load_init(
 def load_draft_model(
     path: str, target: TargetFiles, dtype: torch.dtype, device: torch.device, setting: str
 ) -> DraftModelHead:
-    """Returns a published language model that drafts for the target, ready for inference.
-
-    Args:
-        path: a directory or a hub name.
-        target: the target that the model drafts for.
-        dtype: dtype of the model's weights.
-        device: device of the model's weights.
-        setting: name of the setting, for error messages.
-    """
+    """Returns a published language model that drafts for the target, ready for inference. See `load_init`."""
     published_config(path, target.config, setting)  # called for its errors, which name `setting`
     config = DraftModelConfig(init_from=path)
     head = build_head(config, target.config)

@@ -62,12 +62,7 @@ class Plan:
     """The needs of a run, as rows of a table, with a warning and a remedy for everything that will not fit."""
 
     def __init__(self, config: PipelineConfig, free_bytes: int | None = None) -> None:
-        """Plan a run.
-
-        Args:
-            config: the run's settings.
-            free_bytes: free bytes on the disk of run_dir; looked up by default.
-        """
+        """Plan a run. `free_bytes` on the disk of run_dir are looked up by default."""
         self.config = config
         self.rows: dict[str, str] = {}
         self.warnings: list[str] = []

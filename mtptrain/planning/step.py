@@ -134,12 +134,7 @@ def activation_bytes(
     The peak is in the loss, which holds a block of logits beside the activations of the whole head; with activation
     checkpointing it may be in the backward pass of a layer.
 
-    Args:
-        head: the head, whose weights need no data.
-        target_config: the target's config.
-        packing: the micro-batch.
-        width: bytes of a value: 2 in bf16, 4 in fp32.
-        loss: which loss to compute, and how.
+    `width` is the number of bytes of a value: 2 in bf16, 4 in fp32. The head's weights need no data.
     """
     layers, output, depths = _layers(head, target_config), _own_output(head), head.ttt_steps
     hidden_size, vocab_size = target_config.hidden_size, target_config.vocab_size

@@ -1,4 +1,8 @@
-"""Computes causal attention without an [S, S] mask, and registers the attention function that `Target` uses."""
+"""Computes causal attention without an [S, S] mask, and registers the attention function that `Target` uses.
+
+Queries are [B, heads, S, head_dim], keys [B, kv heads, slots, head_dim], values and outputs [B, ..., value head_dim];
+`scaling` is the scale of the scores, by default 1 / sqrt(head_dim).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -130,19 +134,7 @@ def causal_attention(
     mask: MaskOf = FULL,
     extras: Extras = PLAIN,
 ) -> torch.Tensor:
-    """Computes causal attention: each token attends to itself and to the tokens before it in its sequence.
-
-    Args:
-        query: [B, heads, S, head_dim], without padding.
-        key: [B, kv heads, S, head_dim].
-        value: [B, kv heads, S, value head_dim].
-        scaling: scale of the scores; 1 / sqrt(head_dim) by default.
-        mask: which of these tokens each token sees.
-        extras: what else changes the scores.
-
-    Returns:
-        The attention output [B, heads, S, value head_dim].
-    """
+    """Computes causal attention without padding: a token attends to itself and, as `mask` says, to those before it."""
     length, window = query.shape[2], mask.window
     if mask.chunk is not None and length > mask.chunk:  # tokens of different chunks do not see each other
         chunks = zip(*(x.split(mask.chunk, dim=2) for x in (query, key, value)), strict=True)
@@ -188,20 +180,10 @@ def masked_attention(
     scaling: float | None = None,
     extras: Extras = PLAIN,
 ) -> torch.Tensor:
-    """Computes attention of a few rows, without copying the cache for each query head of a group.
+    """Computes attention of a few rows over the slots that a mask bool[B, 1, S, slots] lets each of them see.
 
-    The query heads that share a key head become rows of one head, because all of them see the same slots.
-
-    Args:
-        query: [B, heads, S, head_dim].
-        key: [B, kv heads, slots, head_dim].
-        value: [B, kv heads, slots, value head_dim].
-        mask: bool[B, 1, S, slots], True for slots that a row sees.
-        scaling: scale of the scores; 1 / sqrt(head_dim) by default.
-        extras: what else changes the scores.
-
-    Returns:
-        The attention output [B, heads, S, value head_dim].
+    The query heads that share a key head become rows of one head, because all of them see the same slots. So the cache
+    is not copied for each query head of a group.
     """
     if extras:
         return _attention_with_extras(query, key, value, mask, scaling, extras)
@@ -246,22 +228,10 @@ def causal_or_masked_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention over a `PositionCache`; called by transformers.
+    """Computes attention over a `PositionCache`; called by transformers with the layer's attention module.
 
-    Args:
-        module: the layer's attention module.
-        query: [B, heads, S, head_dim].
-        key: [B, kv heads, slots, head_dim]. For prompts there must be S slots.
-        value: [B, kv heads, slots, value head_dim].
-        attention_mask: must be None; `seen_slots` replaces it.
-        scaling: scale of the scores.
-        seen_slots: which slots each token sees.
-        softcap: soft cap of the scores.
-        s_aux: sinks of the attention heads.
-        kwargs: other arguments that transformers passes, which must be among `UNUSED_KEYWORDS`.
-
-    Returns:
-        The attention output [B, S, heads, value head_dim], and None in place of attention weights.
+    `seen_slots` says which slots each token sees, in place of `attention_mask`, which must be None; `s_aux` are the
+    sinks of the attention heads. Returns the output [B, S, heads, value head_dim], and None in place of attention weights.
     """
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
     if seen_slots is None:

@@ -84,11 +84,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
 def _text_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
     """Returns the config of the language model inside an image+text checkpoint, or a language model's own config.
 
-    The language model reads text as the whole model does.
-
-    Args:
-        config: the checkpoint's config.
-        settings: the contents of config.json.
+    The language model reads text as the whole model does. `settings` are the contents of config.json.
     """
     if not hasattr(config, "text_config"):
         return config

@@ -136,9 +136,7 @@ def gguf_of(path: str, given: str | None) -> Path | None:
 def dequantised_dir(path: Path, setting: str) -> Path:
     """Returns a model directory with the weights of a GGUF file in fp32, which is written when it is first needed.
 
-    Args:
-        path: the GGUF file.
-        setting: name of the setting that holds the path, for error messages.
+    `setting` is the name of the setting that holds the path, for error messages.
     """
     if not path.is_file():
         raise UserError(

@@ -24,23 +24,16 @@ DEMO_DIR = Path(__file__).parents[1] / "demo_target"
 
 
 def resolve_target(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
-    """Returns the target's local directory.
+    """Returns the target's local directory. `path` is `demo`, a directory, a GGUF file, or a hub name.
 
-    A hub repository is downloaded, and a GGUF file dequantised, if that has not been done before.
-
-    Args:
-        path: `demo`, a directory, a GGUF file, or a hub name.
-        revision: revision of the hub repository.
-        setting: name of the setting, for error messages.
+    A hub repository is downloaded, and a GGUF file dequantised, if that has not been done before. `setting` is the name
+    of the setting, for error messages.
     """
     return _find(path, revision, setting, is_whole=True)
 
 
 def config_dir(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
-    """Returns a directory with a target's config.json, which is the only file that is downloaded for a hub name.
-
-    It finds all other targets as `resolve_target` does, with the same arguments and errors.
-    """
+    """Returns the directory of `resolve_target`, but downloads only config.json of a hub repository."""
     return _find(path, revision, setting, is_whole=False)
 
 
@@ -130,12 +123,7 @@ def weight_files(target_dir: Path) -> list[Path]:
 
 
 def indexed_files(index: Path, advice: str = DOWNLOAD_AGAIN) -> list[str]:
-    """Returns the names of the files in an index of tensors, each once.
-
-    Args:
-        index: the file.
-        advice: what to do if the index is damaged, for error messages.
-    """
+    """Returns the names of the files in an index of tensors, each once. `advice` is for a damaged one."""
     weight_map: Any = read_json(index, advice).get("weight_map")
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(x, str) for x in weight_map.values())):
         raise UserError(f"{index}: must name the file of each tensor in weight_map, but does not; {advice}")

@@ -88,11 +88,9 @@ class Target:
         return states if len(found) == 1 else TargetStates.joined(positions.shape, found)
 
     def cache(self, num_slots: int, lengths: Sequence[int] | None = None) -> PositionCache:
-        """Returns an empty cache for decoding.
+        """Returns an empty cache for decoding, with slots for so many positions of each sequence.
 
-        Args:
-            num_slots: number of positions of each sequence.
-            lengths: number of tokens of each prompt; None if no prompt is padded.
+        `lengths` are the numbers of tokens of the prompts; None if no prompt is padded.
         """
         return StateCache(num_slots, self.config, lengths) if self.form.keeps_states else PositionCache(num_slots)
 

@@ -53,15 +53,12 @@ class PositionCache(Cache):
         yield slice(None), slice(None)
 
     def begin(self, positions: torch.Tensor, tree: TreeSlots | None = None) -> torch.Tensor | None:
-        """Set the positions that the next forward writes.
+        """Set the positions [B, S] that the next forward writes, and the slots and mask of its tokens in a tree.
 
-        Args:
-            positions: [B, S]. The first forward reads the prompts and must have positions 0 .. S - 1 in every sequence.
-            tree: the slots and mask of the tokens, if they form a tree.
+        The first forward reads the prompts and must have positions 0 .. S - 1 in every sequence.
 
-        Returns:
-            The mask [B, 1, S, slots in use], True for slots that a token sees. None for prompts, which need only
-            causal attention: a prompt token never sees the padding after the prompt.
+        Returns the mask [B, 1, S, slots in use], True for slots that a token sees. It is None for prompts, which need
+        only causal attention: a prompt token never sees the padding after the prompt.
         """
         is_prompt = self._used_slots == 0
         assert not (is_prompt and tree is not None), "a tree needs a prompt before it"

@@ -23,13 +23,7 @@ class StateCache(PositionCache):
     """
 
     def __init__(self, num_slots: int, config: PreTrainedConfig, lengths: Sequence[int] | None = None) -> None:
-        """Make an empty cache.
-
-        Args:
-            num_slots: see `PositionCache`.
-            config: the target's config.
-            lengths: number of tokens of each prompt; None if no prompt is padded.
-        """
+        """Make an empty cache. `lengths` are the numbers of tokens of the prompts; None if no prompt is padded."""
         super().__init__(num_slots)
         self._config, self._lengths, self._batch = config, lengths, 0
         self._prompts: torch.Tensor | None = None
