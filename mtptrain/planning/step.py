@@ -16,7 +16,6 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead, DflashLayer
 from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead
-from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.layer_head import LayerHead
@@ -40,10 +39,13 @@ OUTPUTS = ("lm_head", "norm", "candidate_selector.hidden_projection", "markov_he
 """Parameters that make or read the states of all depths."""
 FINISH = ("o_proj", "gate_proj", "up_proj", "down_proj", "post_attention_layernorm")
 """Parameters of a decoder layer after attention."""
+FROZEN = 2 / 3
+"""What a row counts if nothing that makes it is trained: its matrix products have no gradient of the row."""
 KEPT = {
     **{"q_proj": (0, 0), "k_proj": (1, 0), "v_proj": (0, 0), "o_proj": (1, 0)},
     **{"gate_proj": (1, 2), "up_proj": (0, 1), "down_proj": (1, 0)},
-    **{"eh_proj": (1, 0), "fc": (1, 0), "residual": (1, 0), "first": (0, 1)},
+    **{"eh_proj": (1, 0), "fc": (1, 0)},
+    **{"residual": (1 / FROZEN, 0), "first": (0, 1 / FROZEN)},  # whose rows count as `FROZEN`
     **{"lm_head": (0, 0), "embed_tokens": (0, 0), "markov_w2": (1, 0)},
 }
 """How often autograd keeps the input and the output of a matrix, apart from what attention keeps; of all others, it
@@ -61,9 +63,6 @@ class Rows(NamedTuple):
 
     tokens: float
     drafts: float
-    frozen_tokens: bool = False
-    """Whether nothing that makes the rows of tokens is trained, so that they need no gradient."""
-    frozen_drafts: bool = False
 
     def of(self, packing: Packing) -> float:
         """Returns the number of rows of a packed micro-batch."""
@@ -78,14 +77,6 @@ class Part(NamedTuple):
     """Values of a matrix that a row meets, which are fewer than it has in a mixture of experts; 0 for a norm."""
     kept: float
     """Bytes that autograd keeps per row."""
-    kept_frozen: float
-    """Bytes that it keeps per row that needs no gradient."""
-
-    def kept_bytes(self, packing: Packing) -> float:
-        """Returns the bytes that autograd keeps in a step over a packed micro-batch."""
-        tokens, drafts, frozen_tokens, frozen_drafts = self.rows
-        of_tokens = Rows(tokens, 0).of(packing) * (self.kept_frozen if frozen_tokens else self.kept)
-        return of_tokens + Rows(0, drafts).of(packing) * (self.kept_frozen if frozen_drafts else self.kept)
 
 
 class Layers(NamedTuple):
@@ -109,8 +100,8 @@ def step_flops(head: Head, target_config: PreTrainedConfig, loss: LossSettings) 
     # 1. A value of a matrix is multiplied in the forward pass, for its own gradient, and for that of the row.
     per_token, per_draft = 0.0, layers.block_flops
     for part in _parts(head, target_config, 2):
-        per_token += part.size * part.rows.tokens * (4 if part.rows.frozen_tokens else 6)
-        per_draft += part.size * part.rows.drafts * (4 if part.rows.frozen_drafts else 6)
+        per_token += 6 * part.size * part.rows.tokens
+        per_draft += 6 * part.size * part.rows.drafts
     # 2. Parts of the loss that couple depths take a first pass over all logits. A frozen output layer has no gradient.
     passes, table = 1 + loss.couples_depths, target_config.vocab_size * target_config.hidden_size
     per_draft += 2 * table * passes * (depths if head.drafts_per_document else 1)
@@ -150,7 +141,7 @@ def activation_bytes(
     block = num_teachers * max(of_drafts, vocab_size * BYTES_PER_TEACHER_LOGIT)
     block += 0 if output is None else output.numel() * torch.float32.itemsize
     # 3. What autograd keeps of the layers, or else their inputs and what it keeps of one of them.
-    kept = sum(part.kept_bytes(packing) for part in _parts(head, target_config, width))
+    kept = sum(part.kept * part.rows.of(packing) for part in _parts(head, target_config, width))
     attention = width * layers.kept.of(packing)
     if not head.activation_checkpointing:
         return round(width * values + kept + attention + block)
@@ -183,7 +174,7 @@ def _parts(head: Head, target_config: PreTrainedConfig, width: int) -> Iterator[
         rows = rows_of.get(name) or rows_of.get(last) or default
         if len(shape) == 1:  # a norm, maybe of each attention head, keeps its input in fp32 for the gradient
             size = shapes.get(f"{name.removesuffix('_norm')}_proj", shape)[0]
-            yield Part(rows, 0, size * (width + 4), size * width)
+            yield Part(rows, 0, size * (width + 4))
             continue
         inputs, outputs = shape[-1], math.prod(shape[:-1]) * (num_used / num_experts if ".experts." in name else 1)
         of_input, of_output = KEPT.get(last, (1, 1))
@@ -192,8 +183,7 @@ def _parts(head: Head, target_config: PreTrainedConfig, width: int) -> Iterator[
         kept = width * (of_input * inputs + of_output * outputs)
         if last == "kernel_projection":  # its convolution keeps values and kernels of each tap
             kept = width * inputs * (2 + 4 * shapes[name.replace(last, "base_kernel")][1])
-        is_given = isinstance(head, Eagle3Head | DflashHead | MedusaHead)  # frozen inputs belong to the batch
-        yield Part(rows, inputs * outputs, kept, width * of_output * outputs if is_given else kept)
+        yield Part(rows, inputs * outputs, kept)
 
 
 def _rows(head: Head) -> tuple[Rows, dict[str, Rows]]:
@@ -204,30 +194,26 @@ def _rows(head: Head) -> tuple[Rows, dict[str, Rows]]:
         case LayerHead():
             later = depths - 1 if head.mask_hidden is None else 0
             rows |= dict.fromkeys(FINISH, Rows(0, depths)) | {"q_proj": Rows(0, 1 + later)}
-            rows |= {"enorm": Rows(1, later, True, True), "hnorm": Rows(1, later, True)}
-            if isinstance(head, EagleHead):
-                rows["fc"] = Rows(1, later, True)
             if isinstance(head, Eagle3Head):
                 is_normed = head.input_norm is not None or head.fc_norm is not None
-                rows |= dict.fromkeys(("input_norm", "fc_norm"), Rows(1, 0, True)) | {"fc": Rows(1, 0, not is_normed)}
-                rows["input_layernorm"] = Rows(1, later, True, True)
+                rows |= {"input_norm": Rows(1, 0), "fc_norm": Rows(1, 0), "fc": Rows(1 if is_normed else FROZEN, 0)}
             return Rows(1, later), rows
         case DflashHead():
             block, queries = head.num_masks + 1, _queries(head)
-            rows |= {"fc": Rows(1, 0, True), "hidden_norm": Rows(1, 0)}
+            rows |= {"fc": Rows(FROZEN, 0), "hidden_norm": Rows(1, 0)}
             rows |= dict.fromkeys(("k_proj", "v_proj", "k_norm"), Rows(1, block))
             # Queries and keys have a norm each, and a convolution has another. Five use halves of two matrices.
             reads = block + queries * (1 + isinstance(head, Dflash2Head))
-            rows |= {"input_layernorm": Rows(0, reads), "layers.0.input_layernorm": Rows(0, reads, False, True)}
+            rows |= {"input_layernorm": Rows(0, reads)}
             return Rows(0, queries), rows | {"kernel_projection": Rows(0, 1.25 * block)}
         case MedusaHead():
-            first = {f"blocks.{depth}.layers.0": Rows(0, 1, False, True) for depth in range(depths)}
+            first = {f"blocks.{depth}.layers.0": Rows(0, FROZEN) for depth in range(depths)}
             return Rows(0, 1), rows | first
         case HydraHead():
-            return Rows(0, 1), rows | dict.fromkeys(("residual", "first"), Rows(0, 1, False, True))
+            return Rows(0, 1), rows | dict.fromkeys(("residual", "first"), Rows(0, FROZEN))
         case DraftModelHead():
             return Rows(1, 0), rows | {"embed_tokens": Rows(0, depths if head.lm_head is None else 0)}
-    return Rows(1, depths - 1), rows | {"enorm": Rows(1, depths - 1, True, True), "hnorm": Rows(1, depths - 1, True)}
+    return Rows(1, depths - 1), rows
 
 
 def _queries(head: DflashHead) -> float:

@@ -231,7 +231,7 @@ def causal_or_masked_attention(
     """Computes attention over a `PositionCache`; called by transformers with the layer's attention module.
 
     `seen_slots` says which slots each token sees, in place of `attention_mask`, which must be None; `s_aux` are the
-    sinks of the attention heads. Returns the output [B, S, heads, value head_dim], and None in place of attention weights.
+    sinks of the attention heads. Returns the output [B, S, heads, value head_dim], and None for attention weights.
     """
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
     if seen_slots is None:
