@@ -40,7 +40,7 @@ OUTPUTS = ("lm_head", "norm", "candidate_selector.hidden_projection", "markov_he
 FINISH = ("o_proj", "gate_proj", "up_proj", "down_proj", "post_attention_layernorm")
 """Parameters of a decoder layer after attention."""
 FROZEN = 2 / 3
-"""What a row counts if nothing that makes it is trained: its matrix products have no gradient of the row."""
+"""The share that counts of a row which nothing trained makes: its matrix products have no gradient of the row."""
 KEPT = {
     **{"q_proj": (0, 0), "k_proj": (1, 0), "v_proj": (0, 0), "o_proj": (1, 0)},
     **{"gate_proj": (1, 2), "up_proj": (0, 1), "down_proj": (1, 0)},

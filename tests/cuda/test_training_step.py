@@ -113,7 +113,7 @@ def test_every_loss_gives_every_gradient_and_never_waits(kind: LossPart, draft_v
 def test_the_planned_step_is_the_step_that_runs(
     head: str, target: str, settings: dict[str, int], activation_checkpointing: bool
 ) -> None:
-    """FLOPs agree within 1 percent, and memory within 6, or within 13 with checkpointing.
+    """FLOPs agree within 1 percent, and memory within 10, or within 13 with checkpointing.
 
     With checkpointing, the peak may be in the backward pass, when some gradients exist. The plan counts these apart.
     """
@@ -127,7 +127,7 @@ def test_the_planned_step_is_the_step_that_runs(
         planned = build_head(config, target_config)
     planned.activation_checkpointing = activation_checkpointing
     loss, packing, meter = LossSettings.of(train), rehearsal.batch.packing, rehearsal.meter
-    weights, tolerance = sum(2 * x.numel() for x in rehearsal.head.parameters()), 0.06
+    weights, tolerance = sum(2 * x.numel() for x in rehearsal.head.parameters()), 0.1
     if activation_checkpointing:
         tolerance = 0.13
     else:
@@ -178,4 +178,4 @@ def test_deepspeed_steps_take_the_memory_that_is_planned_and_never_wait(
     assert step["masters"] == ["torch.float32"]
     assert step["master_values"] == pytest.approx(step["values"] / 8, rel=0.01)  # type: ignore[operator]
     planned = sum(memory.values()) - memory.get("target for validation", 0)
-    assert planned == pytest.approx(step["peak_bytes"], rel=0.06)
+    assert planned == pytest.approx(step["peak_bytes"], rel=0.1)
