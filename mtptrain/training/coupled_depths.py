@@ -6,15 +6,13 @@ them. So a first pass without gradients computes the `Agreement` of every draft;
 coupled parts, and the weights with which the second pass adds the gradients of single drafts.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from mtptrain.heads.base import Correction
 from mtptrain.settings.loss import LossPart
-from mtptrain.training.loss_blocks import blocks, compare, corrected_logits
+from mtptrain.training.loss_blocks import DepthGroup, blocks, compare, corrected_logits
 from mtptrain.training.teacher import teach
 
 
@@ -32,28 +30,19 @@ class Agreement(NamedTuple):
 
 
 @torch.no_grad()
-def agreement(
-    states: torch.Tensor,
-    lm_head: torch.Tensor,
-    target_states: torch.Tensor,
-    target_logits: Callable[[torch.Tensor], torch.Tensor],
-    chunk_rows: int,
-    draft_token_ids: torch.Tensor | None,
-    correction: Correction | None = None,
-) -> Agreement:
-    """Returns the agreement of every draft that has a teacher. The arguments are those of `draft_losses`."""
-    num_depths, num_drafts, _ = states.shape
-    overlap, target_ce, is_inside = states.new_zeros(3, num_depths, num_drafts, dtype=torch.float32)
-    found = Agreement(overlap, target_ce, is_inside.bool())
+def agreement(group: DepthGroup, chunk_rows: int) -> Agreement:
+    """Returns the agreement of every draft of a group that has a teacher."""
+    num_depths, num_drafts, _ = group.states.shape
+    overlap, target_ce, is_inside = group.states.new_zeros(3, num_depths, num_drafts, dtype=torch.float32)
+    whole = Agreement(overlap, target_ce, is_inside.bool())
     for block in blocks(num_depths, num_drafts, chunk_rows):
-        teacher = teach(target_logits(target_states[block.targets]), draft_token_ids)
-        rows = block.rows(states)
-        added = None if correction is None else replace(correction, features=block.rows(correction.features))
-        drafted = compare(corrected_logits(rows, lm_head, added), teacher, {}, num_depths, 0.0)
+        teacher = teach(group.target_logits(group.target_states[block.targets]), group.draft_token_ids)
+        logits = corrected_logits(block.rows(group.states), group.lm_head, group.correction_at(block))
+        drafted = compare(logits, teacher, {}, num_depths, 0.0)
         is_inside = (teacher.tokens >= 0).repeat(num_depths)
-        for values, x in zip((drafted.overlap, drafted.target_ce, is_inside), found, strict=True):
+        for values, x in zip((drafted.overlap, drafted.target_ce, is_inside), whole, strict=True):
             block.write(values.unflatten(0, (num_depths, -1)), x)
-    return found
+    return whole
 
 
 class CoupledPart(NamedTuple):
@@ -68,33 +57,33 @@ class CoupledPart(NamedTuple):
         return CoupledPart(self.values[depths], self.weights[depths])
 
 
-def coupled_parts(found: Agreement, is_draft: torch.Tensor, scale: torch.Tensor) -> dict[LossPart, CoupledPart]:
+def coupled_parts(drafts: Agreement, is_draft: torch.Tensor, scale: torch.Tensor) -> dict[LossPart, CoupledPart]:
     """Returns the coupled parts, given whether each draft counts bool[T, M] and the weight of each depth [T]."""
     weights = is_draft * scale[:, None]
-    return {LossPart.e2e: _e2e(found, weights), LossPart.dpace: _dpace(found, is_draft, weights)}
+    return {LossPart.e2e: _e2e(drafts, weights), LossPart.dpace: _dpace(drafts, is_draft, weights)}
 
 
-def _e2e(found: Agreement, weights: torch.Tensor) -> CoupledPart:
+def _e2e(drafts: Agreement, weights: torch.Tensor) -> CoupledPart:
     """The value at depth j is 1 - a_0 ... a_j.
 
     The gradient of the loss sum_j w_j (1 - a_0 ... a_j) is the sum over i of c_i times the gradient of 1 - a_i, where
     c_i = sum_{j >= i} w_j (a_0 ... a_j) / a_i = (a_0 ... a_{i-1}) s_i and s_i = w_i + a_{i+1} s_{i+1}.
     """
-    accepted = found.overlap.cumprod(0)
+    accepted = drafts.overlap.cumprod(0)
     sums = list(weights)
     for depth in reversed(range(len(sums) - 1)):
-        sums[depth] = sums[depth] + found.overlap[depth + 1] * sums[depth + 1]
+        sums[depth] = sums[depth] + drafts.overlap[depth + 1] * sums[depth + 1]
     before = torch.cat([torch.ones_like(accepted[:1]), accepted[:-1]])
     return CoupledPart(1 - accepted, before * torch.stack(sums))
 
 
-def _dpace(found: Agreement, is_draft: torch.Tensor, weights: torch.Tensor) -> CoupledPart:
+def _dpace(drafts: Agreement, is_draft: torch.Tensor, weights: torch.Tensor) -> CoupledPart:
     """The value at depth j is the cross-entropy times the sum of f_0 ... f_m over the depths m >= j that count.
 
     Here f_i = q_i(x) / 2 + 1 / 2, where q_i(x) is the head's probability, at depth i, of the target's most likely token
     x; 0 if x is outside the vocabulary.
     """
-    factors = (torch.exp(-found.target_ce) * found.is_inside + 1) / 2
+    factors = (torch.exp(-drafts.target_ce) * drafts.is_inside + 1) / 2
     products = factors.cumprod(0) * is_draft
     following = products.flip(0).cumsum(0).flip(0)
-    return CoupledPart(following * found.target_ce, following * weights)
+    return CoupledPart(following * drafts.target_ce, following * weights)

@@ -11,7 +11,8 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
-from mtptrain.training.coupled_depths import Agreement, CoupledPart, agreement, coupled_parts
+from mtptrain.training.coupled_depths import Agreement, agreement, coupled_parts
+from mtptrain.training.loss_blocks import DepthGroup
 from mtptrain.training.losses import LossSettings, LossSums, draft_losses
 from mtptrain.utils.clock import PhaseClock
 
@@ -55,53 +56,34 @@ def training_losses(
         # target's post-norm state at t + 1 + k. Compute the losses of depths with the same target tokens together.
         together = num_depths if batch.packing.depths_share_targets else 1
         # The gradient of a split is a copy, so all depths together are not split.
-        groups = [states] if together == num_depths else states.split(together)
-        firsts = range(0, num_depths, together)
-        tokens = [(batch.packing.draft_positions + 1 + first).clamp(max=batch.num_tokens - 1) for first in firsts]
-        lm_head = head.output_weight(parts)
-        corrections = [
-            None if correction is None else replace(correction, features=correction.features[first : first + together])
-            for first in firsts
-        ]
+        states_of = [states] if together == num_depths else states.split(together)
 
-        def target_states(targets: torch.Tensor) -> torch.Tensor:
-            return parts.final_norm(batch.hidden_states[targets]) if head.read_layers else read_states[targets]
+        def group_at(first: int) -> DepthGroup:
+            depths = slice(first, first + together)
+            targets = (batch.packing.draft_positions + 1 + first).clamp(max=batch.num_tokens - 1)
+            return DepthGroup(
+                states_of[first // together],
+                head.output_weight(parts),
+                parts.final_norm(batch.hidden_states[targets]) if head.read_layers else read_states[targets],
+                parts.logits,
+                batch.is_draft[depths],
+                scale[depths],
+                head.draft_token_ids,
+                batch.next_ids[targets] if LossPart.data_ce in settings.mix else None,
+                None if correction is None else replace(correction, features=correction.features[depths]),
+            )
 
         # 4. Parts that couple the depths of a draft position need all depths before the losses of any.
-        coupled: dict[LossPart, CoupledPart] | None = None
-        if settings.couples_depths and len(groups) > 1:
-            found = [
-                agreement(
-                    group,
-                    lm_head,
-                    target_states(targets),
-                    parts.logits,
-                    settings.chunk_rows,
-                    head.draft_token_ids,
-                    added,
-                )
-                for group, targets, added in zip(groups, tokens, corrections, strict=True)
-            ]
-            coupled = coupled_parts(Agreement.joined(found), batch.is_draft, scale)
+        firsts, coupled = range(0, num_depths, together), None
+        if settings.couples_depths and len(firsts) > 1:
+            agreements = [agreement(group_at(first), settings.chunk_rows) for first in firsts]
+            coupled = coupled_parts(Agreement.joined(agreements), batch.is_draft, scale)
         # 5. Compute the losses.
         sums = []
-        for first, group, targets, added in zip(firsts, groups, tokens, corrections, strict=True):
+        for first in firsts:
             depths = slice(first, first + together)
-            sums.append(
-                draft_losses(
-                    group,
-                    lm_head,
-                    target_states(targets),
-                    parts.logits,
-                    batch.is_draft[depths],
-                    scale[depths],
-                    settings,
-                    head.draft_token_ids,
-                    batch.next_ids[targets] if LossPart.data_ce in settings.mix else None,
-                    None if coupled is None else {part: each.at(depths) for part, each in coupled.items()},
-                    added,
-                )
-            )
+            of_group = None if coupled is None else {part: values.at(depths) for part, values in coupled.items()}
+            sums.append(draft_losses(group_at(first), settings, of_group))
         losses = LossSums.joined(sums)
         # 6. A head that says how likely its drafts are to be accepted learns it from their overlaps.
         if LossPart.confidence in settings.mix:

@@ -1,7 +1,7 @@
 """Compares blocks of drafts with their teacher. A block holds the logits of all depths of some target tokens."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,41 @@ from mtptrain.settings.loss import LossPart
 from mtptrain.training.loss_parts import DIVERGENCES, GRADIENTS, Drafted, Rows
 from mtptrain.training.teacher import Teacher
 from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
+
+
+@dataclass(frozen=True)
+class DepthGroup:
+    """The drafts of depths that are compared together, and what they are compared with.
+
+    The target token of depth k at draft position t is token t + 1 + k: the target's state there gives the distribution
+    to learn. Depth 0 at draft position t + k has the same target token, so all depths share the teacher. In a group of
+    one depth, the draft positions need not be consecutive.
+    """
+
+    states: torch.Tensor
+    """The head's states [T, M, H]."""
+    lm_head: torch.Tensor
+    """The head's own lm_head [D, H], or the target's frozen one [V, H]."""
+    target_states: torch.Tensor
+    """The target's post-norm states at the target tokens of the first depth [M, H]."""
+    target_logits: Callable[[torch.Tensor], torch.Tensor]
+    """Returns the target's logits [C, V] for its states [C, H]."""
+    is_draft: torch.Tensor
+    """bool[T, M], whether each draft counts. A draft position that counts at a depth counts at all smaller depths."""
+    scale: torch.Tensor
+    """Weight of each depth's sum in the loss [T]."""
+    draft_token_ids: torch.Tensor | None = None
+    """Target token ids i64[D] that form the head's own vocabulary; None if it has none."""
+    data_tokens: torch.Tensor | None = None
+    """The data's token that the first depth should predict at each draft position i64[M]; for `LossPart.data_ce`."""
+    correction: Correction | None = None
+    """What the tokens before the drafts add to the logits of `states @ lm_head`."""
+
+    def correction_at(self, block: "Block") -> Correction | None:
+        """Returns the correction of a block's drafts, with features [T * C, r]."""
+        if self.correction is None:
+            return None
+        return replace(self.correction, features=block.rows(self.correction.features))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ freed immediately.
 teacher, and `coupled_depths` the parts that couple the depths of a draft position.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,7 @@ from mtptrain.config import LossPart, TrainConfig
 from mtptrain.heads.base import Correction
 from mtptrain.settings.loss import COUPLED_PARTS, loss_mix
 from mtptrain.training.coupled_depths import CoupledPart, agreement, coupled_parts
-from mtptrain.training.loss_blocks import Selected, blocks, compare, corrected_logits, select
+from mtptrain.training.loss_blocks import DepthGroup, Selected, blocks, compare, corrected_logits, select
 from mtptrain.training.loss_parts import Drafted, part_values
 from mtptrain.training.teacher import Teacher, teach
 
@@ -73,62 +73,25 @@ class LossSums:
 
 
 def draft_losses(
-    states: torch.Tensor,
-    lm_head: torch.Tensor,
-    target_states: torch.Tensor,
-    target_logits: Callable[[torch.Tensor], torch.Tensor],
-    is_draft: torch.Tensor,
-    scale: torch.Tensor,
-    settings: LossSettings,
-    draft_token_ids: torch.Tensor | None = None,
-    data_tokens: torch.Tensor | None = None,
-    coupled: dict[LossPart, CoupledPart] | None = None,
-    correction: Correction | None = None,
+    group: DepthGroup, settings: LossSettings, coupled: dict[LossPart, CoupledPart] | None = None
 ) -> LossSums:
     """Compare every draft with the target's distribution.
-
-    The target token of depth k at draft position t is token t + 1 + k: the target's state there gives the distribution
-    to learn. Depth 0 at draft position t + k has the same target token, so all depths share the teacher. With only one
-    depth in `states`, the draft positions need not be consecutive.
 
     If the head has its own vocabulary, the target's probabilities are not renormalised over it. The probability mass
     outside it is added to the KL. If the target's most likely token is outside it, the top-1 prediction is wrong.
 
     Args:
-        states: the head's states [T, M, H].
-        lm_head: the head's own lm_head [D, H], or the target's frozen one [V, H].
-        target_states: the target's post-norm states at the target tokens of the first depth in `states` [M, H].
-        target_logits: returns the target's logits [C, V] for its states [C, H].
-        is_draft: whether each depth of each draft position counts, bool [T, M]. A draft position that counts at a depth
-            counts at all smaller depths.
-        scale: weight of each depth's sum in the loss [T].
+        group: the drafts of some depths.
         settings: which loss to compute, and how.
-        draft_token_ids: target token ids i64[D] that form the head's own vocabulary; None if it has none.
-        data_tokens: the data's token that the first depth should predict at each draft position i64[M]; only for
-            `LossPart.data_ce`.
-        coupled: the parts that couple depths, at the depths in `states`; None if these are all depths.
-        correction: what the tokens before the drafts add to the logits of `states @ lm_head`.
+        coupled: the parts that couple depths, at the depths of the group; None if these are all depths.
     """
-    if data_tokens is not None and draft_token_ids is not None:
-        data_tokens = draft_ids_of(data_tokens, draft_token_ids)
+    if group.data_tokens is not None and group.draft_token_ids is not None:
+        group = replace(group, data_tokens=draft_ids_of(group.data_tokens, group.draft_token_ids))
     if settings.couples_depths and coupled is None:
-        found = agreement(
-            states, lm_head, target_states, target_logits, settings.chunk_rows, draft_token_ids, correction
-        )
-        coupled = coupled_parts(found, is_draft, scale)
-    added = (None,) * 3 if correction is None else (correction.features, correction.weight, correction.num_candidates)
+        coupled = coupled_parts(agreement(group, settings.chunk_rows), group.is_draft, group.scale)
+    added = (None, None) if group.correction is None else (group.correction.features, group.correction.weight)
     loss, losses, sums, overlaps = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        states,
-        lm_head,
-        *added,
-        target_states,
-        target_logits,
-        is_draft,
-        scale,
-        settings,
-        draft_token_ids,
-        data_tokens,
-        coupled or {},
+        group.states, group.lm_head, *added, group, settings, coupled or {}
     )
     kl, top1_accuracy, overlap, *_ = sums
     return LossSums(loss, losses, kl, top1_accuracy, overlap, sums[3:], overlaps)
@@ -147,21 +110,14 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx,
         states: torch.Tensor,
         lm_head: torch.Tensor,
-        features: torch.Tensor | None,  # those of a `Correction`, here and in the next two lines
+        features: torch.Tensor | None,  # those of a `Correction`, and its weight
         codebook: torch.Tensor | None,
-        num_candidates: int | None,
-        target_states: torch.Tensor,
-        target_logits: Callable[[torch.Tensor], torch.Tensor],
-        is_draft: torch.Tensor,
-        scale: torch.Tensor,
+        group: DepthGroup,
         settings: LossSettings,
-        draft_token_ids: torch.Tensor | None,
-        data_tokens: torch.Tensor | None,
         coupled: dict[LossPart, CoupledPart],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         num_depths, num_drafts, _ = states.shape
         mix = {part: weight for part, weight in settings.mix.items() if part is not LossPart.confidence}
-        given = None if features is None or codebook is None else Correction(features, codebook, num_candidates)
         # Gradients of states stay zero for drafts that have no teacher; those of weights are summed in fp32.
         grad_states = torch.zeros_like(states)
         grad_lm_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
@@ -171,20 +127,20 @@ class _ChunkedLoss(torch.autograd.Function):
         overlaps = states.new_zeros(num_depths, num_drafts, dtype=torch.float32)
         for block in blocks(num_depths, num_drafts, settings.chunk_rows):
             # 1. Compute the logits of the target and of all drafts.
-            target_block = target_states[block.targets]
-            teacher = teach(target_logits(target_block), draft_token_ids)
+            target_block = group.target_states[block.targets]
+            teacher = teach(group.target_logits(target_block), group.draft_token_ids)
             states_block = block.at_targets(states)  # [T, C, H]
-            is_counted = block.at_targets(is_draft)  # [T, C]
+            is_counted = block.at_targets(group.is_draft)  # [T, C]
             rows = states_block.flatten(0, 1)  # [T * C, H]
-            correction = None if given is None else replace(given, features=block.rows(given.features))  # [T * C, r]
+            correction = group.correction_at(block)
             # 2. Compare them. Each part that depends on logits gives its gradient the weight of the draft.
-            weights = is_counted.flatten() * scale.repeat_interleave(block.size)  # [T * C]
+            weights = is_counted.flatten() * group.scale.repeat_interleave(block.size)  # [T * C]
             weight_of: dict[LossPart, torch.Tensor] = {
                 part: (block.at_targets(coupled[part].weights).flatten() if part in coupled else weights) * weight
                 for part, weight in mix.items()
                 if part is not LossPart.features
             }
-            data_block = None if data_tokens is None else data_tokens[block.targets]
+            data_block = None if group.data_tokens is None else group.data_tokens[block.targets]
             drafted, selected = compare_drafts(
                 corrected_logits(rows, lm_head, correction),
                 correction,
@@ -208,7 +164,7 @@ class _ChunkedLoss(torch.autograd.Function):
             values = []
             for part, weight in mix.items():
                 if part is LossPart.features:
-                    value, feature_grad = compare_features(states_block, is_counted, target_block, scale, weight)
+                    value, feature_grad = compare_features(states_block, is_counted, target_block, group.scale, weight)
                     grad += feature_grad
                 elif part in coupled:
                     value = block.at_targets(coupled[part].values).flatten()
@@ -231,7 +187,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.dtypes = dtypes  # type: ignore[attr-defined]
         ctx.save_for_backward(grad_states, grad_lm_head, grad_features, grad_codebook)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(losses, sums, overlaps)
-        return (losses * scale).sum(), losses, sums, overlaps
+        return (losses * group.scale).sum(), losses, sums, overlaps
 
     @staticmethod
     def backward(
@@ -243,7 +199,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for grad, dtype in zip(others, ctx.dtypes[1:], strict=True)  # type: ignore[attr-defined]
         ]
         # Overwriting the saved gradient is safe, because torch refuses a second backward pass.
-        return grad_states.mul_(grad_loss.to(grad_states.dtype)), *grads, *[None] * 9
+        return grad_states.mul_(grad_loss.to(grad_states.dtype)), *grads, None, None, None
 
 
 def compare_drafts(

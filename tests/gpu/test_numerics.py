@@ -17,6 +17,7 @@ from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import PackedTokens, Packing, map_tensors
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
+from mtptrain.training.loss_blocks import DepthGroup
 from mtptrain.training.losses import LossSettings, draft_losses
 from tests.gpu.conftest import Record
 from tests.mtptrain.heads.dense import dense_depth_attention
@@ -89,7 +90,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
     scale = torch.ones(DEPTHS, device=device) / batch.num_drafts
     teacher_states = parts.final_norm(batch.hidden_states)[batch.packing.draft_positions + 1]
     settings = LossSettings(chunk_rows=96)
-    ours = draft_losses(states, parts.lm_head, teacher_states, parts.logits, is_draft, scale, settings).loss
+    group = DepthGroup(states, parts.lm_head, teacher_states, parts.logits, is_draft, scale)
+    ours = draft_losses(group, settings).loss
     (our_grad,) = torch.autograd.grad(ours, states)
     for shift in (0, 1):
         plain = states.detach().float().requires_grad_()

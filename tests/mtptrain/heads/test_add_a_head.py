@@ -11,6 +11,7 @@ import torch
 from mtptrain.heads import HEADS
 from mtptrain.heads.files import build_head
 from mtptrain.settings import heads
+from mtptrain.training.loss_blocks import DepthGroup
 from mtptrain.training.losses import LossSettings, draft_losses
 from tests.mtptrain.heads.test_contract import (
     DEPTHS,
@@ -50,7 +51,7 @@ def test_the_pages_head_decodes_what_it_was_trained_on_and_has_all_gradients(
         assert largest_difference(head, run(head, shifted)) > 1e-2
     is_draft, targets = torch.ones(states.shape[:2], dtype=torch.bool), tokens.target_states
     scale = torch.full((DEPTHS,), 1 / is_draft.sum())
-    sums = draft_losses(states, PARTS.lm_head, targets, PARTS.logits, is_draft, scale, LossSettings(), None)
+    sums = draft_losses(DepthGroup(states, PARTS.lm_head, targets, PARTS.logits, is_draft, scale), LossSettings())
     sums.loss.backward()
     assert sums.loss.isfinite() and sums.loss > 0
     grads = [weight.grad for weight in head.parameters()]

@@ -3,16 +3,16 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from mtptrain.config import LossPart
-from mtptrain.training.coupled_depths import Agreement, agreement, coupled_parts
-from mtptrain.training.loss_blocks import compare
+from mtptrain.training.loss_blocks import DepthGroup, compare
 from mtptrain.training.loss_parts import Drafted
 from mtptrain.training.losses import LossSettings, LossSums, draft_ids_of, draft_losses
 from mtptrain.training.teacher import Teacher, teach, teach_by_logits, teach_by_probs
@@ -24,58 +24,30 @@ OWN_VOCABULARY = torch.arange(1, V, 3)
 VOCABULARIES = (None, OWN_VOCABULARY)
 LAST_POSITIONS = (7, 8, 25)
 """The draft positions at which spans end. Those after the last span do not count."""
-OF_STATES = [*PARTS_OF_LOGITS, LossPart.features]
-"""All parts but those that only a head has that gives a confidence or candidates."""
 
 
 class Case:
-    """Random states of a head and a target, at T depths of M draft positions.
+    """Random states of a head and a target, at T depths of M draft positions that share their targets."""
 
-    If the depths share targets, depth k of draft position t has the target token t + k. Otherwise, every depth has
-    target states of its own.
-    """
-
-    def __init__(self, num_depths: int, ids: torch.Tensor | None = None, share_targets: bool = True) -> None:
+    def __init__(self, num_depths: int, ids: torch.Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(num_depths)
-        self.num_depths, self.ids, self.share_targets = num_depths, ids, share_targets
+        self.num_depths, self.ids = num_depths, ids
         self.states = torch.randn(num_depths, M, H, generator=generator).requires_grad_()
-        self.target_states = torch.randn(1 if share_targets else num_depths, M, H, generator=generator)
+        self.target_states = torch.randn(M, H, generator=generator)
         table = torch.randn(V, H, generator=generator) / 2
         self.target_head, self.bias = table.clone(), torch.zeros(V)
         self.own_head = (table if ids is None else torch.randn(len(ids), H, generator=generator)).requires_grad_()
-        self.data_tokens = torch.randint(V, self.target_states.shape[:2], generator=generator)
+        self.data_tokens = torch.randint(V, (M,), generator=generator)
         left = torch.tensor([next((last - i + 1 for last in LAST_POSITIONS if last >= i), 0) for i in range(M)])
         self.is_draft = left > torch.arange(num_depths)[:, None]
         self.scale = 0.7 ** torch.arange(num_depths) / 10
 
     def losses(self, settings: LossSettings) -> LossSums:
-        """Computes the loss as the trainer does, in one group of depths or in one for each depth."""
-        groups = [self.states] if self.share_targets else self.states.split(1)
-        coupled = None
-        if settings.couples_depths and len(groups) > 1:
-            found = [
-                agreement(group, self.own_head, targets, self.target_logits, settings.chunk_rows, self.ids)
-                for group, targets in zip(groups, self.target_states, strict=True)
-            ]
-            coupled = coupled_parts(Agreement.joined(found), self.is_draft, self.scale)
-        sums = []
-        for i, (group, targets) in enumerate(zip(groups, self.target_states, strict=True)):
-            depths = slice(i, i + len(group))
-            sums.append(
-                draft_losses(
-                    group,
-                    self.own_head,
-                    targets,
-                    self.target_logits,
-                    self.is_draft[depths],
-                    self.scale[depths],
-                    settings,
-                    self.ids,
-                    self.data_tokens[i] if LossPart.data_ce in settings.mix else None,
-                    None if coupled is None else {part: each.at(depths) for part, each in coupled.items()},
-                )
-            )
-        return LossSums.joined(sums)
+        group = DepthGroup(
+            self.states, self.own_head, self.target_states, self.target_logits, self.is_draft, self.scale, self.ids
+        )
+        has_data = LossPart.data_ce in settings.mix
+        return draft_losses(replace(group, data_tokens=self.data_tokens if has_data else None), settings)
 
     def target_logits(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.target_head.T + self.bias
@@ -84,46 +56,38 @@ class Case:
         """Returns the sums of losses [T] by definition, computed in fp64."""
         sums, own_head = [torch.zeros(())] * self.num_depths, self.own_head.double()
         for t in range(M):
-            drafts, features = [], []
+            drafts = []
             for depth in range(int(self.is_draft[:, t].sum())):
-                target = (0, t + depth) if self.share_targets else (depth, t)
-                state, target_state = self.states[depth, t].double(), self.target_states[target]
-                probs = (target_state.double() @ self.target_head.double().T + self.bias).softmax(-1)
-                drafts.append(Draft(probs, state @ own_head.T, self.ids, int(self.data_tokens[target])))
-                features.append(F.smooth_l1_loss(state, target_state.double()))
-            for depth, loss in enumerate(plain_losses(drafts, features, settings)):
+                target_state = self.target_states[t + depth].double()
+                probs = (target_state @ self.target_head.double().T + self.bias).softmax(-1)
+                logits = self.states[depth, t].double() @ own_head.T
+                drafts.append(Draft(probs, logits, self.ids, int(self.data_tokens[t + depth])))
+            for depth, loss in enumerate(plain_losses(drafts, [], settings)):
                 sums[depth] = sums[depth] + loss
         return torch.stack(sums).float()
 
     def gradients(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
-        found = torch.autograd.grad(loss, (self.states, self.own_head), allow_unused=True)
-        return [torch.zeros(()) if x is None else x for x in found]
+        gradients = torch.autograd.grad(loss, (self.states, self.own_head), allow_unused=True)
+        return [torch.zeros(()) if x is None else x for x in gradients]
 
 
-CASES = [(ids, num_depths, share) for ids in VOCABULARIES for num_depths in (1, 4) for share in (True, False)]
+def test_every_part_is_its_definition_whether_or_not_the_vocabulary_is_the_heads_own() -> None:
+    """`test_exact_step.py` has the parts of states and of heads, and every way in which depths are grouped."""
+    for part in PARTS_OF_LOGITS:
+        for ids in VOCABULARIES:
+            case, settings = Case(4, ids), LossSettings({part: 1.0}, 3.0, chunk_rows=24)
+            ours, plain = case.losses(settings), case.plain_losses(settings)
+            torch.testing.assert_close(ours.parts[0], plain, atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(ours.loss, (plain * case.scale).sum(), atol=1e-4, rtol=1e-5)
+            if part is LossPart.kl:
+                torch.testing.assert_close(ours.kl, plain, atol=1e-4, rtol=1e-5)
+            gradients = [case.gradients(loss) for loss in (ours.loss, (plain * case.scale).sum())]
+            torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+            assert not gradients[0][0][~case.is_draft].any()
 
 
-@pytest.mark.parametrize("part", OF_STATES)
-def test_every_part_is_its_definition(part: LossPart) -> None:
-    settings = LossSettings({part: 1.0}, 3.0, chunk_rows=24)
-    for ids, num_depths, share_targets in CASES:
-        case = Case(num_depths, ids, share_targets)
-        ours, plain = case.losses(settings), case.plain_losses(settings)
-        torch.testing.assert_close(ours.losses, plain, atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(ours.parts[0], plain, atol=1e-4, rtol=1e-5)
-        if part is LossPart.kl:
-            torch.testing.assert_close(ours.kl, plain, atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(ours.loss, (plain * case.scale).sum(), atol=1e-4, rtol=1e-5)
-        wanted = case.gradients((plain * case.scale).sum())
-        found = case.gradients(ours.loss)
-        for our_grad, grad in zip(found, wanted, strict=True):
-            torch.testing.assert_close(our_grad, grad.expand_as(our_grad), atol=1e-6, rtol=1e-4)
-        assert not found[0][~case.is_draft].any()
-
-
-@pytest.mark.parametrize("part", [LossPart.rkl, LossPart.jsd, LossPart.nla, LossPart.lk])
-def test_parts_are_finite_where_target_and_head_are_certain_of_different_tokens(part: LossPart) -> None:
-    for ids in VOCABULARIES:
+def test_parts_are_finite_where_target_and_head_are_certain_of_different_tokens() -> None:
+    for part, ids in product([LossPart.rkl, LossPart.jsd, LossPart.nla, LossPart.lk], VOCABULARIES):
         case = Case(2, ids)
         case.target_head = 500 * case.target_head
         with torch.no_grad():
@@ -139,8 +103,8 @@ def test_top1_accuracy_counts_drafts_whose_most_likely_token_is_the_targets(ids:
     if ids is not None:
         case.own_head = case.target_head[ids].requires_grad_()
     with torch.no_grad():
-        case.states[0] = case.target_states[0]  # depth 0 drafts what the target predicts
-    wanted, drafted = case.target_logits(case.target_states[0]).argmax(-1), (case.states @ case.own_head.T).argmax(-1)
+        case.states[0] = case.target_states  # depth 0 drafts what the target predicts
+    wanted, drafted = case.target_logits(case.target_states).argmax(-1), (case.states @ case.own_head.T).argmax(-1)
     drafted = drafted if ids is None else ids[drafted]
     is_right = (drafted == torch.stack([wanted.roll(-depth) for depth in range(3)])) & case.is_draft
     assert is_right[0].any() and is_right[0, case.is_draft[0]].all() == (ids is None)
@@ -171,44 +135,33 @@ def test_tokens_of_the_data_are_found_in_a_draft_vocabulary_in_any_order() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ids", VOCABULARIES)
 @pytest.mark.parametrize("part", PARTS_OF_LOGITS)
-def test_a_compiled_loss_is_the_plain_one(
-    part: LossPart, ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for is_fused in (False, True):
-        monkeypatch.setattr(fusing, "_is_on", is_fused)
-        case = Case(3, ids)
-        sums = case.losses(LossSettings({part: 1.0}, chunk_rows=24))
-        found.append((sums.loss, sums.losses, sums.kl, sums.top1_accuracy, sums.overlap, *case.gradients(sums.loss)))
-    for plain, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-5)
+def test_a_compiled_loss_is_the_plain_one(part: LossPart, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ids in VOCABULARIES:
+        figures = []
+        for is_fused in (False, True):
+            monkeypatch.setattr(fusing, "_is_on", is_fused)
+            case = Case(3, ids)
+            sums = case.losses(LossSettings({part: 1.0}, chunk_rows=24))
+            of_drafts = (sums.losses, sums.kl, sums.top1_accuracy, sums.overlap)
+            figures.append((sums.loss, *of_drafts, *case.gradients(sums.loss)))
+        torch.testing.assert_close(*figures, atol=1e-4, rtol=1e-5)
 
 
 BAD = [(value, token, ids) for value in (torch.nan, torch.inf, -torch.inf) for token in (0, 1) for ids in VOCABULARIES]
 """Logits that are not finite. Token 1 is in `OWN_VOCABULARY`, and token 0 is not."""
 
 
-def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logit_of_the_target_that_is_not_finite_is_seen_in_the_kl() -> None:
     for value, token, ids in BAD:
         case = Case(3, ids)
-        target_logits, bad_state = case.target_logits, case.target_states[0, 4]
-
-        def with_one_bad(
-            states: torch.Tensor,
-            form: Callable[[torch.Tensor], torch.Tensor] = target_logits,
-            bad_state: torch.Tensor = bad_state,
-            token: int = token,
-            value: float = value,
-        ) -> torch.Tensor:
-            logits = form(states)
-            logits[(states == bad_state).all(-1), token] = value
-            return logits
-
         assert case.losses(LossSettings()).kl.isfinite().all()
-        monkeypatch.setattr(case, "target_logits", with_one_bad)
+        case.bias[token] = value
         assert case.losses(LossSettings()).kl.isnan().all()
+        logits, _, target_logits, _ = blocks(2, 16, ids)
+        target_logits[5, token] = value
+        drafted = compare(logits, teach_by_logits(target_logits, ids), {}, 2, 3.0)
+        assert drafted.kl.isnan().nonzero()[:, 0].tolist() == [5, 21]
 
 
 def blocks(num_depths: int, num_positions: int, ids: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -221,14 +174,13 @@ def blocks(num_depths: int, num_positions: int, ids: torch.Tensor | None) -> tup
 
 def tensors(drafted: Drafted) -> list[torch.Tensor]:
     """Returns all tensors of a comparison."""
-    found = [drafted.kl, drafted.overlap, drafted.is_right, drafted.target_ce, drafted.data_ce, drafted.gradient]
-    return [x for x in (*found, *drafted.divergences.values()) if x is not None]
+    rows = [drafted.kl, drafted.overlap, drafted.is_right, drafted.target_ce, drafted.data_ce, drafted.gradient]
+    return [x for x in (*rows, *drafted.divergences.values()) if x is not None]
 
 
-@pytest.mark.parametrize("part", PARTS_OF_LOGITS)
-def test_a_teacher_by_logits_is_the_one_by_probabilities(part: LossPart) -> None:
+def test_a_teacher_by_logits_is_the_one_by_probabilities() -> None:
     """GPUs use logits, and CPUs use probabilities."""
-    for ids in VOCABULARIES:
+    for part, ids in product(PARTS_OF_LOGITS, VOCABULARIES):
         logits, is_counted, target_logits, scale = blocks(3, 16, ids)
         by_logits, by_probs = (form(target_logits, ids) for form in (teach_by_logits, teach_by_probs))
         assert torch.equal(by_logits.tokens, by_probs.tokens)
@@ -238,14 +190,6 @@ def test_a_teacher_by_logits_is_the_one_by_probabilities(part: LossPart) -> None
             for teacher in (by_logits, by_probs)
         )
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_a_teacher_by_logits_shows_a_logit_that_is_not_finite_in_the_kl() -> None:
-    for value, token, ids in BAD:
-        logits, _, target_logits, _ = blocks(2, 16, ids)
-        target_logits[5, token] = value
-        drafted = compare(logits, teach_by_logits(target_logits, ids), {}, 2, 3.0)
-        assert drafted.kl.isnan().nonzero()[:, 0].tolist() == [5, 21]
 
 
 def compare_compiled_in_one_process() -> None:
