@@ -30,7 +30,17 @@ ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["data_prep.hidden_states", "data_prep.prompts", "eval.acceptance", "mtptrain.train", "tests.warmed", __name__]
+    [
+        "tests.cuda.guard",  # must come before torch
+        *(
+            "data_prep.hidden_states",
+            "data_prep.prompts",
+            "eval.acceptance",
+            "mtptrain.train",
+            "tests.warmed",
+            __name__,
+        ),
+    ]
 )
 
 

@@ -35,7 +35,11 @@ MASKED = frozenset(("index", "index_put", "index_put_"))
 """Operators that make the host read the shape of their result if an index is a boolean mask."""
 NUM_DEVICES = 8
 H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=85 * 10**9, multi_processor_count=132, warp_size=32
+    **{"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "gcnArchName": "", "total_memory": 85 * 10**9},
+    **{"multi_processor_count": 132, "warp_size": 32, "max_threads_per_multi_processor": 2048},
+    **{"max_threads_per_block": 1024, "regs_per_multiprocessor": 65536, "shared_memory_per_block": 49152},
+    **{"shared_memory_per_block_optin": 232448, "shared_memory_per_multiprocessor": 233472},
+    **{"L2_cache_size": 50 * 2**20, "clock_rate": 1980000, "memory_clock_rate": 2619000, "memory_bus_width": 5120},
 )
 """What torch.cuda.get_device_properties says within `fake_cuda()`."""
 

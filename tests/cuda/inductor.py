@@ -1,21 +1,16 @@
 """Compiles what `train.compile` fuses for an H100, on a machine without a GPU.
 
 A training step runs on fake CUDA tensors. Inductor writes Triton kernels for the forward and backward pass of each
-fused function in the step. Triton's NVIDIA backend compiles them to machine code, which is never run. This is a program
-of its own because it changes torch and Triton for good:
-
-    python -m tests.cuda.inductor mtp null kl    # a head, its draft vocabulary, a loss; prints kernels as JSON
+fused function in the step. Triton's NVIDIA backend compiles them to machine code, which is never run.
 """
 
-from tests.cuda import guard  # isort: skip  (must come before torch)
-
 import copy
-import json
+import os
 import re
-import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,47 +22,52 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.fx_passes import fuse_attention
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig
 
-from mtptrain.config import LossPart
+from mtptrain.config import TrainConfig
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import Head
-from mtptrain.heads.files import build_head
-from mtptrain.heads.packing import PackedTokens, Packing, map_tensors
-from mtptrain.target.form import find_form
-from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.training.losses import LossSettings, draft_losses
-from mtptrain.utils import compile as fusing
-from tests.cuda import fake_cuda
-from tests.cuda.kernels import HIDDEN_SIZE, NUM_DEPTHS, VOCAB_SIZE, Kernel, bytes_per_element
+from tests.cuda import guard
+from tests.cuda.fake_cuda import H100
+from tests.cuda.steps import become_rank_0_of_8, rehearse
+from tests.published_targets import PUBLISHED_TARGETS
 
-H100 = SimpleNamespace(
-    **vars(fake_cuda.H100),
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-    L2_cache_size=50 * 2**20,
-    clock_rate=1980000,
-    memory_clock_rate=2619000,
-    memory_bus_width=5120,
-    gcnArchName="",
-)
-TARGET = LlamaConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=HIDDEN_SIZE,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-)
-LENGTHS, SPANS = [2048] * 4, [(document, 1024, 1023) for document in range(4)]
-"""Documents whose second half is trained on. The first half is a prompt, so that attention has two parts to merge."""
+BYTES = {"fp32": 4, "bf16": 2, "i64": 8, "i32": 4, "i1": 1, "u8": 1}
+
+
+@dataclass
+class Kernel:
+    """A Triton kernel that Inductor wrote, with the architecture and size of its compiled form."""
+
+    function: str
+    """Name of the fused function."""
+    is_backward: bool
+    source: str
+    bytes_per_element: int
+    """Bytes read and written for each element of the rows that the kernel processes, without values that a whole row or
+    column shares."""
+    target: str = ""
+    """The architecture that the kernel's PTX names."""
+    cubin_bytes: int = 0
+
+
+def bytes_per_element(source: str) -> int:
+    """Counts the bytes of the loads and stores whose address depends on both a row and a position in the row, or was
+    computed from a loaded value.
+
+    A value that is loaded in two loops over a row counts twice. In a reduction, the names of row indices begin with `x`
+    and those of positions with `r0_`. A pointwise kernel has one index.
+    """
+    signature = re.search(r"'signature': \{(.*?)\}", source)
+    assert signature is not None
+    dtypes = dict(re.findall(r"'(\w+)': '\*(\w+)'", signature[1]))
+    is_reduction = "r0_index" in source
+    flat = set(re.findall(r"(\w+) = xindex$", source, re.MULTILINE))
+    num_bytes = 0
+    for pointer, address in re.findall(r"tl\.(?:load|store)\((\w+) \+ \((.*?)\), ", source):
+        names = set(re.findall(r"[a-z]\w*", address))
+        is_place = any(name.startswith("r0_") for name in names) and any(name.startswith("x") for name in names)
+        if any(name.startswith("tmp") for name in names) or (is_place if is_reduction else bool(names & flat)):
+            num_bytes += BYTES[dtypes[pointer]]
+    return num_bytes
 
 
 def pretend_an_h100() -> None:
@@ -129,20 +129,20 @@ class Writer:
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self._written = ""
+        self._torch_compile = torch.compile
         GraphLowering.compile_to_module = lambda graph: self._stop_with_code(graph)  # type: ignore[method-assign]
 
-    def compile(
-        self, function: Callable[..., Any], dynamic: bool, options: dict[str, Any] | None
-    ) -> Callable[..., Any]:
-        """Stands in for torch.compile."""
+    def compile(self, function: Any = None, **settings: Any) -> Any:
+        """Stands in for torch.compile. DeepSpeed's own functions are compiled as usual."""
+        if function is None or not function.__module__.startswith("mtptrain."):
+            return self._torch_compile(function, **settings)
 
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            with inductor_config.patch(options or {}):
-                return compile_fx.compile_fx(
-                    module, inputs, inner_compile=partial(self._compile_graph, function.__name__)
-                )
+            with inductor_config.patch(settings["options"] or {}):
+                compile_graph = partial(self._compile_graph, function.__name__)
+                return compile_fx.compile_fx(module, inputs, inner_compile=compile_graph)
 
-        return TORCH_COMPILE(function, dynamic=dynamic, backend=backend)
+        return self._torch_compile(function, dynamic=settings["dynamic"], backend=backend)
 
     def _compile_graph(
         self, name: str, module: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any
@@ -189,53 +189,19 @@ def build_machine_code(kernels: list[Kernel]) -> None:
         kernel.target = next(line for line in built[-1].asm["ptx"].splitlines() if line.startswith(".target"))
 
 
-def fake_head(name: str, draft_vocab_size: int | None) -> Head:
-    """Builds a head for TARGET with fake bf16 weights on the pretended GPU."""
-    settings = {"draft_vocab_size": draft_vocab_size, "fc_norm": True} if name == "eagle3" else {}
-    head = build_head(HEADS[name].Config(ttt_steps=NUM_DEPTHS, **settings), TARGET)
-    fake_cuda.place(head, "cuda")
-    return head
+def compile_step(head: str, settings: dict[str, Any], loss: str, cache: Path) -> list[Kernel]:
+    """Returns the kernels of a step of a head for an 8B Llama. Call this in a new process, which it changes for good.
 
-
-def step(head: Head, kind: LossPart) -> None:
-    """Runs the forward pass, loss and backward pass of a training step in bf16."""
-
-    def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
-
-    packing = map_tensors(Packing.of_spans(LENGTHS, SPANS, head.shared_window), lambda x: fake(*x.shape, dtype=x.dtype))
-    num_tokens, num_drafts, hidden_size = sum(LENGTHS), sum(count for _, _, count in SPANS), TARGET.hidden_size
-    table = fake(TARGET.vocab_size, hidden_size)
-    parts = FrozenParts(table, fake(hidden_size), table, find_form(TARGET))
-    ids = fake(num_tokens, dtype=torch.long)
-    streams = (len(head.capture_layers), hidden_size) if head.capture_layers else (hidden_size,)
-    sums = draft_losses(
-        head(PackedTokens(fake(num_tokens, *streams), ids, ids, packing), parts, NUM_DEPTHS),
-        head.output_weight(parts),
-        fake(num_drafts, hidden_size),
-        parts.logits,
-        fake(NUM_DEPTHS, num_drafts, dtype=torch.bool),
-        fake(NUM_DEPTHS, dtype=torch.float32),
-        LossSettings({kind: 1.0}),
-        head.draft_token_ids,
-    )
-    sums.loss.backward()
-    assert all(weight.grad is not None for weight in head.parameters())
-
-
-TORCH_COMPILE = torch.compile
-
-
-def main(head_name: str, draft_vocab_size: int | None, kind: LossPart) -> None:
+    The first half of each document is a prompt, so that attention has two parts to merge.
+    """
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/{head}", "TRITON_CACHE_DIR": f"{cache}/{head}/triton"}
+    become_rank_0_of_8()
     pretend_an_h100()
     writer = Writer()
     torch.compile = writer.compile  # type: ignore[assignment]
-    fusing.set_compilation(True)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        step(fake_head(head_name, draft_vocab_size), kind)
+    train = TrainConfig(compile=True, loss=loss)
+    documents = [(2048, [(1024, 2048)])] * 4
+    target = PUBLISHED_TARGETS["llama3_1_8b"].config()
+    rehearse(HEADS[head].Config(ttt_steps=3, **settings), target, [documents], train, is_metered=False)
     build_machine_code(writer.kernels)
-    print(json.dumps([asdict(kernel) for kernel in writer.kernels]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), LossPart(sys.argv[3]))
+    return writer.kernels

@@ -27,7 +27,7 @@ class Meter(TorchDispatchMode):
         """Peak memory of operator outputs, tensors passed to `hold` and flash attention's scratch, by device."""
         self.matmul_flops = 0
         self.attention_flops = 0
-        self._alive_bytes = Counter[str]()
+        self.alive_bytes = Counter[str]()
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,16 +62,16 @@ class Meter(TorchDispatchMode):
             key, num_bytes = storage._cdata, storage.nbytes()
             if key not in self._alive:
                 self._alive.add(key)
-                self._alive_bytes[device] += num_bytes
+                self.alive_bytes[device] += num_bytes
                 self._count_peak(device)
                 weakref.finalize(storage, self._release, key, device, num_bytes)
 
     def _count_peak(self, device: str, scratch_bytes: int = 0) -> None:
-        self.peak_bytes[device] = max(self.peak_bytes[device], self._alive_bytes[device] + scratch_bytes)
+        self.peak_bytes[device] = max(self.peak_bytes[device], self.alive_bytes[device] + scratch_bytes)
 
     def _release(self, key: int, device: str, num_bytes: int) -> None:
         self._alive.discard(key)
-        self._alive_bytes[device] -= num_bytes
+        self.alive_bytes[device] -= num_bytes
 
 
 @cache

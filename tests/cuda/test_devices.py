@@ -1,0 +1,207 @@
+"""Tests extraction, drafting and verification on fake GPUs, with targets on one of them and on two."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from eval.draft_quality import DraftQuality
+from mtptrain.decoding.draft import Drafter
+from mtptrain.decoding.drafters import (
+    HeadDrafter,
+    HybridDrafter,
+    NoDrafter,
+    PromptLookupDrafter,
+    TreeDrafter,
+)
+from mtptrain.decoding.sampler import Sampler
+from mtptrain.decoding.speculate import Round, speculate
+from mtptrain.heads import HEADS
+from mtptrain.heads.base import Head
+from mtptrain.heads.files import build_head
+from mtptrain.hidden_states.extraction.transformers_streams import PACKED, TransformersStreams, residual_streams
+from mtptrain.target.model import Target
+from mtptrain.target.position_cache import PositionCache
+from mtptrain.training.held_out import read_by_target
+from tests.conftest import FAMILIES
+from tests.cuda.fake_cuda import Meter, fake_cuda, place
+
+FIRST, SECOND = "cuda:0", "cuda:1"
+DEPTHS, NUM_ROUNDS, NEW_TOKENS = 3, 2, 24
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
+LENGTHS = (300, 300, 40)
+CAPTURING = ("eagle3", "peagle", "dflash", "dspark", "dflash2")
+
+
+def family_config(family: str, num_layers: int, **more: Any) -> PreTrainedConfig:
+    model_type, settings = FAMILIES[family]
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    if "layer_types" in settings:
+        more |= {"layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2)}
+    if model_type == "deepseek_v2":
+        more |= {"v_head_dim": 16}  # values are smaller than queries, as published
+    return AutoConfig.for_model(model_type, **{**sizes, **heads, **settings, "num_hidden_layers": num_layers, **more})
+
+
+def fake_target(config: PreTrainedConfig, num_devices: int = 1) -> Target:
+    """Returns a bf16 target. accelerate spreads it over two GPUs with two layers each; the final norm and an untied
+    lm_head are on the second."""
+    model, is_tied = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), config.tie_word_embeddings
+    if num_devices == 2:
+        on_first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1")
+        device_map = {**dict.fromkeys(on_first, FIRST), "lm_head": FIRST if is_tied else SECOND}
+        device_map |= dict.fromkeys(("model.layers.2", "model.layers.3", "model.norm"), SECOND)
+        place(model, device_map)
+        model = dispatch_model(model, device_map, main_device=FIRST, skip_keys=model._skip_keys_device_placement)
+    else:
+        place(model, FIRST)
+    if is_tied:  # tie only now: accelerate finds tied weights by their addresses, which fake tensors lack
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return Target(model)
+
+
+def fake_head(name: str, target: Target) -> Head:
+    settings: dict[str, Any] = {"capture_layers": [1, 2, 4]} if name in CAPTURING else {}
+    if name == "eagle3":
+        settings["draft_vocab_size"] = 64
+    head = build_head(HEADS[name].Config(**{"ttt_steps": DEPTHS, **settings}), target.config)
+    place(head, FIRST)
+    return head.eval()
+
+
+@dataclass
+class Answered(TorchDispatchMode):
+    """Supplies the values that the host reads, because fake tensors have none.
+
+    Decoding reads numbers (slots and tokens) and, before each round, a truth value: whether any sequence continues.
+    After the last item of `truths`, every truth value is False.
+    """
+
+    truths: list[bool]
+    number: int = 20
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.equal.default:
+            return True
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        if args[0].dtype is not torch.bool:
+            return self.number
+        return self.truths.pop(0) if self.truths else False
+
+
+def check_rounds(name: str, target: Target, head: Head, drafter: Drafter, truths: list[bool], sampler: Sampler) -> None:
+    """Decodes, and checks that every tensor of every round is on the first GPU."""
+    quality = DraftQuality(head, Sampler(1.0), len(target.parts.lm_head), DEPTHS) if "chain" in name else None
+    rounds: list[Round] = []
+
+    def observe(seen: Round) -> None:
+        rounds.append(seen)
+        if quality is not None:
+            quality(seen)
+
+    with Answered(truths):
+        speculate(
+            target,
+            drafter,
+            PROMPTS,
+            num_speculative_tokens=DEPTHS,
+            max_new_tokens=NEW_TOKENS,
+            sampler=sampler,
+            eos_token_ids=[5],
+            observe=observe,
+        )
+    assert len(rounds) == NUM_ROUNDS, name
+    assert {str(x.device) for each in rounds for x in (each.target_logits, each.draft.tokens)} == {FIRST}, name
+
+
+@torch.no_grad()
+def test_whole_rounds_of_every_drafter_run_with_a_target_on_two_devices() -> None:
+    with fake_cuda():
+        target = fake_target(family_config("llama", 4), num_devices=2)
+        head = fake_head("mtp", target)
+        chain, model = HeadDrafter(head, target.parts, DEPTHS), fake_head("draft_model", target)
+        drafters: dict[str, Drafter] = {
+            "chain": chain,
+            "sampled chain": HeadDrafter(head, target.parts, DEPTHS, sample_drafts=True),
+            "tree": TreeDrafter(head, target.parts, DEPTHS, num_nodes=10, top_k=3),
+            "hybrid": HybridDrafter(chain, min_match=2),
+            "model": HeadDrafter(model, target.parts, DEPTHS),
+            "prompt lookup": PromptLookupDrafter(DEPTHS),
+            "none": NoDrafter(),
+        }
+        for name, drafter in drafters.items():
+            # The hybrid also reads whether prompt lookup drafts for all sequences. Say yes in the first round only.
+            truths = [True, True, True, False] if name == "hybrid" else [True] * NUM_ROUNDS
+            sampler = Sampler(1.0 if name == "sampled chain" else 0.0, generator=torch.Generator())
+            check_rounds(name, target, head, drafter, truths, sampler)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEADS)
+def test_whole_rounds_of_every_head_run_with_a_target_on_two_devices(name: str) -> None:
+    with fake_cuda():
+        target = fake_target(family_config("llama", 4), num_devices=2)
+        head = fake_head(name, target)
+        drafter = HeadDrafter(head, target.parts, DEPTHS)
+        check_rounds(f"chain of {name}", target, head, drafter, [True] * NUM_ROUNDS, Sampler(0.0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "is_tied"), [("llama", False), ("llama", True), ("gemma3_text", True), ("mistral with window", False)]
+)
+def test_a_spread_target_returns_states_on_the_device_of_its_parts(family: str, is_tied: bool) -> None:
+    with fake_cuda():
+        target = fake_target(family_config(family, 4, tie_word_embeddings=is_tied), num_devices=2)
+        assert (target.parts.lm_head is target.parts.embed_tokens) == is_tied and str(target.device) == FIRST
+        cache, positions = PositionCache(64), torch.arange(40, device=FIRST).repeat(2, 1)
+        with Answered([], number=43), Meter() as meter:
+            for rows in (positions, positions[:, :4] + 40):  # the rows of a prompt, then of a round
+                states = target.forward(torch.zeros_like(rows), rows, cache, (0, 2, 4))
+                assert states.aux_hidden_states is not None
+                logits = target.parts.logits(states.postnorm_states)
+                assert {str(x.device) for x in (states.postnorm_states, states.aux_hidden_states, logits)} == {FIRST}
+        assert [str(cache._keys[layer].device) for layer in range(4)] == [FIRST, FIRST, SECOND, SECOND]
+        assert meter.num_calls["_to_copy"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_extracted_with_packed_attention(family: str) -> None:
+    config, meter, layers = family_config(family, 2), Meter(), (0, 1, 2)
+    with fake_cuda():
+        target = fake_target(config)
+        TransformersStreams(target, layers, batch_tokens=1024)  # switches the target to packed attention
+        assert target.model.config._attn_implementation == PACKED
+        with meter:
+            states = residual_streams(target, [torch.zeros(length, dtype=torch.int32) for length in LENGTHS], layers)
+    assert states.shape == (sum(LENGTHS), 3, config.hidden_size)
+    assert (states.dtype, str(states.device)) == (torch.bfloat16, FIRST)
+    calls = Counter({name: n for name, n in meter.num_calls.items() if any(x in name for x in ("att", "varlen"))})
+    if family == "deepseek_v2":  # flash attention has no kernel for queries and values of different sizes
+        assert not any("varlen" in name for name in calls)
+    else:
+        assert calls.total() == config.num_hidden_layers, calls  # one call per layer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mtp", "eagle3"])
+def test_validation_reads_answers_into_documents_on_the_cpu(name: str) -> None:
+    """Documents of the store are on the CPU too, and `make_batch` packs them there."""
+    with fake_cuda(), Answered([]), patch("mtptrain.target.model.PositionCache", PositionCache):
+        target = fake_target(family_config("llama", 4))
+        document = read_by_target(fake_head(name, target), target, [1, 2, 3], [4, 5])
+    found = [x for x in vars(document).values() if isinstance(x, torch.Tensor)]
+    assert len(found) == (4 if name == "eagle3" else 3) and {x.device.type for x in found} == {"cpu"}
