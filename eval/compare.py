@@ -20,7 +20,7 @@ from rich.table import Table
 from mtptrain.cli.tables import wide_console
 from mtptrain.stage_dir import require
 from mtptrain.utils.errors import UserError, errors_as_lines
-from mtptrain.utils.files import read_sealed, refuse_overwriting
+from mtptrain.utils.files import read_sealed, refuse_overwriting, write_text
 
 from .report_page import (
     TITLE,
@@ -30,7 +30,6 @@ from .report_page import (
     has_comparable_speeds,
     render_page,
     table_row,
-    write_page,
 )
 
 MUST_BE_EQUAL = {
@@ -60,7 +59,7 @@ def main() -> None:
     reports = read_reports(args.reports)
     print_table(reports)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_page(args.out, reports)
+    write_text(args.out, render_page(reports))
     print(f"plots: {args.out}")
 
 

@@ -64,10 +64,6 @@ def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
         "Share of rounds that accept the draft at each position, with 95 % intervals": plot_positions,
         "Acceptance length by prompt length": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
         "Acceptance length by category": lambda axes, each: plot_groups(axes, each, "by_category", ""),
-        "Acceptance length of each prompt": plot_prompts,
-        "Overlap of the head's and the target's distributions, and acceptance, over rounds that reach a "
-        "position": plot_overlap,
-        "Calibration: are drafts accepted as often as the head predicts?": plot_calibration,
     }
     if has_speed:
         plots["Time per new token"] = plot_costs
@@ -126,52 +122,6 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
     axes.set(ylabel="acceptance length", ylim=(1, None))
     put_legend(axes)
     return len(groups) > 1
-
-
-def plot_prompts(axes: Axes, drafters: Drafters) -> bool:
-    """Plots the share of prompts that reach each acceptance length, as curves, because bars would overlap."""
-    for name, each in drafters.items():
-        if lengths := sorted(each["acceptance_length_of_prompts"], reverse=True):
-            shares = [(i + 1) / len(lengths) for i in range(len(lengths))]
-            axes.step(lengths, shares, where="post", label=name, color=colours_of(drafters)[name])
-    axes.set(xlabel="acceptance length of at least", ylabel="share of prompts", ylim=(0, 1))
-    put_legend(axes)
-    return any(len(each["acceptance_length_of_prompts"]) > 1 for each in drafters.values())
-
-
-def plot_overlap(axes: Axes, drafters: Drafters) -> bool:
-    """Plots the overlap as solid lines and the share of accepted drafts as dashed lines.
-
-    The overlap, sum min(target_probs, draft_probs), is the probability that a sampled draft is accepted.
-    """
-    shown = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
-    for name, quality in shown.items():
-        colour, positions = colours_of(drafters)[name], range(len(quality["overlap_at"]))
-        label = f"{name}: overlap at temperature {quality['temperature']:g}"
-        axes.plot(positions, quality["overlap_at"], "o-", label=label, color=colour)
-        axes.plot(positions, quality["accepted_at"], "x--", label=f"{name}: accepted", color=colour)
-        axes.set_xticks(positions)
-    axes.set(xlabel="position in the draft", ylabel="mean over rounds", ylim=(0, 1))
-    put_legend(axes)
-    return any(len(quality["overlap_at"]) > 1 for quality in shown.values())
-
-
-def plot_calibration(axes: Axes, drafters: Drafters) -> bool:
-    """Plots the share of accepted drafts against the head's probability of its drafts, in bins of that probability.
-
-    A head that has a confidence is shown with it instead. In greedy decoding, the share tends to exceed the
-    probability, because the target always takes its likeliest token.
-    """
-    qualities = {name: each["quality"] for name, each in drafters.items() if each.get("quality")}
-    shown = {name: quality for name, quality in qualities.items() if quality["calibration"]}
-    for name, quality in shown.items():
-        label, tenths = f"{name}: off by {quality['calibration_error']:.3f}", quality["calibration"]
-        confidence, accepted = ([tenth[key] for tenth in tenths] for key in ("confidence", "accepted"))
-        axes.plot(confidence, accepted, "o-", label=label, color=colours_of(drafters)[name])
-    axes.plot([0, 1], [0, 1], color="#999", linewidth=0.8)
-    axes.set(xlabel="the head's probability or confidence", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
-    put_legend(axes)
-    return any(len(quality["calibration"]) > 1 for quality in shown.values())
 
 
 def plot_costs(axes: Axes, drafters: Drafters) -> bool:

@@ -103,7 +103,7 @@ def write_run_page(config: PipelineConfig) -> None:
     page = directory / "report.html"
     with drawing(page, path):
         refuse_overwriting(page, page.name, (TITLE,), "move it away, or set acceptance.output_dir")
-        write_page(page, {str(directory): report}, sections_of(config, report))
+        write_text(page, render_page({str(directory): report}, sections_of(config, report)))
 
 
 def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
@@ -174,10 +174,6 @@ def decoding_section(path: Path, report: ReportFigures) -> Section | None:
     return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, best)
 
 
-def write_page(path: Path, reports: Mapping[str, ReportFigures], sections: Sequence[Section] = ()) -> None:
-    write_text(path, render_page(reports, sections))
-
-
 def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section] = ()) -> str:
     """Returns the HTML page.
 
@@ -205,7 +201,11 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
     return environment.get_template("report.html.jinja").render(
         title=f"Acceptance of head {first['head_name']}" if len(reports) == 1 else f"Acceptance of {len(reports)} runs",
         length=f"{first['acceptance_length']:.2f}" if len(reports) == 1 else "",
-        interval=interval_sentence(first),
+        interval=(
+            f"95 % {length_interval(first)}"
+            if first["intervals"]
+            else "without an interval: all prompts are from one source"
+        ),
         verdict=[*verdict(drafters, has_speed), *(section.summary for section in sections if section.summary)],
         examples=first.get("examples", []) if len(reports) == 1 else [],
         commands=[each["command"] for each in reports.values() if "command" in each],
@@ -303,12 +303,6 @@ def has_comparable_speeds(reports: Mapping[str, ReportFigures]) -> bool:
         (each["batch_size"], each.get("batch_tokens"), each["num_ranks"], each["device"]) for each in reports.values()
     }
     return len(facts) == 1
-
-
-def interval_sentence(figures: ReportFigures) -> str:
-    if figures["intervals"] is None:
-        return "without an interval: all prompts are from one source"
-    return f"95 % {length_interval(figures)}"
 
 
 def length_interval(figures: ReportFigures) -> str:

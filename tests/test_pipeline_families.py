@@ -35,20 +35,10 @@ def test_a_target_of_any_family_goes_through_all_stages(tmp_path: Path, name: st
         target = write_member(tmp_path / "target", *EXACT[name])
     files = write_text_files(tmp_path / "files")
     head, engine = FAMILIES[name], "sglang" if name == "gemma3" else "vllm"
-    overrides = (
-        f"run_dir={tmp_path}/run",
-        f"target.path={target}",
-        f"head={head}",
-        f"export.engine={engine}",
-        *TINY_SETTINGS,
-        "train.max_steps=4",
-        f"prompts.paths=[{files}]",
-    )
-    for module in ("prompts", "hidden-states", "train", "acceptance"):
-        result = run_program(module, *overrides)
+    settings = (f"run_dir={tmp_path}/run", f"target.path={target}", f"prompts.paths=[{files}]", "train.max_steps=4")
+    for module in ("prompts", "hidden-states", "train", "acceptance", "export"):
+        result = run_program(module, *TINY_SETTINGS, *settings, f"head={head}", f"export.engine={engine}")
         assert result.returncode == 0, result.stderr[-3000:]
-    result = run_program("export", *overrides)
-    assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((tmp_path / "run/acceptance/report.json").read_text())
     assert report["rounds"] > 0
     notes = (tmp_path / f"run/export/{engine}/README.md").read_text()

@@ -3,7 +3,6 @@ their layouts."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 from mtptrain.heads.attention import training as attention
 from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.transformers_streams import PackedDocuments, _varlen
+from tests.mtptrain.heads import dense, test_dflash, test_layers
 
-HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 MAX_SEGMENTS = 3
 """A small one, so that most kernels here are called more than once."""
 
@@ -29,7 +28,7 @@ def segments(cum_q: torch.Tensor, cum_k: torch.Tensor) -> Iterator[tuple[slice, 
 
 def scores_of(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> torch.Tensor:
     """Returns scores [heads, Q, S]. If causal, the last query sees every key, and each query before it one key less."""
-    scores = torch.einsum("qhd,khd->hqk", query, of_each_head(key, query.shape[1])) * HEAD_DIM**-0.5
+    scores = torch.einsum("qhd,khd->hqk", query, of_each_head(key, query.shape[1])) * query.shape[-1] ** -0.5
     if is_causal:
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(key) - len(query))
         scores = scores.masked_fill(~seen, -math.inf)
@@ -49,17 +48,9 @@ def check_layout(query: Any, key: Any, value: Any, cum_q: Any, cum_k: Any, max_q
 
 
 def reference_forward(
-    query: Any,
-    key: Any,
-    value: Any,
-    cum_q: Any,
-    cum_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
+    query: Any, key: Any, value: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout: float, causal: bool,
     debug: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """`aten::_flash_attention_forward` over packed segments: out [Q, heads, head_dim] and the natural log-sum-exp
     f32[heads, Q]."""
     check_layout(query, key, value, cum_q, cum_k, max_q, max_k)
@@ -89,7 +80,7 @@ def reference_backward(
         probs = (scores_of(query[queries], key[tokens], causal) - lse[:, queries, None]).exp()
         delta = (grad[queries] * out[queries]).sum(-1).T[..., None]
         of_probs = torch.einsum("qhd,khd->hqk", grad[queries], of_each_head(value[tokens], heads))
-        of_scores = probs * (of_probs - delta) * HEAD_DIM**-0.5
+        of_scores = probs * (of_probs - delta) * query.shape[-1] ** -0.5
         grads[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, of_each_head(key[tokens], heads))
         grads[1][tokens] += torch.einsum("hqk,qhd->khd", of_scores, query[queries]).unflatten(1, (kv_heads, -1)).sum(2)
         grads[2][tokens] += torch.einsum("hqk,qhd->khd", probs, grad[queries]).unflatten(1, (kv_heads, -1)).sum(2)
@@ -103,65 +94,42 @@ class ReferenceOps:
     _flash_attention_backward = staticmethod(reference_backward)
 
 
-POINTS = Packing.of_points([40, 12], [np.array([2, 3, 9, 20, 21, 38]), np.array([0, 11])], window=7)
-CASES = {
-    "whole documents": Packing.of_spans([7, 5, 4]),
-    "answers": Packing.of_spans([40, 33, 20], [(0, 10, 9), (0, 25, 15), (1, 3, 30), (2, 0, 20)]),
-    "three turns": Packing.of_spans([60], [(0, 5, 10), (0, 20, 10), (0, 40, 20)]),
-    "single draft positions": POINTS,
-    "a window": replace(POINTS, segments=POINTS.window_segments),
-}
+ANSWERS = Packing.of_spans([40, 33, 20], [(0, 10, 9), (0, 25, 15), (1, 3, 30), (2, 0, 20)])
+THREE_TURNS = Packing.of_spans([60], [(0, 5, 10), (0, 20, 10), (0, 40, 20)])
+POINTS = Packing.of_points([40, 12], [np.array([2, 3, 9, 20, 21, 38]), np.array([0, 11])])
 
 
-@pytest.mark.parametrize("num_own", [0, 2])
-@pytest.mark.parametrize("case", CASES)
-def test_the_cuda_branch_is_the_cpu_branch(case: str, num_own: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    packing = CASES[case]
-    expected = results(packing, num_own)
+def test_the_cuda_branch_equals_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MAX_SEGMENTS", MAX_SEGMENTS)
-    with patch.object(attention, "aten", ReferenceOps), patch.object(attention, "uses_gpu_kernels", lambda _: True):
-        found = results(packing, num_own)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(attention, "aten", ReferenceOps)
+    monkeypatch.setattr(attention, "uses_gpu_kernels", lambda _: True)
+    for packing in (Packing.of_spans([7, 5, 4]), ANSWERS, THREE_TURNS, POINTS):
+        for depths in (0, 2):
+            test_layers.assert_attention_is_dense(packing, depths, kv_heads=2, seed=1, atol=1e-5)
+    for case in dense.PACKINGS:
+        for window in (None, 6):
+            test_dflash.assert_blocks_are_dense(case, window)
 
 
-def results(packing: Packing, num_own: int) -> list[torch.Tensor]:
-    """Returns the output, and the gradients of all inputs."""
-    generator = torch.Generator().manual_seed(1)
-
-    def random(count: int, heads: int) -> torch.Tensor:
-        return torch.randn(count, heads, HEAD_DIM, generator=generator, requires_grad=True)
-
-    num_drafts, num_tokens = len(packing.draft_positions), len(packing.positions)
-    inputs = [random(num_drafts, HEADS), random(num_tokens, KV_HEADS), random(num_tokens, KV_HEADS)]
-    own = [random(num_drafts, KV_HEADS) for _ in range(2 * num_own)]
-    out = attention.depth_attention(inputs[0], inputs[1], inputs[2], own[:num_own], own[num_own:], packing)
-    (out * torch.randn(out.shape, generator=generator)).sum().backward()
-    return [out.detach(), *(x.grad for x in inputs + own if x.grad is not None)]
-
-
+FORWARD = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
+BACKWARD = "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused"
+CPU_FORWARD = "query key value dropout_p is_causal"
+CPU_BACKWARD = "grad_out query key value out logsumexp dropout_p is_causal"
 SCHEMAS = {
-    "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
-    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
-    "is_causal rng_state "
-    "unused",
-    "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp dropout_p "
-    "is_causal",
+    "_flash_attention_forward": FORWARD,
+    "_flash_attention_backward": BACKWARD,
+    "_scaled_dot_product_flash_attention_for_cpu": CPU_FORWARD,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": CPU_BACKWARD,
 }
 """Positional arguments of the private operators that we call. Review our calls before allowing a torch that changes
 them."""
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_private_operators_take_what_we_give_them_in_this_order(name: str) -> None:
-    arguments = getattr(torch.ops.aten, name).default._schema.arguments
-    positional = SCHEMAS[name].split()
-    assert [argument.name for argument in arguments[: len(positional)]] == positional
-    assert all(argument.has_default_value() for argument in arguments[len(positional) :])
-
-
-def test_varlen_attention_takes_what_extraction_gives_it() -> None:
+def test_operators_take_what_we_give_them_in_this_order() -> None:
+    for name, names in SCHEMAS.items():
+        arguments, positional = getattr(torch.ops.aten, name).default._schema.arguments, names.split()
+        assert [argument.name for argument in arguments[: len(positional)]] == positional
+        assert all(argument.has_default_value() for argument in arguments[len(positional) :])
     parameters = signature(varlen_attn).parameters
     assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert {"scale", "window_size", "enable_gqa", "num_splits"} <= set(parameters)

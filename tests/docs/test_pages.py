@@ -138,13 +138,10 @@ def prose_lines(page: str) -> Iterator[str]:
             yield line
 
 
-def test_the_readme_is_one_page() -> None:
+def test_the_readme_is_one_page_and_lines_of_pages_fit_a_window() -> None:
     assert len(README.read_text().splitlines()) <= MOST_LINES
-
-
-@pytest.mark.parametrize("page", NAMES)
-def test_lines_of_a_page_fit_a_window(page: str) -> None:
-    assert [line for line in prose_lines(page) if len(line) > MOST_COLUMNS] == []
+    for page in NAMES:
+        assert [line for line in prose_lines(page) if len(line) > MOST_COLUMNS] == [], page
 
 
 def test_pages_build_without_a_dead_link_or_a_foreign_resource(tmp_path: Path) -> None:

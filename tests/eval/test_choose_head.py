@@ -32,8 +32,8 @@ def kept(run_dir: Path) -> list[str]:
 
 
 def facts(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((directory / "head.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((directory / "head.json").read_text())
+    return content
 
 
 def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
@@ -43,17 +43,15 @@ def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "choice.json").exists()
 
 
-@pytest.mark.parametrize("facts", [{"step": 9}, {"step": 9, "acceptance_length": 2.5}])
-def test_a_measured_best_head_stays_until_a_better_one_replaces_it(tmp_path: Path, facts: dict[str, object]) -> None:
+def test_a_measured_best_head_stays_until_a_better_one_replaces_it(tmp_path: Path) -> None:
     """An unmeasured one, as older versions wrote it, goes: acceptance and export would take it for the best."""
-    config = MtpHead.Config()
-    save_head(tmp_path / "best", {"weight": torch.zeros(1)}, config, facts)
-    remove_stale_heads(tmp_path, 5)
-    assert (tmp_path / "best/head.json").exists() == ("acceptance_length" in facts)
-    if "acceptance_length" in facts:
-        with pytest.raises(UserError, match=r"best: must not exist if training starts anew and measures no head"):
+    for facts in ({"step": 9}, {"step": 9, "acceptance_length": 2.5}):
+        save_head(tmp_path / "best", {"weight": torch.zeros(1)}, MtpHead.Config(), facts)
+        remove_stale_heads(tmp_path, 5)
+        assert (tmp_path / "best/head.json").exists() == ("acceptance_length" in facts)
+        if "acceptance_length" not in facts:
             refuse_earlier_best(tmp_path)
-    else:
+    with pytest.raises(UserError, match=r"best: must not exist if training starts anew and measures no head"):
         refuse_earlier_best(tmp_path)
 
 
@@ -85,22 +83,20 @@ def test_the_head_of_every_step_that_is_due_and_of_the_last_is_kept_and_measures
     shutil.copytree(tiny_run[0], tmp_path / "measured")
     run("train", f"run_dir={tmp_path}/measured", *tiny_run[1], *settings)
     lines = map(json.loads, (tmp_path / "measured/train/metrics.jsonl").read_text().splitlines())
-    expected = [line for line in lines if "acceptance_length" in line]
+    names = ("step", "acceptance_length", "acceptance_rate_at")
+    measured = [[line[name] for name in names] for line in lines if "acceptance_length" in line]
 
     run_dir, overrides = fresh_run
     assert "not measured: run mtptrain choose-head" in run("train", *overrides, *settings, "train.validation_prompts=0")
     assert kept(run_dir) == ["step_00000015", "step_00000030", "step_00000040"]
     printed = run("choose-head", *overrides, *settings)
     choice = json.loads((run_dir / "train/choice.json").read_text())
-    names = ("step", "acceptance_length", "acceptance_rate_at")
-    assert [[head[name] for name in names] for head in choice["heads"]] == [
-        [line[name] for name in names] for line in expected
-    ]
-    assert len({head["acceptance_length"] for head in choice["heads"]}) > 1 and choice["heads"][0]["prompts"] == 12
+    assert [[head[name] for name in names] for head in choice["heads"]] == measured
+    assert len({length for _, length, _ in measured}) > 1 and choice["heads"][0]["prompts"] == 12
     best, best_during_training = run_dir / "train/best", tmp_path / "measured/train/best"
     assert facts(best) == facts(best_during_training) and choice["best_step"] == facts(best)["step"]
     assert (best / "head.safetensors").read_bytes() == (best_during_training / "head.safetensors").read_bytes()
-    assert all(f"{head['acceptance_length']:.3f}" in printed for head in choice["heads"])
+    assert all(f"{length:.3f}" in printed for _, length, _ in measured)
 
 
 @pytest.mark.slow
@@ -187,24 +183,13 @@ def test_a_run_that_starts_again_from_an_earlier_step_forgets_the_heads_that_cam
     assert anew.returncode == 1 and "best: must not exist if training starts anew and measures no head" in anew.stderr
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            (),
-            "train/heads: must hold the heads to choose from, but holds none; run mtptrain train with the same recipe "
-            "and run_dir",
-        ),
-        (
-            ("head.ttt_steps=2",),
-            "the head's settings must match the config, but differ in head.ttt_steps (3 stored, 2 in the config)",
-        ),
-    ],
-)
-def test_heads_that_cannot_be_measured_are_refused(fresh_run: Run, overrides: tuple[str, ...], message: str) -> None:
-    if overrides:
-        run("train", *fresh_run[1], *KEEPING, "train.max_steps=1")
-    result = run_program("choose-head", *fresh_run[1], *overrides)
-    assert result.returncode != 0
-    assert message in result.stderr
-    assert not (fresh_run[0] / "train/choice.json").exists()
+def test_heads_that_cannot_be_measured_are_refused(fresh_run: Run) -> None:
+    run_dir, overrides = fresh_run
+    nothing = run_program("choose-head", *overrides)
+    message = "train/heads: must hold the heads to choose from, but holds none; run mtptrain train with the same recipe"
+    assert nothing.returncode != 0 and message in nothing.stderr
+    run("train", *overrides, *KEEPING, "train.max_steps=1")
+    result = run_program("choose-head", *overrides, "head.ttt_steps=2")
+    message = "the head's settings must match the config, but differ in head.ttt_steps (3 stored, 2 in the config)"
+    assert result.returncode != 0 and message in result.stderr
+    assert not (run_dir / "train/choice.json").exists()

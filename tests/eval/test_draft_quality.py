@@ -29,25 +29,23 @@ def test_figures_count_rounds_that_reach_a_position_and_active_sequences(tmp_pat
     draft_probs = torch.tensor([[0.75, 0.25], [0.55, 0.45]])  # at positions 0 and 1, equal for all sequences
     target_probs = torch.tensor([[0.1, 0.6, 0.1, 0.2], [0.5, 0.0, 0.4, 0.1], [0.25, 0.25, 0.25, 0.25]])
     tokens = torch.tensor([[1, 3], [1, 3], [1, 3]])
-    draft = Draft(
-        tokens,
-        torch.ones_like(tokens, dtype=torch.bool),
-        logits=tuple(draft_probs[k].log().expand(3, 2) for k in range(2)),
-    )
+    logits = tuple(draft_probs[k].log().expand(3, 2) for k in range(2))
+    draft = Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), logits=logits)
     accepted = Accepted(torch.tensor([0, 2, 1]), torch.zeros(3, dtype=torch.long), torch.arange(3).expand(3, -1))
     quality = DraftQuality(head, Sampler(), vocab_size=4, num_depths=2)
-    quality(
-        Round(draft, accepted, target_probs.log().clamp(min=-1e4).expand(3, 3, 4), torch.tensor([True, True, False]))
-    )
-    found = quality.figures(quality.sums())
-    assert found.rounds_at == [2, 1]  # the first sequence is rejected at position 0, and the third is not active
-    assert found.overlap_at == pytest.approx([0.6 + 0.2, 0.0 + 0.1], abs=1e-6)
-    assert found.accepted_at == pytest.approx([0.5, 1.0])
+    target_logits, is_active = target_probs.log().clamp(min=-1e4).expand(3, 3, 4), torch.tensor([True, True, False])
+    quality(Round(draft, accepted, target_logits, is_active))
+    figures = quality.figures(quality.sums())
+    assert figures.rounds_at == [2, 1]  # the first sequence is rejected at position 0, and the third is not active
+    assert figures.overlap_at == pytest.approx([0.6 + 0.2, 0.0 + 0.1], abs=1e-6)
+    assert figures.accepted_at == pytest.approx([0.5, 1.0])
     # The confidence is 0.45 in one round at position 1, and 0.75 in two rounds at position 0.
-    assert [tenth["drafts"] for tenth in found.calibration] == [1, 2]
-    assert [tenth["confidence"] for tenth in found.calibration] == pytest.approx([0.45, 0.75], abs=1e-6)
-    assert [tenth["accepted"] for tenth in found.calibration] == pytest.approx([1.0, 0.5])
-    assert found.calibration_error == pytest.approx((1 * 0.55 + 2 * 0.25) / 3, abs=1e-6) and found.temperature == 1.0
+    assert [tenth["drafts"] for tenth in figures.calibration] == [1, 2]
+    assert [tenth["confidence"] for tenth in figures.calibration] == pytest.approx([0.45, 0.75], abs=1e-6)
+    assert [tenth["accepted"] for tenth in figures.calibration] == pytest.approx([1.0, 0.5])
+    assert (
+        figures.calibration_error == pytest.approx((1 * 0.55 + 2 * 0.25) / 3, abs=1e-6) and figures.temperature == 1.0
+    )
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.9}])
@@ -61,19 +59,12 @@ def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap(
     head = build_head(MtpHead.Config(), target.config).eval().requires_grad_(False)
     sampler = Sampler(0.8, seed=1, **filters)  # type: ignore[arg-type]
     quality = DraftQuality(head, Sampler(0.8, **filters), vocab_size=12, num_depths=2)  # type: ignore[arg-type]
-    generate_in_batches(
-        target,
-        HeadDrafter(head, target.parts, 2, sample_drafts=True),
-        [[3, 1, 4]] * 3000,
-        num_speculative_tokens=2,
-        max_new_tokens=8,
-        sampler=sampler,
-        eos_token_ids=(),
-        batch_size=1000,
-        observe=quality,
-    )
-    found = quality.figures(quality.sums())
-    assert found.calibration == [] and found.calibration_error is None
-    assert found.rounds_at[0] > 5000 and 0.1 < found.overlap_at[0] < 0.9
-    for overlap, accepted, rounds in zip(found.overlap_at, found.accepted_at, found.rounds_at, strict=True):
+    drafter, prompts = HeadDrafter(head, target.parts, 2, sample_drafts=True), [[3, 1, 4]] * 3000
+    sizes = {"num_speculative_tokens": 2, "max_new_tokens": 8, "batch_size": 1000}
+    settings = {"sampler": sampler, "eos_token_ids": (), "observe": quality, **sizes}
+    generate_in_batches(target, drafter, prompts, **settings)  # type: ignore[arg-type]
+    figures = quality.figures(quality.sums())
+    assert figures.calibration == [] and figures.calibration_error is None
+    assert figures.rounds_at[0] > 5000 and 0.1 < figures.overlap_at[0] < 0.9
+    for overlap, accepted, rounds in zip(figures.overlap_at, figures.accepted_at, figures.rounds_at, strict=True):
         assert accepted == pytest.approx(overlap, abs=4 * 0.5 / rounds**0.5)

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -79,33 +78,25 @@ def test_the_result_comes_first_and_the_settings_last_and_text_is_escaped(tmp_pa
     assert 'name="viewport"' in page
 
 
-def figures(
-    tokens_per_step: float, interval: list[float] | None, tokens_per_s: float = 1.0, run: str = "run"
-) -> dict[str, object]:
+def figures(per_step: float, interval: list[float] | None, per_s: float = 1.0, run: str = "run") -> dict[str, object]:
+    is_plain = per_step == 1.0
     return {
-        "run": run,
-        "drafter": "none" if tokens_per_step == 1.0 else "head",
-        "drafted": 0 if tokens_per_step == 1.0 else 9,
-        "tokens_per_step": tokens_per_step,
-        "tokens_per_s": tokens_per_s,
+        **{"run": run, "drafter": "none" if is_plain else "head", "drafted": 0 if is_plain else 9},
+        **{"tokens_per_step": per_step, "tokens_per_s": per_s},
         "intervals": None if interval is None else {"tokens_per_step": interval},
     }
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "certainty"),
-    [([1.9, 2.1], [2.4, 2.6], "; their 95 % intervals do not overlap."), ([1.9, 2.5], [2.4, 2.6], " overlap.")],
-)
-def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain(
-    low: list[float], high: list[float], certainty: str
-) -> None:
-    drafters = {"a": figures(2.0, low), "b": figures(2.5, high, 6.0), "no drafts": figures(1.0, [1.0, 1.0], 4.0)}
-    first, speed = verdict(drafters, has_speed=True)
-    assert first.startswith("Each step of the target gives 2.50 tokens with b and 2.00 with a, the next best")
-    assert first.endswith(certainty)
-    assert speed == "With b, decoding was 1.50 times as fast as without drafts in this measurement."
+def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain() -> None:
+    high, plain = [2.4, 2.6], figures(1.0, [1.0, 1.0], 4.0)
+    for low, certainty in (([1.9, 2.1], "; their 95 % intervals do not overlap."), ([1.9, 2.5], " overlap.")):
+        drafters = {"a": figures(2.0, low), "b": figures(2.5, high, 6.0), "no drafts": plain}
+        first, speed = verdict(drafters, has_speed=True)
+        assert first.startswith("Each step of the target gives 2.50 tokens with b and 2.00 with a, the next best")
+        assert first.endswith(certainty)
+        assert speed == "With b, decoding was 1.50 times as fast as without drafts in this measurement."
     others = {"other: no drafts": figures(1.0, [1.0, 1.0], 3.0, run="other")}
     assert verdict({**others, **drafters}, has_speed=True)[1] == speed, "plain decoding must be that of the same run"
-    slow = verdict({"a": figures(2.0, low, 9.0), "b": figures(2.5, high, 6.0)}, has_speed=True)
+    slow = verdict({"a": figures(2.0, [1.9, 2.1], 9.0), "b": figures(2.5, high, 6.0)}, has_speed=True)
     assert slow[1:] == ["The fastest was a, at 9 tokens/s; b gave 6 tokens/s."]
     assert verdict({"a": figures(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]

@@ -125,10 +125,10 @@ class Checked:
 def extracted(device: torch.device, tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Checked:
     """A run with prompts and hidden states."""
     directory = tmp_path_factory.mktemp(f"check_{device.type}")
-    given = tuple(os.environ.get("MTPTRAIN_GPU_CHECK", "").split())
+    overrides = tuple(os.environ.get("MTPTRAIN_GPU_CHECK", "").split())
     if device.type == "cpu":
-        given = (f"target.path={tiny_target}", f"prompts.paths=[{write_text_files(directory / 'files')}]")
-    checked = Checked(directory / "run", (*COMMON, *SIZES[device.type], *given), device)
+        overrides = (f"target.path={tiny_target}", f"prompts.paths=[{write_text_files(directory / 'files')}]")
+    checked = Checked(directory / "run", (*COMMON, *SIZES[device.type], *overrides), device)
     checked.run_dir.mkdir()
     checked.run("prompts")
     checked.run("hidden-states", num_ranks=checked.num_ranks)
@@ -151,13 +151,13 @@ def vllm(extracted: Checked) -> None:
 
 def test_stored_states_are_those_of_an_unpacked_forward_in_fp32(extracted: Checked, at_most: Record) -> None:
     target = load_target(Run(extracted.config).target.directory, torch.float32, extracted.device)
-    store, found, wanted = HiddenStore.open(extracted.run_dir / "hidden_states"), [], []
+    store, stored, computed = HiddenStore.open(extracted.run_dir / "hidden_states"), [], []
     for index in range(min(COMPARED_DOCUMENTS, store.num_documents)):
         tokens = store.document(index).input_ids[None].long().to(extracted.device)
         positions = torch.arange(tokens.shape[1], device=extracted.device)[None]
-        wanted.append(target.forward(tokens, positions, target.cache(tokens.shape[1])).postnorm_states[0])
-        found.append(target.parts.final_norm(extracted.states(extracted.run_dir, index).to(extracted.device)))
-    at_most(relative_error(torch.cat(found), torch.cat(wanted)), extracted.store_bound, "error of states")
+        computed.append(target.forward(tokens, positions, target.cache(tokens.shape[1])).postnorm_states[0])
+        stored.append(target.parts.final_norm(extracted.states(extracted.run_dir, index).to(extracted.device)))
+    at_most(relative_error(torch.cat(stored), torch.cat(computed)), extracted.store_bound, "error of states")
 
 
 @pytest.mark.usefixtures("vllm")
@@ -168,17 +168,11 @@ def test_vllm_extracts_the_same_states(num_gpus: int, extracted: Checked, at_mos
     run_dir = extracted.sibling(f"vllm_{num_gpus}", "prompts")
     parallel = f"hidden_states.tensor_parallel_size={num_gpus}"
     extracted.run("hidden-states", "hidden_states.backend=vllm", parallel, run_dir=run_dir)
-    theirs, ours = (
-        torch.cat([extracted.states(each, index) for index in range(COMPARED_DOCUMENTS)])
-        for each in (run_dir, extracted.run_dir)
+    by_vllm, stored = (
+        torch.cat([extracted.states(directory, index) for index in range(COMPARED_DOCUMENTS)])
+        for directory in (run_dir, extracted.run_dir)
     )
-    at_most(relative_error(theirs, ours), 2 * extracted.store_bound, "difference from the stored states")
-
-
-def test_training_lowers_the_loss(trained: Checked, record_property: Callable[[str, object], None]) -> None:
-    first, *_, last = trained.losses(trained.run_dir)
-    record_property("measured", f"from {first:.3f} to {last:.3f}")
-    assert last < first
+    at_most(relative_error(by_vllm, stored), 2 * extracted.store_bound, "difference from the stored states")
 
 
 def test_a_killed_training_resumes_with_the_same_losses(trained: Checked, at_most: Record) -> None:
@@ -199,11 +193,14 @@ def test_a_killed_training_resumes_with_the_same_losses(trained: Checked, at_mos
     at_most(error, 0.02 if trained.device.type == "cuda" else 0.0, "error of a loss")
 
 
-def test_drafts_are_accepted(trained: Checked, record_property: Callable[[str, object], None]) -> None:
+def test_training_lowers_the_loss_and_drafts_are_accepted(
+    trained: Checked, record_property: Callable[[str, object], None]
+) -> None:
+    first, *_, last = trained.losses(trained.run_dir)
     trained.run("acceptance")
     length = json.loads((trained.run_dir / "acceptance/report.json").read_text())["acceptance_length"]
-    record_property("measured", f"acceptance length {length:.3f}")
-    assert length > 1
+    record_property("measured", f"loss from {first:.3f} to {last:.3f}, acceptance length {length:.3f}")
+    assert last < first and length > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,24 +212,18 @@ def test_answers_are_those_of_plain_decoding(dtype: torch.dtype, trained: Checke
     prompts = list(run.measured_prompts().input_ids.values())
 
     def answers(drafter: HeadDrafter | NoDrafter) -> list[list[int]]:
-        generations = generate_in_batches(
-            target,
-            drafter,
-            prompts,
-            num_speculative_tokens=drafter.draft_slots,
-            max_new_tokens=settings.max_new_tokens,
-            sampler=Sampler(),
-            eos_token_ids=target.eos_token_ids,
-            batch_size=settings.batch_size,
-        )
-        return [generation.tokens for generation in generations]
+        sizes = {"max_new_tokens": settings.max_new_tokens, "batch_size": settings.batch_size}
+        greedy = {
+            "sampler": Sampler(),
+            "eos_token_ids": target.eos_token_ids,
+            "num_speculative_tokens": drafter.draft_slots,
+        }
+        return [each.tokens for each in generate_in_batches(target, drafter, prompts, **sizes, **greedy)]  # type: ignore[arg-type]
 
     plain, drafted = answers(NoDrafter()), answers(HeadDrafter(head, target.parts, settings.num_speculative_tokens))
-    found = [
-        first_answer_divergence(target, [prompt], [one], [other])
-        for prompt, one, other in zip(prompts, plain, drafted, strict=True)
-    ]
-    gaps = [abs(each.logit_gap) / max(1.0, abs(each.logit)) for each in found if each is not None]
+    pairs = zip(prompts, plain, drafted, strict=True)
+    divergences = [first_answer_divergence(target, [prompt], [one], [other]) for prompt, one, other in pairs]
+    gaps = [abs(each.logit_gap) / max(1.0, abs(each.logit)) for each in divergences if each is not None]
     equal = f"{len(plain) - len(gaps)} of {len(plain)} answers are equal, largest gap of logits"
     at_most(max(gaps, default=0.0), NEAR_TIE[dtype], equal)
 
@@ -249,5 +240,5 @@ def test_vllm_serves_the_head_with_the_same_acceptance(
     trained.run("export", "export.engine=vllm")
     trained.run("serving-check")
     report = json.loads((trained.run_dir / "serving_check/report.json").read_text())
-    ours, theirs = (report[side]["acceptance_length"] for side in ("ours", "theirs"))
-    record_property("measured", f"acceptance length {ours:.3f} here, {theirs:.3f} served")
+    lengths = [f"{report[side]['acceptance_length']:.3f}" for side in ("ours", "theirs")]
+    record_property("measured", f"acceptance length {lengths[0]} here, {lengths[1]} served")

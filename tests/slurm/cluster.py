@@ -262,11 +262,9 @@ def start_controller(directory: Path) -> str:
 
 
 def require_programs() -> None:
-    missing = [name for name in PROGRAMS if not shutil.which(name)]
+    missing = ", ".join(name for name in PROGRAMS if not shutil.which(name))
     if missing:
-        pytest.skip(
-            f"{SKIPPED} {', '.join(missing)} must be installed (Debian's slurm-wlm, munge, iproute2, util-linux) ***"
-        )
+        pytest.skip(f"{SKIPPED} {missing} must be installed (Debian's slurm-wlm, munge, iproute2, util-linux) ***")
     if os.geteuid():
         pytest.skip(f"{SKIPPED} the nodes are namespaces with GPU device files, which only root may make ***")
 
@@ -293,10 +291,14 @@ def wait_for_daemons(slurm: Slurm, is_reached: Callable[[], bool]) -> None:
     try:
         wait_for(is_reached)
     except AssertionError:
-        logs = "\n".join(
-            f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in sorted(slurm.directory.glob("*.log"))
-        )
-        pytest.skip(f"{SKIPPED} Slurm's daemons do not start here: {logs} ***")
+        logs = sorted(slurm.directory.glob("*.log"))
+        ends = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in logs)
+        pytest.skip(f"{SKIPPED} Slurm's daemons do not start here: {ends} ***")
+
+
+def jobs_of(printed: str) -> dict[str, str]:
+    """Returns the jobs by stage, from what pipeline.sh prints."""
+    return dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
 
 
 def records(run_dir: Path) -> list[dict[str, object]]:
@@ -307,8 +309,5 @@ def records(run_dir: Path) -> list[dict[str, object]]:
 
 def stopped_at(log: Path) -> list[int]:
     """Returns the steps at which a training job saved because of a signal."""
-    return (
-        [int(step) for step in re.findall(r"step (\d+): SIG\w+, checkpoint saved", log.read_text(errors="replace"))]
-        if log.is_file()
-        else []
-    )
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    return [int(step) for step in re.findall(r"step (\d+): SIG\w+, checkpoint saved", text)]

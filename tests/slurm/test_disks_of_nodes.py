@@ -2,73 +2,56 @@
 
 import re
 
-import pytest
-
 from tests.slurm.stand import Stand, array_of
 
+SEVERAL_NODES: list[tuple[str, dict[str, str]]] = [
+    ("pipeline.sh", {}),
+    ("train.sbatch", {"SLURM_JOB_NUM_NODES": "2"}),
+    ("hidden_states.sbatch", array_of("0-1", "0")),
+]
 
-@pytest.mark.parametrize(
-    ("script", "variables"),
-    [
-        ("pipeline.sh", {}),
-        ("train.sbatch", {"SLURM_JOB_NUM_NODES": "2"}),
-        ("hidden_states.sbatch", array_of("0-1", "0")),
-    ],
-)
-def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(
-    stand: Stand, script: str, variables: dict[str, str]
-) -> None:
+
+def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(stand: Stand) -> None:
     (stand.directory / "sinfo").write_text("#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
-    result = stand.run(script, "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR="")
-    assert result.returncode == 1
-    assert re.search(
+    message = (
         "run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or "
-        "run on one node, without an array, "
-        "with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the nodes do share it",
-        result.stderr,
+        "run on one node, without an array, with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the "
+        "nodes do share it"
     )
+    for script, variables in SEVERAL_NODES:
+        result = stand.run(script, "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR="")
+        assert result.returncode == 1 and re.search(message, result.stderr)
     assert stand.asked("sbatch") == stand.asked("srun") == []
-    assert "run_dir: must be" not in stand.run(script, "recipe=quickstart", **variables).stderr
+    for script, variables in SEVERAL_NODES:
+        assert "run_dir: must be" not in stand.run(script, "recipe=quickstart", **variables).stderr
 
 
-@pytest.mark.parametrize(
-    ("value", "variables", "expected"),
-    [
-        ("yes", {}, "MTPTRAIN_LOCAL_RUN_DIR: must be 1 where .*, 0 where .*, or unset, but is 'yes'; correct it"),
-        (
-            "1",
-            {"ARRAY_TASKS": "8"},
-            "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 1 and 8; leave them out",
-        ),
-        (
-            "1",
-            {"NODES": "2"},
-            "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are 2 and 1; leave them out",
-        ),
-        (
-            "1",
-            {"SKIP": "prompts"},
-            "--nodelist: must name the node whose disk holds the output of the stages in SKIP, but is missing",
-        ),
-    ],
-)
-def test_a_chain_on_one_nodes_disk_refuses_what_needs_a_shared_one(
-    stand: Stand, value: str, variables: dict[str, str], expected: str
-) -> None:
-    result = stand.run("pipeline.sh", "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR=value)
-    assert result.returncode == 1
-    assert re.search(expected, result.stderr)
+ONE = "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are"
+REFUSED: list[tuple[str, dict[str, str], str]] = [
+    ("yes", {}, "MTPTRAIN_LOCAL_RUN_DIR: must be 1 where .*, 0 where .*, or unset, but is 'yes'; correct it"),
+    ("1", {"ARRAY_TASKS": "8"}, f"{ONE} 1 and 8; leave them out"),
+    ("1", {"NODES": "2"}, f"{ONE} 2 and 1; leave them out"),
+    (
+        "1",
+        {"SKIP": "prompts"},
+        "--nodelist: must name the node whose disk holds .* in SKIP, but is missing",
+    ),
+]
+
+
+def test_a_chain_on_one_nodes_disk_refuses_what_needs_a_shared_one(stand: Stand) -> None:
+    for value, variables, expected in REFUSED:
+        result = stand.run("pipeline.sh", "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR=value)
+        assert result.returncode == 1 and re.search(expected, result.stderr)
     assert stand.asked("sbatch") == []
 
 
 def test_a_chain_on_one_nodes_disk_is_one_task_on_the_node_that_is_named(stand: Stand) -> None:
     variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SKIP": "responses prompts"}
     assert stand.run("pipeline.sh", "--nodelist=n7", "recipe=quickstart", **variables).returncode == 0
-    assert all("--nodelist=n7" in line and "--hold" not in line for line in stand.asked("sbatch"))
-    assert (
-        "--array=0-0 " in stand.asked("sbatch")[0]
-        and f"--output={stand.directory}/logs/quickstart/" in stand.asked("sbatch")[0]
-    )
+    first, *_ = jobs = stand.asked("sbatch")
+    assert all("--nodelist=n7" in line and "--hold" not in line for line in jobs)
+    assert "--array=0-0 " in first and f"--output={stand.directory}/logs/quickstart/" in first
     assert not (stand.directory / "runs").exists()  # the submitting machine does not see the node's disk
 
 

@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PLAIN, run_program
-from tests.slurm.cluster import ROOT, Slurm, records, running_slurm, wait_for
+from tests.slurm.cluster import ROOT, Slurm, jobs_of, records, running_slurm, wait_for
 
 NUM_STEPS = 40
-TRAINING = (
-    f"train.max_steps={NUM_STEPS}",
-    "train.save_every=5",
-    "train.validation_prompts=0",
-    "deepspeed=zero1",
-    "deepspeed.bf16.enabled=false",
-)
+TRAINING = (f"train.max_steps={NUM_STEPS}", "train.save_every=5", "train.validation_prompts=0")
+TRAINING += ("deepspeed=zero1", "deepspeed.bf16.enabled=false")
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +90,8 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
     variables = {"ARRAY_TASKS": "2", "SKIP": "prompts acceptance export", "NPROC": "1"}
     jobs = jobs_of(slurm.run(ROOT / "slurm/pipeline.sh", *overrides, **variables))
     dead, other = f"{jobs['hidden_states']}_1", f"{jobs['hidden_states']}_0"
-    slurm.wait(
-        dead,
-        lambda: slurm.run("squeue", "--steps", "--noheader", f"--jobs={dead}", "--format=%i %j").count("python") > 0,
-    )
+    steps = ("squeue", "--steps", "--noheader", f"--jobs={dead}", "--format=%i %j")
+    slurm.wait(dead, lambda: "python" in slurm.run(*steps))
 
     # Kill the step that runs torchrun, but not the job's shell, as the kernel does when memory runs out.
     def is_dead() -> bool:
@@ -118,22 +111,15 @@ def test_a_task_of_an_extraction_that_dies_leaves_the_rest_and_the_printed_comma
     command = re.findall(r"^    ARRAY_TASKS=1 .*", printed, re.MULTILINE)[-1]
     assert "draft_vocab'" in command
     # Only the hidden states are written again: the stages after them are left out too.
-    command = command.replace("[SBATCH OPTIONS]", "--time=30").replace(
-        "draft_vocab'", "draft_vocab train acceptance export'"
-    )
-    again = jobs_of(slurm.run("bash", "-c", command, NPROC="1"))
+    command = command.replace("draft_vocab'", "draft_vocab train acceptance export'")
+    again = jobs_of(slurm.run("bash", "-c", command.replace("[SBATCH OPTIONS]", "--time=30"), NPROC="1"))
     slurm.wait_completed(again["hidden_states"])
     whole, completed = (
-        sorted((directory / "hidden_states").glob("*.safetensors")) for directory in (tiny_run[0], run_dir)
+        {path.name: path.read_bytes() for path in (directory / "hidden_states").glob("*.safetensors")}
+        for directory in (tiny_run[0], run_dir)
     )
-    assert len(whole) > 4 and [path.name for path in whole] == [path.name for path in completed]
-    assert [path.read_bytes() for path in whole] == [path.read_bytes() for path in completed]
+    assert len(whole) > 4 and completed == whole
     assert json.loads((run_dir / "hidden_states/manifest.json").read_text())["num_documents"]
-
-
-def jobs_of(printed: str) -> dict[str, str]:
-    """Returns the jobs by stage, from what pipeline.sh prints."""
-    return dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
 
 
 def log_of(run_dir: Path, task: str) -> Path:
@@ -157,9 +143,6 @@ def test_a_chain_whose_run_folder_is_on_a_nodes_own_disk_stays_on_the_node_of_it
     assert [slurm.shown(jobs[stage], "ReqNodeList") for stage in ("train", "acceptance", "export")] == ["c", "c", "c"]
     slurm.run("scancel", *jobs.values())
     assert not run_dir.exists()  # on the shared disk
-    stored = slurm.run("srun", "--nodelist=c", "ls", run_dir / "hidden_states").split()
-    assert "manifest.json" in stored
-    assert (
-        "the later jobs of the chain run on c too"
-        in next((slurm.directory / "logs/run").glob("prompts-*.out")).read_text()
-    )
+    assert "manifest.json" in slurm.run("srun", "--nodelist=c", "ls", run_dir / "hidden_states").split()
+    log = next((slurm.directory / "logs/run").glob("prompts-*.out"))
+    assert "the later jobs of the chain run on c too" in log.read_text()

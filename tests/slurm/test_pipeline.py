@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import PLAIN, TINY_SETTINGS, run_program, write_text_files
 from tests.data_prep.speaking import fake_server, make_speaking_target
-from tests.slurm.cluster import ROOT, Slurm, records, running_slurm, stopped_at, wait_for
+from tests.slurm.cluster import ROOT, Slurm, jobs_of, records, running_slurm, stopped_at, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -42,37 +42,19 @@ class Chain:
     """Number of restarts of the extraction's second task."""
 
 
-SETTINGS = (
-    *PLAIN,
-    *TINY_SETTINGS,
-    "train.max_steps=120",
-    "train.validate_every=40",
-    "deepspeed=zero1",
-    "deepspeed.bf16.enabled=false",
-)
+SETTINGS = (*PLAIN, *TINY_SETTINGS, "train.max_steps=120", "train.validate_every=40")
+SETTINGS += ("deepspeed=zero1", "deepspeed.bf16.enabled=false")
 
 
 @pytest.fixture(scope="module")
 def chain(slurm: Slurm, tiny_target: Path) -> Chain:
     """Runs every stage from a folder outside the checkout, and requeues one task of the extraction while it runs."""
     files = write_text_files(slurm.directory / "files", num_files=150)
-    overrides = (
-        "recipe=quickstart",
-        "run_dir=chain",
-        f"target.path={tiny_target}",
-        f"prompts.paths=[{files}]",
-        *SETTINGS,
-    )
-    printed = slurm.run(
-        ROOT / "slurm/pipeline.sh",
-        "--time=30",
-        *overrides,
-        NODES="2",
-        ARRAY_TASKS="2",
-        NPROC="1",
-        CPU_OPTIONS="--cpus-per-task=1",
-    )
-    jobs = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
+    overrides = ("recipe=quickstart", "run_dir=chain", f"target.path={tiny_target}", f"prompts.paths=[{files}]")
+    overrides += SETTINGS
+    variables = {"NODES": "2", "ARRAY_TASKS": "2", "NPROC": "1", "CPU_OPTIONS": "--cpus-per-task=1"}
+    printed = slurm.run(ROOT / "slurm/pipeline.sh", "--time=30", *overrides, **variables)
+    jobs = jobs_of(printed)
     run_dir, task = slurm.directory / "chain", f"{jobs['hidden_states']}_1"
     slurm.wait(task, lambda: (run_dir / "hidden_states/shard_00003.safetensors").is_file())
     slurm.run("scontrol", "requeue", task)
@@ -93,16 +75,8 @@ def test_every_stage_of_the_chain_ends_and_leaves_its_output(chain: Chain) -> No
     assert json.loads((chain.run_dir / "acceptance/report.json").read_text())["prompts"] == 8
     assert (chain.run_dir / "export/vllm/config.json").is_file()
     names = sorted(re.sub(r"\d+", "N", path.name) for path in (chain.run_dir / "slurm").iterdir())
-    assert names == sorted(
-        [
-            "prompts-N.out",
-            "hidden_states-N_N.out",
-            "hidden_states-N_N.out",
-            "train-N.out",
-            "acceptance-N.out",
-            "export-N.out",
-        ]
-    )
+    tasks = ("prompts-N", "hidden_states-N_N", "hidden_states-N_N", "train-N", "acceptance-N", "export-N")
+    assert names == sorted(f"{task}.out" for task in tasks)
 
 
 def test_a_requeued_task_of_the_extraction_goes_on_and_the_store_is_byte_for_byte_that_of_one_process(
@@ -152,11 +126,8 @@ def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_m
         slurm.wait(job, lambda: slurm.state(job) == "PENDING" and len(stopped_at(log)) > number)  # noqa: B023
     slurm.wait_completed(job)
 
-    assert re.findall(r"train: stopped by (\w+)", log.read_text(errors="replace")) == [
-        "USR1",
-        "preemption",
-        "TERM",
-    ]
+    causes = re.findall(r"train: stopped by (\w+)", log.read_text(errors="replace"))
+    assert causes == ["USR1", "preemption", "TERM"]
     steps = stopped_at(log)
     assert len(steps) == 3 and 10 <= steps[0] < steps[1] < steps[2] < 120
     assert "Restarts=3" in slurm.run("scontrol", "show", "job", job)
@@ -170,7 +141,7 @@ def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_can
 ) -> None:
     overrides = ("recipe=quickstart", "run_dir=chain", *chain.overrides[2:], "seed=1")
     printed = slurm.run(ROOT / "slurm/pipeline.sh", *overrides, SKIP="prompts hidden_states acceptance", NPROC="1")
-    jobs = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
+    jobs = jobs_of(printed)
     assert list(jobs) == ["train", "export"]
     wait_for(lambda: slurm.state(jobs["export"]) == "CANCELLED", timeout_s=300)
     assert slurm.state(jobs["train"]) == "FAILED"
@@ -188,19 +159,10 @@ def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: S
             server = stack.enter_context(fake_server(address))
         server.delay_s = 0.2
         sources = (f"target.path={make_speaking_target(slurm.directory / 'speaking')}", f"prompts.paths=[{chats}]")
-        asking = (
-            "prompts.source=responses",
-            f"responses.url={server.url}",
-            "responses.concurrency=2",
-            "responses.max_new_tokens=24",
-        )
-        command = (
-            "sbatch",
-            "--parsable",
-            "--cpus-per-task=1",
-            f"--output={log}",
-            ROOT / "slurm/responses_server.sbatch",
-        )
+        asking = ("prompts.source=responses", f"responses.url={server.url}", "responses.concurrency=2")
+        asking += ("responses.max_new_tokens=24",)
+        options = ("--parsable", "--cpus-per-task=1", f"--output={log}")
+        command = ("sbatch", *options, ROOT / "slurm/responses_server.sbatch")
         overrides = ("recipe=quickstart", "run_dir=answers", *sources, *asking)
         job = slurm.run(*command, *overrides, MTPTRAIN_CHECKOUT=str(ROOT)).strip()
         slurm.wait(job, lambda: len(server.requests) > 10)

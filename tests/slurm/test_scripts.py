@@ -53,47 +53,38 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
 """Words of the command line and variables, and the beginning of the message."""
 
 
-@pytest.mark.parametrize(("words", "variables", "expected"), REFUSED)
-def test_what_is_wrong_is_refused_in_one_line_before_anything_is_queued(
-    stand: Stand, words: str, variables: dict[str, str], expected: str
-) -> None:
-    result = stand.run("pipeline.sh", *words.split(), "recipe=quickstart", MTPTRAIN_PYTHON=sys.executable, **variables)
-    assert result.returncode == (2 if "train.lrr" in words else 1) and result.stdout == ""
-    assert result.stderr.startswith(expected) and result.stderr.count("\n") == 1
-    assert stand.asked("sbatch") == []
+def test_what_is_wrong_is_refused_in_one_line_before_anything_is_queued(stand: Stand) -> None:
+    for words, variables, expected in REFUSED:
+        settings = {"MTPTRAIN_PYTHON": sys.executable, **variables}
+        result = stand.run("pipeline.sh", *words.split(), "recipe=quickstart", **settings)
+        assert result.returncode == (2 if "train.lrr" in words else 1) and result.stdout == "", (words, variables)
+        assert result.stderr.startswith(expected) and result.stderr.count("\n") == 1
+        assert stand.asked("sbatch") == []
 
 
 def test_a_chain_has_only_jobs_that_can_run(stand: Stand) -> None:
     """No engine serves `hydra`, and training alone may read states that another job streams."""
-    settings = (
-        "recipe=quickstart",
-        "train.micro_batches_per_step=8",
-        "head=hydra",
-        "head.start_from_target=false",
-        f"run_dir={stand.directory}/run",
-    )
+    settings = ("recipe=quickstart", "head=hydra", "head.start_from_target=false", "train.micro_batches_per_step=8")
+    settings += (f"run_dir={stand.directory}/run",)
     result = stand.run("pipeline.sh", *settings, MTPTRAIN_PYTHON=sys.executable)
     assert result.returncode == 0, result.stderr
-    assert [line.split()[0] for line in result.stdout.splitlines()[:-2]] == [
-        "prompts", "hidden_states", "train", "acceptance"
-    ]  # fmt: skip
-    alone = stand.run(
-        "pipeline.sh", *settings, "train.stream=true", MTPTRAIN_PYTHON=sys.executable, SKIP="prompts hidden_states"
-    )
-    assert alone.returncode == 0, alone.stderr
+    stages = [line.split()[0] for line in result.stdout.splitlines()[:-2]]
+    assert stages == ["prompts", "hidden_states", "train", "acceptance"]
+    alone = {"MTPTRAIN_PYTHON": sys.executable, "SKIP": "prompts hidden_states"}
+    assert stand.run("pipeline.sh", *settings, "train.stream=true", **alone).returncode == 0
 
 
-@pytest.mark.parametrize(("hardware", "is_warned"), [("auto", True), ("h100_8", False)])
-def test_hardware_that_differs_from_job_to_job_is_warned_of(stand: Stand, hardware: str, is_warned: bool) -> None:
-    settings = "recipe=mtp", f"hardware={hardware}", "train.micro_batches_per_step=8", "target.path=x"
-    result = stand.run("pipeline.sh", *settings, MTPTRAIN_PYTHON=sys.executable)
-    assert ("WARNING hardware: should be" in result.stderr) == is_warned and len(stand.asked("sbatch")) > 3
+def test_hardware_that_differs_from_job_to_job_is_warned_of(stand: Stand) -> None:
+    for hardware in ("auto", "h100_8"):
+        settings = "recipe=mtp", f"hardware={hardware}", "train.micro_batches_per_step=8", "target.path=x"
+        result = stand.run("pipeline.sh", *settings, MTPTRAIN_PYTHON=sys.executable)
+        assert ("WARNING hardware: should be" in result.stderr) == (hardware == "auto")
+        assert len(stand.asked("sbatch")) > 3
 
 
 def test_a_dependency_that_is_given_holds_for_the_first_job_alone(stand: Stand) -> None:
-    result = stand.run(
-        "pipeline.sh", "--dependency=afterok:77", "--time=30", "recipe=quickstart", GPU_OPTIONS="--dependency=singleton"
-    )
+    options = ("--dependency=afterok:77", "--time=30")
+    result = stand.run("pipeline.sh", *options, "recipe=quickstart", GPU_OPTIONS="--dependency=singleton")
     assert result.returncode == 0, result.stderr
     last = [re.findall(r"--dependency=(\S+)", line)[-1] for line in stand.asked("sbatch")]
     assert last == ["afterok:77", "afterok:1", "afterok:2", "afterok:3", "afterok:4", "afterok:5"]
@@ -110,31 +101,22 @@ def test_answers_of_a_server_are_one_process_that_is_asked_to_stop_ahead_of_time
     assert "--requeue --signal=B:USR1@120" in header and "gpus" not in header
 
 
-def test_one_process_chooses_the_head_whatever_the_ranks_of_the_others(stand: Stand) -> None:
+def test_one_process_chooses_the_head_and_a_stage_that_the_settings_leave_out_may_be_skipped_too(stand: Stand) -> None:
     assert stand.run("choose_head.sbatch", "recipe=quickstart", NPROC="8").returncode == 0
     assert re.search(r"--nproc-per-node 1 .* -m mtptrain choose-head recipe=quickstart$", stand.asked("srun")[0])
-
-
-def test_a_stage_that_the_settings_leave_out_may_be_skipped_too(stand: Stand) -> None:
     assert stand.run("pipeline.sh", "recipe=quickstart", SKIP="draft_vocab train").returncode == 0
     assert len(stand.asked("sbatch")) == 5
 
 
-@pytest.mark.parametrize(("task_ids", "task", "part"), [("0-3", "3", 3), ("1-4", "4", 3), ("3-3", "3", 0)])
-def test_the_parts_of_an_extraction_count_from_the_first_task_of_its_array(
-    stand: Stand, task_ids: str, task: str, part: int
-) -> None:
-    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **array_of(task_ids, task))
-    assert result.returncode == 0, result.stderr
-    num_parts = array_of(task_ids, task)["SLURM_ARRAY_TASK_COUNT"]
-    assert f" hidden_states.part={part} hidden_states.num_parts={num_parts} recipe=quickstart" in stand.asked("srun")[0]
-
-
-def test_an_array_with_gaps_is_refused(stand: Stand) -> None:
-    result = stand.run(
-        "hidden_states.sbatch", "recipe=quickstart", **array_of("0-4", "2") | {"SLURM_ARRAY_TASK_COUNT": "3"}
-    )
-    assert result.returncode == 1 and stand.asked("srun") == []
+def test_the_parts_of_an_extraction_count_from_the_first_task_of_an_array_without_gaps(stand: Stand) -> None:
+    for index, (task_ids, task, part) in enumerate((("0-3", "3", 3), ("1-4", "4", 3), ("3-3", "3", 0))):
+        variables = array_of(task_ids, task)
+        assert stand.run("hidden_states.sbatch", "recipe=quickstart", **variables).returncode == 0
+        parts = f" hidden_states.part={part} hidden_states.num_parts={variables['SLURM_ARRAY_TASK_COUNT']} recipe="
+        assert parts in stand.asked("srun")[index]
+    gap = array_of("0-4", "2") | {"SLURM_ARRAY_TASK_COUNT": "3"}
+    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **gap)
+    assert result.returncode == 1 and len(stand.asked("srun")) == 3
     assert "--array: must be task numbers without gaps, as in 0-3, but is 3 tasks from 0 to 4" in result.stderr
 
 
@@ -159,13 +141,15 @@ def test_a_signal_that_comes_before_the_work_begins_stops_the_job(
     assert stand.asked("srun") == [] and stand.asked("scontrol") == requeued
 
 
+TASK = array_of("0-3", "2") | {"SLURM_ARRAY_JOB_ID": "7"}
+
+
 def test_a_job_that_stops_again_with_nothing_finished_fails_and_says_so(stand: Stand) -> None:
     (stand.directory / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nexit 1\n")
-    variables = array_of("0-3", "2") | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(stand.directory)}
-    again = stand.run("hidden_states.sbatch", "recipe=quickstart", **variables, SLURM_RESTART_COUNT="4")
-    assert (again.returncode, stand.asked("scontrol")) == (75, ["requeue 7"])
-    result = stand.run("hidden_states.sbatch", "recipe=quickstart", **variables, SLURM_RESTART_COUNT="5")
-    assert (result.returncode, stand.asked("scontrol")) == (1, ["requeue 7"])
+    for restarts, code in (("4", 75), ("5", 1)):
+        variables = TASK | {"SLURM_SUBMIT_DIR": str(stand.directory), "SLURM_RESTART_COUNT": restarts}
+        result = stand.run("hidden_states.sbatch", "recipe=quickstart", **variables)
+        assert (result.returncode, stand.asked("scontrol")) == (code, ["requeue 7"])
     assert (
         "hidden_states: stopped by USR1 with nothing finished since it started, after 5 restarts: not put back into "
         "the queue; give it a longer --time\n"
@@ -201,48 +185,42 @@ def test_a_container_runs_every_step_with_the_checkout_the_folder_and_the_users_
     assert len(stand.asked("sbatch")) == 6 and len(stand.asked("srun")) == 3
 
 
-@pytest.mark.parametrize(("code", "is_told"), [("3", True), ("75", False), ("0", False)])
-def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(
-    stand: Stand, code: str, is_told: bool
-) -> None:
-    (stand.directory / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
-    variables = array_of("0-3", "2") | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(stand.directory)}
-    result = stand.run("hidden_states.sbatch", "recipe=quickstart", "prompts.paths=[a b]", **variables)
-    assert result.returncode == int(code)
-    assert ("task 2 of 0-3 has failed with exit code 3" in result.stderr) is is_told
-    assert ("with the NODES, NPROC and other variables of the first start:\n" in result.stderr) is is_told
-    command = "slurm/pipeline.sh --dependency=afterany:7 [SBATCH OPTIONS] recipe=quickstart prompts.paths=\\[a\\ b\\]\n"
-    assert result.stderr.endswith(command) is is_told
+def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(stand: Stand) -> None:
+    variables = TASK | {"SLURM_SUBMIT_DIR": str(stand.directory)}
+    again = "slurm/pipeline.sh --dependency=afterany:7 [SBATCH OPTIONS] recipe=quickstart prompts.paths=\\[a\\ b\\]\n"
+    for code in ("3", "75", "0"):
+        (stand.directory / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
+        result = stand.run("hidden_states.sbatch", "recipe=quickstart", "prompts.paths=[a b]", **variables)
+        is_told = code == "3"
+        assert result.returncode == int(code)
+        assert ("task 2 of 0-3 has failed with exit code 3" in result.stderr) is is_told
+        assert ("with the NODES, NPROC and other variables of the first start:\n" in result.stderr) is is_told
+        assert result.stderr.endswith(again) is is_told
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["recipe=quickstart", "prompts.source=responses", "responses.url=http://localhost:8000/v1"],
-            "responses server, prompts process, hidden_states ranks, train ranks, acceptance ranks, export process",
-        ),
-        (
-            ["recipe=quickstart", "train.validation_prompts=0", "train.validate_every=500"],
-            "prompts process, hidden_states ranks, train ranks, choose_head ranks, acceptance ranks, export process",
-        ),
-    ],
-)
-def test_the_stages_follow_from_the_settings(overrides: list[str], expected: str) -> None:
-    command = [sys.executable, ROOT / "slurm/stages.py", *overrides]
-    result = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
-    )
-    run_dir, *rows = result.stdout.splitlines()
-    assert run_dir == f"runs/{overrides[0].removeprefix('recipe=')}"
-    assert ", ".join(f"{row.split()[0]} {row.split()[1]}" for row in rows) == expected
-    assert {row.split()[0].replace("_", "-") for row in rows} <= set(STAGES)
+STAGES_OF = {
+    "prompts.source=responses responses.url=http://localhost:8000/v1": "responses server, prompts process, "
+    "hidden_states ranks, train ranks, acceptance ranks, export process",
+    "train.validation_prompts=0 train.validate_every=500": "prompts process, hidden_states ranks, train ranks, "
+    "choose_head ranks, acceptance ranks, export process",
+}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_parses_is_clean_and_names_no_place_of_one_machine(script: Path) -> None:
-    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-    assert not re.search(r"/(home|root|Users|work|scratch|mnt|data)/", script.read_text())
-    if shutil.which("shellcheck"):
-        result = subprocess.run(["shellcheck", "-x", script], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout
+def test_the_stages_follow_from_the_settings() -> None:
+    for overrides, expected in STAGES_OF.items():
+        command = [sys.executable, ROOT / "slurm/stages.py", "recipe=quickstart", *overrides.split()]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        run_dir, *rows = result.stdout.splitlines()
+        assert run_dir == "runs/quickstart"
+        assert ", ".join(" ".join(row.split()[:2]) for row in rows) == expected
+        assert {row.split()[0].replace("_", "-") for row in rows} <= set(STAGES)
+
+
+def test_a_script_parses_is_clean_and_names_no_place_of_one_machine() -> None:
+    for script in SCRIPTS:
+        assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+        assert not re.search(r"/(home|root|Users|work|scratch|mnt|data)/", script.read_text())
+        if shutil.which("shellcheck"):
+            result = subprocess.run(["shellcheck", "-x", script], cwd=ROOT, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stdout

@@ -21,34 +21,22 @@ def generation(rounds: int, accepted_at: list[int], empty_rounds: int = 0) -> Ge
 
 
 def test_counts_are_pooled_over_prompts_and_divided_once() -> None:
-    found = summarise([generation(10, [9, 6, 3]), generation(2, [0, 0, 0])])
-    assert found.acceptance_length == 1 + 18 / 12
-    assert found.acceptance_rate == 18 / 36
-    assert found.acceptance_rate_at == [9 / 12, 6 / 12, 3 / 12]
-    assert found.acceptance_length_mean_of_prompts == (1 + 1.8 + 1) / 2
-    assert (found.rounds, found.drafted, found.accepted, found.prompts) == (12, 36, 18, 2)
+    pooled = summarise([generation(10, [9, 6, 3]), generation(2, [0, 0, 0])])
+    assert pooled.acceptance_length == 1 + 18 / 12
+    assert pooled.acceptance_rate == 18 / 36
+    assert pooled.acceptance_rate_at == [9 / 12, 6 / 12, 3 / 12]
+    assert pooled.acceptance_length_mean_of_prompts == (1 + 1.8 + 1) / 2
+    assert (pooled.rounds, pooled.drafted, pooled.accepted, pooled.prompts) == (12, 36, 18, 2)
+    with_empty = summarise([generation(10, [5], empty_rounds=10)])
+    assert (with_empty.acceptance_length, with_empty.tokens_per_step) == (1.5, 1.25)
+    assert summarise([generation(0, [0, 0])]).acceptance_length == 1.0, "nothing was generated"
 
 
-def test_rounds_without_a_draft_lower_the_tokens_per_step_only_and_nothing_generated_is_a_length_of_one() -> None:
-    found = summarise([generation(10, [5], empty_rounds=10)])
-    assert (found.acceptance_length, found.tokens_per_step) == (1.5, 1.25)
-    assert summarise([generation(0, [0, 0])]).acceptance_length == 1.0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "is_loop"),
-    [
-        ([7] * 32, True),
-        ([7] * 31, False),
-        (list(range(40)), False),
-        ([5, 4, 3, *[1, 2, 3, 4, 5, 6] * 6], True),
-        ([*list(range(20)) * 2, 99], False),
-        (list(range(20)) * 3, True),
-        ([], False),
-    ],
-)
-def test_a_loop_is_a_block_that_follows_itself_twice_over_32_tokens(tokens: list[int], is_loop: bool) -> None:
-    assert has_loop(tokens) is is_loop
+def test_a_loop_is_a_block_that_follows_itself_twice_over_32_tokens() -> None:
+    for loop in ([7] * 32, [5, 4, 3, *[1, 2, 3, 4, 5, 6] * 6], list(range(20)) * 3):
+        assert has_loop(loop)
+    for text in ([7] * 31, list(range(40)), [*list(range(20)) * 2, 99], []):
+        assert not has_loop(text)
 
 
 def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
@@ -56,46 +44,34 @@ def test_intervals_contain_the_length_and_match_the_standard_error() -> None:
     rng = np.random.default_rng(1)
     generations = [Generation([], 10, 0, 20, [int(count), 0]) for count in rng.binomial(10, 0.6, size=200)]
     alone = [[generation] for generation in generations]
-    found, pooled = intervals(alone), summarise(generations)
-    assert found is not None
-    low, high = found.acceptance_length
-    error = np.std([sum(each.accepted_at) / 10 for each in generations]) / len(generations) ** 0.5
-    assert (pooled.acceptance_length - low, high - pooled.acceptance_length) == pytest.approx(
-        (1.96 * error, 1.96 * error), rel=0.15
-    )
-    assert found.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1))
-    assert found.acceptance_rate_at[1] == (0.0, 0.0)
-    assert found.tokens_per_step == found.acceptance_length
-    assert intervals(alone) == found, "the same seed must give the same interval"
+    resampled, length = intervals(alone), summarise(generations).acceptance_length
+    assert resampled is not None
+    low, high = resampled.acceptance_length
+    error = 1.96 * np.std([sum(each.accepted_at) / 10 for each in generations]) / len(generations) ** 0.5
+    assert (length - low, high - length) == pytest.approx((error, error), rel=0.15)
+    assert resampled.acceptance_rate_at[0] == pytest.approx((low - 1, high - 1))
+    assert resampled.acceptance_rate_at[1] == (0.0, 0.0)
+    assert resampled.tokens_per_step == resampled.acceptance_length
+    assert intervals(alone) == resampled, "the same seed must give the same interval"
     twice = intervals([answers * 2 for answers in alone])
     assert twice is not None
     assert twice.acceptance_length == pytest.approx((low, high)), "two equal answers from one source are as one"
+    assert intervals([generations]) is None, "one source would give an interval without a width"
 
 
-def test_one_source_gives_no_interval() -> None:
-    """Resampling a single source always draws that source, so the interval would have no width."""
-    answers = [generation(10, [9, 6]), generation(10, [3, 0])]
-    assert intervals([answers]) is None
-    found = intervals([[answer] for answer in answers])
-    assert found is not None and found.acceptance_length[0] < found.acceptance_length[1]
+BATCHES: list[tuple[int, int | None, list[list[int]]]] = [
+    (2, None, [[1, 3], [0, 4], [2]]),
+    (2, 1000, [[1, 3], [0, 4], [2]]),
+    (8, 60, [[1, 3, 0], [4], [2]]),  # three prompts padded to 10 tokens, with 10 new tokens each
+    (8, 59, [[1, 3], [0], [4], [2]]),  # two prompts padded to 20 tokens, with 10 new tokens each, exceed 59
+    (8, 1, [[1], [3], [0], [4], [2]]),  # a prompt too long for any batch is decoded alone
+]
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "batch_tokens", "batches"),
-    [
-        (2, None, [[1, 3], [0, 4], [2]]),
-        (2, 1000, [[1, 3], [0, 4], [2]]),
-        (8, 60, [[1, 3, 0], [4], [2]]),  # three prompts padded to 10 tokens, with 10 new tokens each
-        (8, 59, [[1, 3], [0], [4], [2]]),  # two prompts padded to 20 tokens, with 10 new tokens each, exceed 59
-        (8, 1, [[1], [3], [0], [4], [2]]),  # a prompt too long for any batch is decoded alone
-    ],
-)
-def test_batches_respect_the_bounds_on_prompts_and_tokens(
-    batch_size: int, batch_tokens: int | None, batches: list[list[int]]
-) -> None:
-    lengths = [10, 5, 50, 8, 20]
-    assert token_batches([], 10, batch_size, batch_tokens) == []
-    assert token_batches(lengths, 10, batch_size, batch_tokens) == batches
+def test_batches_respect_the_bounds_on_prompts_and_tokens() -> None:
+    for batch_size, batch_tokens, batches in BATCHES:
+        assert token_batches([], 10, batch_size, batch_tokens) == []
+        assert token_batches([10, 5, 50, 8, 20], 10, batch_size, batch_tokens) == batches
 
 
 K, NEW_TOKENS = 3, 12
@@ -131,9 +107,9 @@ def test_other_answers_are_drafted_from_the_states_of_these_answers(target: Targ
     generations = generate(
         target, head, answers=answers, max_new_tokens=len(answers[0]), eos_token_ids=(), batch_size=3
     )
-    for answer, found in zip(answers, generations, strict=True):
-        assert found.tokens == answer
-        assert found.accepted_by_round == [0, 1, 2, 3] and found.accepted_at == [3, 2, 1]
+    for answer, generation in zip(answers, generations, strict=True):
+        assert generation.tokens == answer
+        assert generation.accepted_by_round == [0, 1, 2, 3] and generation.accepted_at == [3, 2, 1]
 
 
 def drafts_after(target: Target, head: Head, text: list[int]) -> list[int]:

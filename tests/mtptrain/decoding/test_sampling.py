@@ -50,26 +50,21 @@ def filtered(logits: torch.Tensor, temperature: float, filters: Filters) -> torc
     return scores.softmax(-1).view(logits.shape)
 
 
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9}, {"top_k": 1}, {"top_p": 1e-9}]
-)
-def test_filters_keep_the_tokens_that_transformers_keeps(filters: Filters) -> None:
+def test_filters_keep_the_tokens_that_transformers_keeps_and_extreme_settings_the_likeliest_one() -> None:
     logits = 3 * torch.randn(4, 5, 50, generator=torch.Generator().manual_seed(0))
-    found = Sampler(0.7, **filters).probs(logits)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, filtered(logits, 0.7, filters))
-
-
-@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-9, 1.0, 1e300])
-def test_extreme_settings_keep_the_likeliest_token(temperature: float) -> None:
-    logits = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    for filters in ({}, {"top_k": 1}, {"top_k": 99}, {"top_p": 1e-9}, {"top_p": 1e-300}):
+    usual: list[Filters] = [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9}, {"top_k": 1}]
+    for filters in usual:
+        probs = Sampler(0.7, **filters).probs(logits)  # type: ignore[arg-type]
+        torch.testing.assert_close(probs, filtered(logits, 0.7, filters))
+    extreme: list[Filters] = [{}, {"top_k": 1}, {"top_k": 99}, {"top_p": 1e-9}, {"top_p": 1e-300}]
+    for temperature, filters in itertools.product((1e-300, 1e-38, 1e-9, 1.0, 1e300), extreme):
         sampler = Sampler(temperature, 0, **filters)  # type: ignore[arg-type]
-        probs = sampler.probs(logits)
-        torch.testing.assert_close(probs.sum(-1), torch.ones(4))
+        probs, likeliest = sampler.probs(logits[0]), logits[0].argmax(1)
+        torch.testing.assert_close(probs.sum(-1), torch.ones(5))
         if temperature < 1e300:  # at 1e300, all tokens are equally likely
-            assert bool((probs.gather(1, logits.argmax(1)[:, None]) == probs.amax(1, keepdim=True)).all())
+            assert bool((probs.gather(1, likeliest[:, None]) == probs.amax(1, keepdim=True)).all())
         if temperature < 1e-8:
-            assert sampler.choose(logits).tolist() == logits.argmax(1).tolist()
+            assert sampler.choose(logits[0]).tolist() == likeliest.tolist()
 
 
 def joint_distribution(target: Target, temperature: float, filters: Filters) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Tests the drafts of heads whose tokens depend on the draft before, `dspark` and `dflash2`, against their formulas."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -40,15 +42,12 @@ def drafting_head(
 
 
 @pytest.mark.parametrize("case", ["dspark", "dspark, fill-in, draft vocabulary", "dflash2"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @torch.no_grad()
-def test_each_draft_is_chosen_after_the_one_before_it(
-    case: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_draft_is_chosen_after_the_one_before_it(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head, states, verified = drafting_head(case, monkeypatch, 8)
-    draft = HeadDrafter(head, PARTS, DEPTHS, sample_drafts=True).draft(verified, Sampler(temperature, seed=0))
     num_changed = 0
-    for sequence in range(8):
+    for temperature, sequence in itertools.product((0.0, 1.0), range(8)):
+        draft = HeadDrafter(head, PARTS, DEPTHS, sample_drafts=True).draft(verified, Sampler(temperature, seed=0))
         previous = int(verified.tokens[sequence, 1])
         for depth, state in enumerate(states[sequence]):
             logits = plain_logits(head, state, previous, PARTS)
@@ -66,7 +65,7 @@ def test_each_draft_is_chosen_after_the_one_before_it(
             else:
                 assert previous == int(head.target_tokens(logits.argmax()))
             num_changed += int(logits.argmax()) != int((head.output_weight(PARTS) @ state).argmax())
-    assert num_changed > 2, "the token before must change what is drafted"
+    assert num_changed > 4, "the token before must change what is drafted"
 
 
 @torch.no_grad()
@@ -129,12 +128,6 @@ REFUSED = {
 }
 
 
-def test_settings_and_mixes_that_do_not_fit_a_head_are_refused() -> None:
-    for overrides, message in REFUSED.items():
-        with pytest.raises(UserError, match=message):
-            make_config("head.ttt_steps=3", "acceptance.num_speculative_tokens=3", *overrides.split())
-
-
 UNFIT: list[tuple[dict[str, object], str]] = [
     ({"conv_group_size": 48}, "conv_group_size: must divide the target's hidden size 128, .* set head.conv_group_size"),
     ({"selector_top_k": 60}, "selector_top_k: must be at most the 50 tokens of the target's vocabulary"),
@@ -143,7 +136,10 @@ UNFIT: list[tuple[dict[str, object], str]] = [
 ]
 
 
-def test_a_head_that_cannot_be_built_is_refused() -> None:
+def test_settings_and_mixes_that_do_not_fit_a_head_are_refused() -> None:
+    for overrides, message in REFUSED.items():
+        with pytest.raises(UserError, match=message):
+            make_config("head.ttt_steps=3", "acceptance.num_speculative_tokens=3", *overrides.split())
     for settings, message in UNFIT:
         with pytest.raises(UserError, match=f"^head.{message}"):
             build_head(Dflash2Head.Config(**settings), tiny_config())  # type: ignore[arg-type]

@@ -120,29 +120,20 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
         assert of_output < 5e-3 and max(of_gradients) < 1e-2, (size, head_dim)
 
 
-@pytest.mark.parametrize("has_tiles", [False, True])
-def test_a_key_that_every_row_reads_almost_alone_gets_its_whole_gradient_in_bf16(
-    has_tiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Targets attend to the first token of a document in this way.
+def test_gradients_in_bf16_are_exact_where_many_rows_or_answers_read_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets attend to the first token of a document almost alone. With tiles, its probability of one would be off by
+    0.005 if the gap between the lse and the subtracted value were not rounded to bf16.
 
-    With tiles, the key's probability of one would be off by 0.005 if the gap between the lse and the subtracted value
-    were not rounded to bf16.
+    Sums in bf16 over the sixty answers of a document would be off by more than a hundredth.
     """
-    monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(300, 2, 64, generator=generator) / 10, torch.randn(300, 2, 64, generator=generator)
     key[0] = 2.0  # the scaled score is 32, and those of other keys are near 0
-    *_, of_value = bf16_errors(torch.full((300, 4, 64), 2.0), key, value, Packing.of_spans([300]))
-    assert of_value < 3e-3
-
-
-def test_gradients_of_keys_that_many_answers_read_are_summed_in_fp32() -> None:
-    """One document has sixty answers, so sums in bf16 would be off by more than a hundredth."""
-    generator, packing = (
-        torch.Generator().manual_seed(0),
-        Packing.of_spans([600], [(0, 10 * i + 5, 5) for i in range(60)]),
-    )
+    for has_tiles in (False, True):
+        monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
+        *_, of_value = bf16_errors(torch.full((300, 4, 64), 2.0), key, value, Packing.of_spans([300]))
+        assert of_value < 3e-3
+    packing = Packing.of_spans([600], [(0, 10 * i + 5, 5) for i in range(60)])
     query, key, value = (torch.randn(*shape, 64, generator=generator) for shape in ((300, 4), (600, 2), (600, 2)))
     *_, of_key, of_value = bf16_errors(query, key, value, packing)
     assert max(of_key, of_value) < 6e-3
@@ -181,28 +172,25 @@ ROPES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
-def test_rope_equals_transformers_with_the_targets_scaling(rope: dict[str, object]) -> None:
-    sizes = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "max_position_embeddings": 128}
-    config = LlamaConfig(**sizes, rope_parameters=rope)
-    query = torch.randn(1, 100, 2, 128, generator=torch.Generator().manual_seed(0))
-    cos, sin = LlamaRotaryEmbedding(config)(query, torch.arange(100)[None])
-    reference, _ = apply_rotary_pos_emb(query, query, cos, sin, unsqueeze_dim=2)
-    ours = rotate(query[0], *Rope(128, config).tables(torch.arange(100), torch.float32))
-    torch.testing.assert_close(ours, reference[0], atol=1e-6, rtol=0)
+def test_rope_equals_transformers_with_the_targets_scaling_and_an_unknown_one_is_refused() -> None:
+    for rope in ROPES:
+        sizes = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "max_position_embeddings": 128}
+        config = LlamaConfig(**sizes, rope_parameters=rope)
+        query = torch.randn(1, 100, 2, 128, generator=torch.Generator().manual_seed(0))
+        cos, sin = LlamaRotaryEmbedding(config)(query, torch.arange(100)[None])
+        reference, _ = apply_rotary_pos_emb(query, query, cos, sin, unsqueeze_dim=2)
+        ours = rotate(query[0], *Rope(128, config).tables(torch.arange(100), torch.float32))
+        torch.testing.assert_close(ours, reference[0], atol=1e-6, rtol=0)
+    for kind in ("dynamic", "lama3"):
+        message = rf"target\.path: the target's RoPE must be one of .* but is '{kind}', which is unknown, or changes wi"
+        with pytest.raises(ValueError, match=message):
+            check_rope(LlamaConfig(rope_parameters={"rope_type": kind, **TURNS}))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "lama3"])
-def test_a_rope_that_is_unknown_or_changes_with_the_text_is_refused(kind: str) -> None:
-    message = rf"target\.path: the target's RoPE must be one of .* but is '{kind}', which is unknown, or changes with"
-    with pytest.raises(ValueError, match=message):
-        check_rope(LlamaConfig(rope_parameters={"rope_type": kind, **TURNS}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_equals_that_of_transformers(dtype: torch.dtype) -> None:
-    ours, reference = RmsNorm(32, 1e-5).to(dtype), LlamaRMSNorm(32, 1e-5).to(dtype)
-    with torch.no_grad():
-        reference.weight.copy_(ours.weight.copy_(torch.randn(32, generator=torch.Generator().manual_seed(0))))
-    x = torch.randn(10, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert torch.equal(ours(x), reference(x))
+def test_rms_norm_equals_that_of_transformers() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, reference = RmsNorm(32, 1e-5).to(dtype), LlamaRMSNorm(32, 1e-5).to(dtype)
+        with torch.no_grad():
+            reference.weight.copy_(ours.weight.copy_(torch.randn(32, generator=torch.Generator().manual_seed(0))))
+        x = torch.randn(10, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+        assert torch.equal(ours(x), reference(x))

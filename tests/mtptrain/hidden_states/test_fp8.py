@@ -1,6 +1,7 @@
 """Tests that eight-bit states have the expected rounding error, and that decoding them is exact."""
 
-import pytest
+from itertools import product
+
 import torch
 
 from mtptrain.hidden_states.fp8 import CACHED_VALUES, FP8, LARGEST, decode, encode
@@ -9,12 +10,12 @@ EVERY_VALUE = torch.arange(256, dtype=torch.uint8).view(FP8)
 FINITE = EVERY_VALUE[~EVERY_VALUE.float().isnan()]
 
 
-@pytest.mark.parametrize("exponent", [-126, -20, 0, 6, 7, 40, 118])
-def test_every_value_is_decoded_exactly_at_every_scale(exponent: int) -> None:
-    scale = torch.tensor(2.0).pow(exponent)
-    expected = (FINITE.double() * scale.double()).to(torch.bfloat16)  # bf16 has no step finer than 2^-133
-    assert torch.equal(decode(FINITE[None], scale[None], torch.bfloat16)[0], expected)
-    assert torch.equal(decode(FINITE[None], scale[None], torch.float32)[0], expected.float())
+def test_every_value_is_decoded_exactly_at_every_scale() -> None:
+    for exponent in (-126, -20, 0, 6, 7, 40, 118):
+        scale = torch.tensor(2.0).pow(exponent)
+        expected = (FINITE.double() * scale.double()).to(torch.bfloat16)  # bf16 has no step finer than 2^-133
+        for dtype in (torch.bfloat16, torch.float32):
+            assert torch.equal(decode(FINITE[None], scale[None], dtype)[0], expected.to(dtype))
 
 
 def test_states_come_back_within_a_sixteenth_of_a_value_whatever_the_size_of_their_row() -> None:
@@ -47,18 +48,17 @@ def plain_encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide / scales[..., None]).to(FP8), scales
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_states_are_encoded_and_decoded_part_by_part_to_the_bits_of_the_plain_formula(dtype: torch.dtype) -> None:
+def test_states_are_encoded_and_decoded_part_by_part_to_the_bits_of_the_plain_formula() -> None:
     generator = torch.Generator().manual_seed(0)
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]  # values of every magnitude
     shuffled = every[torch.randperm(len(every), generator=generator)][: 127 * 2 * 256].view(127, 2, 256)
     sizes = torch.exp2(torch.randint(-150, 120, (600, 2, 1), generator=generator))
     near = torch.randn(600, 2, 512, generator=generator) * sizes
-    for states in (shuffled.to(dtype), near.to(dtype), near.to(dtype)[:, 1], near.to(dtype)[:0]):
-        (values, scales), (expected, expected_scales) = encode(states), plain_encode(states)
+    assert near[:, 1].numel() > CACHED_VALUES, "the states must need several parts"
+    for states, dtype in product((shuffled, near, near[:, 1], near[:0]), (torch.bfloat16, torch.float32)):
+        (values, scales), (expected, expected_scales) = encode(states.to(dtype)), plain_encode(states.to(dtype))
         assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(scales, expected_scales)
         plain = (expected.float() * expected_scales[..., None]).bfloat16()
         assert torch.equal(decode(values, scales, torch.bfloat16), plain)
-    assert near[:, 1].numel() > CACHED_VALUES, "the states must need several parts"

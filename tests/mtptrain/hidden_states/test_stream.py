@@ -32,15 +32,8 @@ from tests.conftest import Run, start_program
 from tests.mtptrain.train.runs import copy_of, head_bytes, records
 from tests.programs import StartedProgram
 
-STREAMED = (
-    "train.stream=true",
-    "train.stream_shards=2",
-    "hidden_states.shard_tokens=1500",
-    "train.epochs=1",
-    "train.max_steps=0",
-    "train.micro_batches_per_step=1",
-    "deepspeed=zero0",
-)
+STREAMED = ("train.stream=true", "train.stream_shards=2", "hidden_states.shard_tokens=1500", "train.epochs=1")
+STREAMED += ("train.max_steps=0", "train.micro_batches_per_step=1", "deepspeed=zero0")
 
 
 def test_every_document_comes_once_window_after_window() -> None:
@@ -57,16 +50,16 @@ def test_every_document_comes_once_window_after_window() -> None:
 
 @contextmanager
 def most_shards(store_dir: Path) -> Iterator[list[int]]:
-    """Counts the finished shards of a store in a thread, and yields a list that ends with the largest number."""
-    found, is_over = [0], threading.Event()
+    """Counts the finished shards of a store in a thread, and yields a list of counts."""
+    counts, is_over = [0], threading.Event()
 
     def count() -> None:
         while not is_over.wait(0.005):
-            found.append(max(found[-1], len(list(store_dir.glob("shard_*.safetensors")))))
+            counts.append(len(list(store_dir.glob("shard_*.safetensors"))))
 
     thread = threading.Thread(target=count)
     thread.start()
-    yield found
+    yield counts
     is_over.set()
     thread.join()
 
@@ -113,12 +106,12 @@ def wait_until(is_reached: Callable[[], bool], *programs: StartedProgram) -> Non
 
 def test_a_streamed_run_trains_on_every_document_with_a_bounded_store(stream_run: Run) -> None:
     store_dir = stream_run[0] / "hidden_states"
-    with most_shards(store_dir) as most:
-        found = stream(stream_run)
+    with most_shards(store_dir) as counts:
+        trained = stream(stream_run)
     num_windows = json.loads((store_dir / STREAM).read_text())["released_windows"]
     assert num_windows > OPEN_WINDOWS, "the open windows must not hold the whole store"
-    assert 0 < most[-1] <= OPEN_WINDOWS * 2
-    assert len(found) > num_windows and found[-1] < 0.9 * found[0]
+    assert 0 < max(counts) <= OPEN_WINDOWS * 2
+    assert len(trained) > num_windows and trained[-1] < 0.9 * trained[0]
 
 
 @pytest.mark.slow
@@ -171,15 +164,10 @@ def test_windows_are_released_after_the_last_step_that_reads_them(tmp_path: Path
     message = r"stream\.json: the shards of each window must be \[\d+\], \.\.\., but are .*; delete this file"
     with pytest.raises(ValueError, match=message):
         missing_open_shards(tmp_path, other.windows)
+    with pytest.raises(UserError, match=r"train\.stream_shards: 3 windows must hold all documents of a step, but wind"):
+        other.set_steps([[other.order.tolist()]])
     store.release(3, is_last=True, is_first_rank=True)
     assert not list(tmp_path.glob("shard_*"))
-
-
-def test_steps_that_need_more_windows_than_the_disk_holds_are_refused(tmp_path: Path) -> None:
-    store = streamed_store(tmp_path, num_documents=20, window_shards=1)
-    message = r"train\.stream_shards: 3 windows must hold all documents of a step, but windows of 1 s"
-    with pytest.raises(UserError, match=message):
-        store.set_steps([[store.order.tolist()]])
 
 
 @pytest.fixture
@@ -192,22 +180,15 @@ def own_signals() -> Iterator[None]:
 
 
 def open_stream(directory: Path, rank: int = 0) -> StreamedStates:
-    identity, ranks = (
-        StoreIdentity(TargetIdentity("t", None, "a", "b", "c", "d"), (), "float32", "e"),
-        Ranks(rank, 1, 0),
-    )
+    target, ranks = TargetIdentity("t", None, "a", "b", "c", "d"), Ranks(rank, 1, 0)
+    identity = StoreIdentity(target, (), "float32", "e")
     return StreamedStates.open(directory, identity, documents_of([10]), 20, 1, 0, ranks, StopSignal(ranks))
 
 
-def test_a_finished_store_is_not_streamed(tmp_path: Path, own_signals: None) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match=r"train\.stream: must be false if the hidden states are finished"):
-        open_stream(tmp_path)
-
-
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_training_that_waits_for_a_store_that_never_comes_ends_at_a_stop_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, own_signals: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
 ) -> None:
     monkeypatch.setattr("mtptrain.hidden_states.stream.REPORT_AFTER_S", 0.0)
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGUSR1]).start()
@@ -216,6 +197,9 @@ def test_training_that_waits_for_a_store_that_never_comes_ends_at_a_stop_signal(
     assert ended.value.code == EXIT_STOPPED
     message = f"waiting for {tmp_path}/plan.json from mtptrain hidden-states, which must run with the same settings"
     assert (message in capsys.readouterr().err) == (rank == 0), "one rank must speak for all"
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match=r"train\.stream: must be false if the hidden states are finished"):
+        open_stream(tmp_path)
 
 
 def test_streaming_takes_one_epoch_and_one_part(config_for: Callable[..., PipelineConfig]) -> None:

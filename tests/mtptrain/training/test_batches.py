@@ -4,11 +4,10 @@ A draft of token j at depth k counts only if tokens j-1-k to j lie in one genera
 """
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from mtptrain.hidden_states.fp8 import decode, encode
@@ -32,10 +31,6 @@ DOCUMENTS = {
     3: [0, 1],
     4: [0, 0, 1, 1, 1, 1, 1, 1],  # an answer that ends with the document
 }
-
-
-USED = [6, 10, 0, 7]
-"""The number of tokens of each document that its drafts need."""
 
 
 def batch() -> Batch:
@@ -75,8 +70,7 @@ def test_only_tokens_that_a_draft_needs_are_packed() -> None:
     """A document is cut after the token whose state gives its last label, and left out if it has no draft."""
     made = batch()
     assert made.document_ids == (2, 4, 1) and made.document_tokens == 27
-    assert [owners(made).count(i) for i in (1, 2, 4)] == [6, 10, 7]
-    assert made.hidden_states[:, 0].float().div(100).floor().tolist() == owners(made)
+    assert made.hidden_states[:, 0].float().div(100).floor().tolist() == owners(made) == [2] * 10 + [4] * 7 + [1] * 6
     assert made.packing.positions.tolist() == [p for count in (10, 7, 6) for p in range(count)]
 
 
@@ -87,36 +81,35 @@ def test_documents_of_a_shard_cost_together_what_each_costs_alone() -> None:
         expected = []
         for mask in masks:
             # A token drafts if the next two tokens are generated.
-            found = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]
-            of_pairs = sum(1 + PAIR_COST * (t + 0.5) for t in found)
-            expected.append(of_pairs + TOKEN_COST * (max(found) + 1) if found else 0)
-        found = shard_costs(np.concatenate(masks), np.cumsum([0, *lengths]))
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+            drafting = [t for t in range(len(mask) - 2) if mask[t + 1] and mask[t + 2]]
+            of_pairs = sum(1 + PAIR_COST * (t + 0.5) for t in drafting)
+            expected.append(of_pairs + TOKEN_COST * (max(drafting) + 1) if drafting else 0)
+        costs = shard_costs(np.concatenate(masks), np.cumsum([0, *lengths]))
+        np.testing.assert_allclose(costs, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("last_is_exact", [False, True], ids=["fp8", "fp8_aux"])
-@pytest.mark.parametrize("decode_states", [False, True])
-def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens(
-    decode_states: bool, last_is_exact: bool
-) -> None:
+def test_states_of_eight_bits_reach_the_device_decoded_wherever_that_happens() -> None:
     generator = torch.Generator().manual_seed(0)
-    documents, expected, expected_aux = [], [], []
-    for i, mask in DOCUMENTS.items():
-        plain = document(i, mask)
-        states, aux = torch.randn(len(mask), 8, generator=generator), torch.randn(len(mask), 3, 8, generator=generator)
-        (values, scales), (aux_values, aux_scales) = encode(states), encode(aux)
-        last = (states.bfloat16(), None) if last_is_exact else (values, scales)
-        documents.append(StoredDocument(i, plain.input_ids, plain.loss_mask, last[0], aux_values, last[1], aux_scales))
-        expected.append(states.bfloat16().float() if last_is_exact else decode(values, scales, torch.float32))
-        expected_aux.append(decode(aux_values, aux_scales, torch.float32))
-    order = [1, 3, 0]  # the document at index 2 has no draft
-    made = make_batch(documents, T, decode_states)
-    assert (made.aux_hidden_states_scales is None) == decode_states
-    assert (made.hidden_states_scales is None) == (decode_states or last_is_exact)
-    on_device = made.to(torch.device("cpu"), torch.float32)
-    assert torch.equal(on_device.hidden_states, torch.cat([expected[i][: USED[i]] for i in order]))
-    assert on_device.aux_hidden_states is not None
-    assert torch.equal(on_device.aux_hidden_states, torch.cat([expected_aux[i][: USED[i]] for i in order]))
+    for decode_states, last_is_exact in product((False, True), (False, True)):
+        documents, expected, expected_aux = [], [], []
+        for (i, mask), num_used in zip(DOCUMENTS.items(), (6, 10, 0, 7), strict=True):
+            plain, shape = document(i, mask), (len(mask), 3, 8)
+            states, aux = torch.randn(len(mask), 8, generator=generator), torch.randn(shape, generator=generator)
+            (values, scales), (aux_values, aux_scales) = encode(states), encode(aux)
+            last = (states.bfloat16(), None) if last_is_exact else (values, scales)
+            of_last, of_aux = (last[0], aux_values), (last[1], aux_scales)
+            documents.append(StoredDocument(i, plain.input_ids, plain.loss_mask, *of_last, *of_aux))
+            exact = states.bfloat16().float() if last_is_exact else decode(values, scales, torch.float32)
+            expected.append(exact[:num_used])
+            expected_aux.append(decode(aux_values, aux_scales, torch.float32)[:num_used])
+        made = make_batch(documents, T, decode_states)
+        assert (made.aux_hidden_states_scales is None) == decode_states
+        assert (made.hidden_states_scales is None) == (decode_states or last_is_exact)
+        on_device = made.to(torch.device("cpu"), torch.float32)
+        assert on_device.aux_hidden_states is not None
+        order = [1, 3, 0]  # the document at index 2 has no draft
+        assert torch.equal(on_device.hidden_states, torch.cat([expected[i] for i in order]))
+        assert torch.equal(on_device.aux_hidden_states, torch.cat([expected_aux[i] for i in order]))
 
 
 def fp8_document(document_id: int, length: int) -> StoredDocument:
@@ -133,21 +126,16 @@ class Store:
     def __init__(self, make: Callable[[int, int], StoredDocument]) -> None:
         self.documents = [make(i, 5 + i % 10) for i in range(40)]
         self.document_lengths = np.array([len(document.input_ids) for document in self.documents])
-
-    def document(self, index: int) -> StoredDocument:
-        return self.documents[index]
+        self.document, self.close = self.documents.__getitem__, lambda: None
 
     def loss_masks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         masks = [document.loss_mask for document in self.documents]
         yield np.concatenate(masks), np.cumsum([0, *self.document_lengths])
 
-    def close(self) -> None:
-        """Do nothing, because no file is mapped."""
 
-
-@pytest.mark.parametrize("for_gpu", [False, True], ids=["CPU", "GPU: one step ahead"])
-def test_the_batches_of_a_schedule_are_those_of_their_documents(for_gpu: bool) -> None:
-    for make in (fp8_document, lambda i, length: document(i, [1] * length)):
+def test_the_batches_of_a_schedule_are_those_of_their_documents() -> None:
+    """Those for a GPU are made one step ahead."""
+    for make, for_gpu in product((fp8_document, lambda i, length: document(i, [1] * length)), (False, True)):
         store = Store(make)
         schedule = BatchSchedule(store, T, 16, 2, seed=0, for_gpu=for_gpu)  # type: ignore[arg-type]
         for batch in chain(*schedule.prefetch(0, 3 * schedule.steps_per_epoch, 0, 1)):

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,33 +45,34 @@ def change_step(marker: Path) -> None:
 
 CHANGED = r"state\.safetensors: must be as mtptrain wrote it, but was changed or damaged since"
 ABSENT = r"complete\.json: must exist, but does not"
-OF_STATES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (truncate, CHANGED),
-    "zeros, as after a crash of the file system": (lambda path: path.write_bytes(bytes(path.stat().st_size)), CHANGED),
-    "flipped": (lambda path: flip_bit(path, -5), CHANGED),
-    "missing": (Path.unlink, r"state\.safetensors: must exist, but does not"),
-}
-OF_MARKERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda path: path.write_bytes(b""), r"complete\.json: must be JSON, but is not"),
-    "without a hash": (lambda path: seal_again(path, files=...), r"state\.safetensors: must be as mtptrain wrote it"),
-    "deleted": (Path.unlink, ABSENT),
-    "renamed": (lambda path: path.rename(path.with_name("complete.json.old")), ABSENT),
-    "unsealed": (lambda path: write_json(path, {"step": 8}), r"complete\.json: must have the entry seal, but lacks it"),
-    "changed": (change_step, r"complete\.json: must be as mtptrain wrote it"),
-}
+OF_STATES: list[tuple[Callable[[Path], object], str]] = [
+    (truncate, CHANGED),
+    (lambda path: path.write_bytes(bytes(path.stat().st_size)), CHANGED),  # as after a crash of the file system
+    (lambda path: flip_bit(path, -5), CHANGED),
+    (Path.unlink, r"state\.safetensors: must exist, but does not"),
+]
+OF_MARKERS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: path.write_bytes(b""), r"complete\.json: must be JSON, but is not"),
+    (lambda path: seal_again(path, files=...), r"state\.safetensors: must be as mtptrain wrote it"),
+    (Path.unlink, ABSENT),
+    (lambda path: path.rename(path.with_name("complete.json.old")), ABSENT),
+    (lambda path: write_json(path, {"step": 8}), r"complete\.json: must have the entry seal, but lacks it"),
+    (change_step, r"complete\.json: must be as mtptrain wrote it"),
+]
 
 
-@pytest.mark.parametrize("name", [STATE, MARKER])
 def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for damage, (apply, message) in (OF_STATES if name == STATE else OF_MARKERS).items():
-        older, newest = write_checkpoint(tmp_path / damage, 4), write_checkpoint(tmp_path / damage, 8)
-        apply(newest / name)
-        assert newest_whole_checkpoint(tmp_path / damage, ONE_RANK) == older
+    cases = [(STATE, *case) for case in OF_STATES] + [(MARKER, *case) for case in OF_MARKERS]
+    for number, (name, damage, message) in enumerate(cases):
+        directory = tmp_path / str(number)
+        older, newest = write_checkpoint(directory, 4), write_checkpoint(directory, 8)
+        damage(newest / name)
+        assert newest_whole_checkpoint(directory, ONE_RANK) == older
         line = rf"WARNING {re.escape(str(newest))}/{message}.*; training resumes from {re.escape(str(older))}"
-        assert re.search(line, capsys.readouterr().out), damage
-        assert newest_whole_checkpoint(tmp_path / damage, ONE_RANK) == older
+        assert re.search(line, capsys.readouterr().out), message
+        assert newest_whole_checkpoint(directory, ONE_RANK) == older
         assert capsys.readouterr().out == "", "the torn checkpoint must not be reported twice"
 
 
@@ -97,27 +98,29 @@ def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touche
     assert all((folder / MARKER).is_file() for folder in folders)
 
 
-@pytest.mark.parametrize("num_calls", range(4))
 def test_what_a_killed_save_leaves_is_passed_over_and_removed_by_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_calls: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first save is killed after so many of its four files have got a name."""
-    calls = iter(range(num_calls))
-    replace, killed = Path.replace, tmp_path / "step_00000002"
+    replace = Path.replace
+    for num_calls in range(4):
+        calls, directory = iter(range(num_calls)), tmp_path / str(num_calls)
+        killed = directory / "step_00000002"
 
-    def replace_or_die(path: Path, target: Path) -> Path:
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-        return replace(path, target)
+        def replace_or_die(path: Path, target: Path, calls: Iterator[int] = calls) -> Path:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return replace(path, target)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "replace", replace_or_die)
-        save(tmp_path, 2, monkeypatch)
-    assert newest_whole_checkpoint(tmp_path, ONE_RANK) is None
-    printed = capsys.readouterr().out
-    assert f"WARNING {killed}: must have complete.json, but has none, as after a kill while it was written" in printed
-    save(tmp_path, 3, monkeypatch)
-    assert not killed.exists() and newest_whole_checkpoint(tmp_path, ONE_RANK) == tmp_path / "step_00000003"
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, "replace", replace_or_die)
+            save(directory, 2, monkeypatch)
+        assert newest_whole_checkpoint(directory, ONE_RANK) is None
+        message = f"WARNING {killed}: must have complete.json, but has none, as after a kill while it was written"
+        assert message in capsys.readouterr().out
+        save(directory, 3, monkeypatch)
+        assert not killed.exists()
+        assert newest_whole_checkpoint(directory, ONE_RANK) == directory / "step_00000003"
 
 
 def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(

@@ -27,28 +27,29 @@ class BusyClock(PhaseClock):
         return {"forward": 1e6}
 
 
-@pytest.mark.parametrize(("clock", "is_lost"), [(BusyClock, False), (PhaseClock, True)])
-def test_waiting_for_data_while_the_device_is_busy_costs_nothing(clock: type[PhaseClock], is_lost: bool) -> None:
-    cpu = torch.device("cpu")
-    meter = StepMeter(cpu, clock(cpu), StepFlops(1, 1, 1, 0), 1e12)
-    while not meter._data_wait_s:
-        meter.data_arrived()
-    assert (meter.read(Ranks(0, 1, 0))["data_wait_share"] > 0) == is_lost
+CPU, ALONE = torch.device("cpu"), Ranks(0, 1, 0)
+
+
+def test_waiting_for_data_while_the_device_is_busy_costs_nothing() -> None:
+    for clock, is_lost in ((BusyClock, False), (PhaseClock, True)):
+        meter = StepMeter(CPU, clock(CPU), StepFlops(1, 1, 1, 0), 1e12)
+        while not meter._data_wait_s:
+            meter.data_arrived()
+        assert (meter.read(ALONE)["data_wait_share"] > 0) == is_lost
 
 
 def test_a_peak_that_a_busy_machine_made_too_low_never_gives_an_mfu_above_one() -> None:
-    cpu = torch.device("cpu")
-    meter = StepMeter(cpu, PhaseClock(cpu), StepFlops(1, 1, 1, 0), 1e-3)
+    meter = StepMeter(CPU, PhaseClock(CPU), StepFlops(1, 1, 1, 0), 1e-3)
     meter._flops = 1e6  # a step's, which takes less than the 1e9 seconds that the peak allows for
-    assert meter.read(Ranks(0, 1, 0))["mfu"] == pytest.approx(1.0)
+    assert meter.read(ALONE)["mfu"] == pytest.approx(1.0)
     meter._flops = 1.0  # a slower step is compared with the fastest
-    assert 0 < meter.read(Ranks(0, 1, 0))["mfu"] < 1
+    assert 0 < meter.read(ALONE)["mfu"] < 1
 
 
 def test_the_peak_of_a_cpu_counts_only_the_time_in_which_this_process_computes() -> None:
-    before = _now(torch.device("cpu"))
+    before = _now(CPU)
     time.sleep(0.1)  # as if other programs had the cores
-    assert _now(torch.device("cpu")) - before < 0.05
+    assert _now(CPU) - before < 0.05
 
 
 def test_a_run_that_is_too_short_for_a_trace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,27 +63,27 @@ def test_a_run_that_is_too_short_for_a_trace_says_so(tmp_path: Path, capsys: pyt
 
 
 def test_the_summary_of_a_resumed_run_reads_records_with_an_older_name(tmp_path: Path) -> None:
-    cpu = torch.device("cpu")
-    new = StepMeter(cpu, PhaseClock(cpu), StepFlops(1, 1, 1, 0), 1e12).read(Ranks(0, 1, 0))
-    old = {name: value for name, value in new.items() if name != "draft_positions_per_s"}
-    records = [{"step": 1, **old, "supervised_tokens_per_s": 20.0}, {"step": 2, **new, "draft_positions_per_s": 10.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    new = StepMeter(CPU, PhaseClock(CPU), StepFlops(1, 1, 1, 0), 1e12).read(ALONE) | {"draft_positions_per_s": 10.0}
+    old = {**new, "supervised_tokens_per_s": 20.0}
+    del old["draft_positions_per_s"]
+    records = [json.dumps({"step": step, **record}) + "\n" for step, record in ((1, old), (2, new))]
+    (tmp_path / "metrics.jsonl").write_text("".join(records))
     assert dict(speed_rows(tmp_path / "metrics.jsonl"))["per second"] == "0 tokens, 15 draft positions"
 
 
-@pytest.mark.parametrize("given", [None, "backend:native"])
 def test_training_sets_the_allocator_before_it_looks_for_gpus_and_not_when_it_is_imported(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is put back
-    del os.environ["PYTORCH_ALLOC_CONF"]
-    runpy.run_module("mtptrain.train", run_name="a copy")
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
     monkeypatch.setattr("mtptrain.train.init_ranks", lambda *_: sys.exit(os.environ["PYTORCH_ALLOC_CONF"]))
-    if given is not None:
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
-    with pytest.raises(SystemExit, match=given or "expandable_segments:True"):
-        main(make_config())
+    for users in (None, "backend:native"):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is put back
+        del os.environ["PYTORCH_ALLOC_CONF"]
+        runpy.run_module("mtptrain.train", run_name="a copy")
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+        if users is not None:
+            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", users)
+        with pytest.raises(SystemExit, match=users or "expandable_segments:True"):
+            main(make_config())
 
 
 def written_by_wandb(directory: Path, *expected: bytes) -> bytes:

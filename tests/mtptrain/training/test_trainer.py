@@ -1,7 +1,6 @@
 """Tests the trainer's check of losses, its learning rate, and when a step is compiled."""
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -26,16 +25,14 @@ class SecondOfTwo(Ranks):
         return [cast(T, list(self.others)), value]
 
 
-@pytest.mark.parametrize("own_loss", [1.0, math.nan])
-def test_a_loss_that_is_not_finite_is_that_of_the_rank_that_read_it(own_loss: float) -> None:
+def test_a_loss_that_is_not_finite_is_that_of_the_rank_that_read_it() -> None:
     """The gradient norm is that of all ranks, and so is not finite on any of them."""
-    trainer = object.__new__(Trainer)
-    is_others = math.isfinite(own_loss)
-    trainer.ranks = SecondOfTwo(1, 2, 1, ((1, not is_others, 0, (7, 8)),))
-    trainer._unchecked = [((4, 5), torch.tensor([own_loss, math.nan]))]
-    named = "[7, 8] on rank 0" if is_others else "[4, 5] on rank 1"
-    with pytest.raises(UserError, match=rf"^train: the loss .* at step 1 is not, with documents {re.escape(named)};"):
-        trainer.check_finite(1)
+    for own_loss, named in ((1.0, r"\[7, 8\] on rank 0"), (math.nan, r"\[4, 5\] on rank 1")):
+        trainer = object.__new__(Trainer)
+        trainer.ranks = SecondOfTwo(1, 2, 1, ((1, math.isnan(own_loss), 0, (7, 8)),))
+        trainer._unchecked = [((4, 5), torch.tensor([own_loss, math.nan]))]
+        with pytest.raises(UserError, match=rf"^train: the loss .* at step 1 is not, with documents {named};"):
+            trainer.check_finite(1)
 
 
 def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
@@ -45,9 +42,7 @@ def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
     assert warmup_cosine(99, 4, 12, 0.1) == pytest.approx(0.1) and not math.isnan(warmup_cosine(0, 0, 0, 0.1))
 
 
-@pytest.mark.parametrize(
-    ("setting", "compiled"), [("null", [False, True]), ("true", [True] * 2), ("false", [False] * 2)]
-)
-def test_a_step_is_compiled_on_gpus_unless_the_config_says_otherwise(setting: str, compiled: list[bool]) -> None:
-    setting_of_config = make_config(f"train.compile={setting}").train.compile
-    assert [is_compiled(setting_of_config, torch.device(device)) for device in ("cpu", "cuda")] == compiled
+def test_a_step_is_compiled_on_gpus_unless_the_config_says_otherwise() -> None:
+    for setting, compiled in (("null", [False, True]), ("true", [True, True]), ("false", [False, False])):
+        of_config = make_config(f"train.compile={setting}").train.compile
+        assert [is_compiled(of_config, torch.device(device)) for device in ("cpu", "cuda")] == compiled

@@ -40,24 +40,20 @@ def fill(streams: Streams, store_dir: Path) -> None:
     fill_shards(streams, DOCUMENTS, {0: range(1)}, store_dir, HIDDEN_SIZE, 1, StoreDtype.bfloat16, "rank 0", show=False)
 
 
-@pytest.mark.parametrize(
-    ("place", "named", "message"),
-    [
-        ("scratch", "scratch", "the disk of hidden_states.scratch_dir must hold the files of two shards, but is full"),
-        ("store/mtptrain_0.tmp", "store", "of hidden states from this process, but is full; finished shards are kept"),
-    ],
-)
-def test_a_full_scratch_directory_is_named_unless_it_is_on_the_stores_disk(
-    tmp_path: Path, tiny_target: Path, place: str, named: str, message: str
-) -> None:
+FULL_DISKS = {
+    "scratch": "the disk of hidden_states.scratch_dir must hold the files of two shards, but is full",
+    "store/mtptrain_0.tmp": "of hidden states from this process, but is full; finished shards are kept",
+}
+
+
+def test_a_full_scratch_directory_is_named_unless_it_is_on_the_stores_disk(tmp_path: Path, tiny_target: Path) -> None:
     (tmp_path / "store").mkdir()
     settings, python = HiddenStatesConfig(dtype=Dtype.float32), engine_without_room(tmp_path)
-    with (
-        pytest.raises(OSError, match=message) as full,
-        VllmStreams(tiny_target, (1, 2), settings, 3, tmp_path / place, 0, "cpu", python) as streams,
-    ):
-        fill(streams, tmp_path / "store")
-    assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / named)
+    for place, message in FULL_DISKS.items():
+        streams = VllmStreams(tiny_target, (1, 2), settings, 3, tmp_path / place, 0, "cpu", python)
+        with pytest.raises(OSError, match=message) as full, streams:
+            fill(streams, tmp_path / "store")
+        assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / place.partition("/")[0])
 
 
 def test_another_vllm_than_the_tested_one_is_warned_of_by_the_program_alone(
