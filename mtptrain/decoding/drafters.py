@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
+from mtptrain.heads.corrected import Confident, Corrected
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
@@ -90,9 +91,10 @@ class HeadDrafter:
                 states = next_states[:, 0]
                 logits = self.head.logits(states, self.parts)
             previous = tokens[-1] if tokens else first.newest
-            logits = self.head.corrected(logits, states, previous)
+            if isinstance(self.head, Corrected):
+                logits = self.head.corrected(logits, states, previous)
             all_logits.append(logits)
-            if self.head.has_confidence:
+            if isinstance(self.head, Confident):
                 confidences.append(self.head.confidence_of(states, previous))
             if is_sampled:
                 draft_probs = sampler.probs(logits)

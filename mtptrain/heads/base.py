@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.settings.heads import HeadConfig
-from mtptrain.settings.loss import LossPart
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
 from mtptrain.target.position_cache import PositionCache, TreeSlots
@@ -38,37 +37,13 @@ class FirstStates:
     """The states that depth 1 reads [B, H]; wider if the head also feeds back embeddings. Not used if P = K."""
 
 
-@dataclass(frozen=True)
-class Correction:
-    """A correction of the logits of drafts by the tokens before them, of low rank r: features @ weight^T."""
-
-    features: torch.Tensor
-    """[..., r]: [T, M, r] in training, [R, r] for R drafts that the loss computes at a time, [B, r] in decoding."""
-    weight: torch.Tensor
-    """[D, r]."""
-    num_candidates: int | None = None
-    """Number of tokens that a draft chooses among, those with the largest logits. Only these are corrected, and the
-    loss has a part of its own for them, `LossPart.selector`. None corrects all logits."""
-
-    def candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the ids i64[R, A] and corrected logits f32[R, A] of each draft's A candidates, for features [R, r].
-
-        The sum is in fp32, as in engines: in bf16, scores would often be equal.
-        """
-        assert self.num_candidates is not None
-        largest, ids = logits.topk(self.num_candidates, -1)
-        changes = (self.weight[ids] @ self.features[..., None])[..., 0]
-        return ids, largest.float() + changes.float()
-
-
 class Head(nn.Module, ABC):
     """A draft head. `HEADS` lists all classes.
 
     `forward` is the training pass. `draft_first` and `draft_next` are the inference passes: they must compute the same
     states as `forward` at the same depth, from the same inputs. `mtptrain.heads.layer_head.LayerHead` implements all
-    three for heads of one decoder layer. A head that corrects its logits implements `correction` for training and
-    `corrected` for inference, and one with a confidence `confidence`, `confidence_of` and `calibrate`. See
-    docs/add_a_head.md.
+    three for heads of one decoder layer. A head whose drafts depend on the draft before them also implements what
+    `mtptrain.heads.corrected` has. See docs/add_a_head.md.
     """
 
     Config: ClassVar[type[HeadConfig]]
@@ -192,56 +167,6 @@ class Head(nn.Module, ABC):
     def logits(self, states: torch.Tensor, parts: FrozenParts) -> torch.Tensor:
         """Returns logits over the draft vocabulary [..., D], which is the target's unless the head has its own."""
         return F.linear(states, self.output_weight(parts))
-
-    def correction(self, tokens: PackedTokens, states: torch.Tensor) -> Correction | None:
-        """Training: returns what the tokens before each draft add to its logits; None if nothing, as in most heads.
-
-        The token before the draft of depth k at position t is token t + 1 + k of the data.
-
-        Args:
-            tokens: those that `forward` has read.
-            states: its result [T, M, H].
-        """
-        return None
-
-    def confidence(self, states: torch.Tensor, correction: Correction | None) -> torch.Tensor:
-        """Training: returns for each draft the logit [T, M] of the probability to be accepted if all before it are.
-
-        Only heads whose own part of the loss is `confidence` have one.
-        """
-        raise AssertionError(f"{type(self).__name__} has no confidence")
-
-    def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns for each draft the probability f32[B] to be accepted if all before it are.
-
-        Only heads whose own part of the loss is `confidence` have one. They draft all tokens in one forward.
-
-        Args:
-            states: the states of the draft's depth [B, H].
-            previous: the tokens before it, target ids i64[B].
-        """
-        raise AssertionError(f"{type(self).__name__} has no confidence")
-
-    def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns a draft's logits [B, D], corrected by the token before it.
-
-        A head that chooses each draft among candidates returns -inf for all other tokens.
-
-        Args:
-            logits: the logits [B, D] of `states`.
-            states: the states of the draft's depth [B, H].
-            previous: the tokens before it, target ids i64[B].
-        """
-        return logits
-
-    @property
-    def has_confidence(self) -> bool:
-        """Whether the head says how likely each draft is to be accepted."""
-        return self.Config.own_loss_part is LossPart.confidence
-
-    def calibrate(self, scale: float, shift: float) -> None:
-        """Let the logit z of each confidence be scale * z + shift from now on. Only heads with a confidence can."""
-        raise AssertionError(f"{type(self).__name__} has no confidence")
 
     @property
     def draft_token_ids(self) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import Correction
+from mtptrain.heads.corrected import Corrected, Correction
 from mtptrain.heads.dflash import DflashHead, DflashLayer, LayerKind
 from mtptrain.heads.layers import HeadDims
 from mtptrain.heads.packing import PackedTokens
@@ -98,7 +98,7 @@ class CandidateSelector(nn.Module):
         return self.predecessor_codebook[previous] * self.hidden_projection(states)
 
 
-class Dflash2Head(DflashHead):
+class Dflash2Head(DflashHead, Corrected):
     """DFlash 2 head."""
 
     Config = Dflash2Config
@@ -119,7 +119,7 @@ class Dflash2Head(DflashHead):
         return Dflash2Layer(dims, target_config, kind, config.conv_kernel_size, config.conv_group_size)
 
     def correction(self, tokens: PackedTokens, states: torch.Tensor) -> Correction:
-        """Training: returns the selector's scores by the data's tokens; see `Head.correction`."""
+        """Training: returns the selector's scores by the data's tokens; see `Corrected.correction`."""
         return self._selection(states, tokens.before_drafts(len(states)))
 
     def _selection(self, states: torch.Tensor, previous: torch.Tensor) -> Correction:
@@ -128,7 +128,7 @@ class Dflash2Head(DflashHead):
         return Correction(features, self.candidate_selector.successor_codebook, self.num_candidates)
 
     def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns the scores of the candidates, and -inf for all other tokens; see `Head.corrected`."""
+        """Inference: returns the scores of the candidates, and -inf for all other tokens; see `Corrected.corrected`."""
         candidates, scores = self._selection(states, previous).candidates(logits)  # [B, C]
         return torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, candidates, scores)
 

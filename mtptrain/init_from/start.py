@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from mtptrain.data.draft_vocab import check_draft_token_ids
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head, Tensors
+from mtptrain.heads.corrected import Confident
 from mtptrain.heads.draft_model import DraftModelHead, published_config
 from mtptrain.heads.files import (
     best_or_last,
@@ -86,6 +87,7 @@ def _calibrate_and_hash(head: Head, directory: Path, sha256: str) -> str:
     """
     if not (directory / "head.json").is_file() or (calibration := stored_calibration(directory)) is None:
         return sha256
+    assert isinstance(head, Confident)
     head.calibrate(*calibration)
     return hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from mtptrain.config import LossPart
 from mtptrain.heads.base import Head
+from mtptrain.heads.corrected import Confident, Corrected
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch
@@ -50,7 +51,7 @@ def training_losses(
         # 2. Run the head at every depth [T, M, H].
         packed = PackedTokens(read_states, batch.input_ids, batch.next_ids, batch.packing)
         states = model(packed, parts, num_depths)
-        correction = head.correction(packed, states)
+        correction = head.correction(packed, states) if isinstance(head, Corrected) else None
     with clock.phase("loss"):
         # 3. Depth k of draft position t learns the target's distribution of token t + 2 + k, which follows from the
         # target's post-norm state at t + 1 + k. Compute the losses of depths with the same target tokens together.
@@ -87,6 +88,7 @@ def training_losses(
         losses = LossSums.joined(sums)
         # 6. A head that says how likely its drafts are to be accepted learns it from their overlaps.
         if LossPart.confidence in settings.mix:
+            assert isinstance(head, Confident) and correction is not None
             logits = head.confidence(states, correction)
             errors = F.binary_cross_entropy_with_logits(logits.float(), losses.overlaps, reduction="none")  # [T, M]
             losses = losses.plus((errors * batch.is_draft).sum(1), settings.mix[LossPart.confidence], scale)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mtptrain.heads.base import Correction
+from mtptrain.heads.corrected import Correction
 from mtptrain.settings.loss import LossPart
 from mtptrain.training.loss_parts import DIVERGENCES, GRADIENTS, Drafted, Rows
 from mtptrain.training.teacher import Teacher

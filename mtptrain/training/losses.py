@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from mtptrain.config import LossPart, TrainConfig
-from mtptrain.heads.base import Correction
+from mtptrain.heads.corrected import Correction
 from mtptrain.settings.loss import COUPLED_PARTS, loss_mix
 from mtptrain.training.coupled_depths import CoupledPart, agreement, coupled_parts
 from mtptrain.training.loss_blocks import DepthGroup, Selected, blocks, compare, corrected_logits, select

@@ -21,6 +21,7 @@ from mtptrain.decoding.prompts import (
 )
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
+from mtptrain.heads.corrected import Confident
 from mtptrain.heads.files import build_head, fill_head
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import check_placement, load_target
@@ -107,7 +108,7 @@ class Validation:
         if self._loaded is None:
             self._loaded = load_target(self.target.directory, self.dtype, self.ranks.device)
         num_speculative_tokens = self.config.acceptance.num_speculative_tokens
-        confidences = Confidences() if head.has_confidence else None
+        confidences = Confidences() if isinstance(head, Confident) else None
         generations = generate_in_batches(
             self._loaded,
             HeadDrafter(head, self._loaded.parts, num_speculative_tokens),

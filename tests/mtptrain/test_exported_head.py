@@ -79,6 +79,7 @@ def test_the_proof_compares_confidences(tiny_target: Path) -> None:
     parts = load_frozen_parts(tiny_target).to(torch.device("cpu"), torch.float32)
     assert prove_equal_proposals(parts, [], head, deepcopy(head)) > 100
     other = deepcopy(head)
+    assert isinstance(other, DsparkHead)
     other.calibrate(1.5, -1)
     with pytest.raises(UserError, match="must propose the same tokens as the trained one, as surely, but"):
         prove_equal_proposals(parts, [], head, other)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from mtptrain.engines.table import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head
+from mtptrain.heads.corrected import Corrected
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
@@ -99,7 +100,8 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     for _ in range(num_steps * 3 if head.Config.drafts_whole_blocks else num_steps):
         drafted = head(packed, target.parts, depths)
         logits = [head.logits(drafted, target.parts)]
-        if (correction := head.correction(packed, drafted)) is not None:
+        correction = head.correction(packed, drafted) if isinstance(head, Corrected) else None
+        if correction is not None:
             logits.append(logits[0] + F.linear(correction.features, correction.weight))
         # A head that corrects only its most likely candidates needs a loss on the uncorrected logits too.
         trained = logits if correction is not None and correction.num_candidates else logits[-1:]
