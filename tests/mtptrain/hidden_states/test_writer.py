@@ -41,20 +41,17 @@ def remove_shard(directory: Path, index: int) -> None:
     (directory / f"shard_{index:05d}.safetensors").unlink()
 
 
-def test_an_unfinished_store_is_refused_for_reading(tmp_path: Path) -> None:
+def test_an_unfinished_store_is_refused_and_only_shards_with_a_record_and_their_length_are_trusted(
+    tmp_path: Path,
+) -> None:
+    """They are not read: hashing terabytes is slow, and the record is written after the shard is on disk."""
     with pytest.raises(UserError, match=r"manifest.json: must exist, but it does not; run mtptrain hidden-states"):
         HiddenStore.open(tmp_path)
     begin(tmp_path)
-    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    with pytest.raises(UserError, match=r"manifest.json: must exist, but the extraction is unfinished; run mtptrain"):
-        HiddenStore.open(tmp_path, IDENTITY)
-
-
-def test_only_shards_with_a_record_and_their_full_length_are_trusted_without_reading_them(tmp_path: Path) -> None:
-    """Hashing terabytes is slow, and the record is written after the shard is on disk."""
-    begin(tmp_path)
     for index, documents in enumerate(shard_ranges(LENGTHS, SHARD_TOKENS)[:3]):
         write_shard(tmp_path, index, make_shard(index, documents))
+    with pytest.raises(UserError, match=r"manifest.json: must exist, but the extraction is unfinished; run mtptrain"):
+        HiddenStore.open(tmp_path, IDENTITY)
     os.truncate(tmp_path / "shard_00000.safetensors", 100)
     (tmp_path / "shard_00001.json").unlink()  # as if the run had been killed before it wrote the record
     unread = tmp_path / "shard_00002.safetensors"
@@ -113,6 +110,7 @@ def test_two_parts_may_reopen_a_store_at_the_same_time(tmp_path: Path, monkeypat
 
 def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Path) -> None:
     shards, parts = make_store(tmp_path / "whole"), tmp_path / "parts"
+    whole = read_all(tmp_path / "whole")
     assert begin(parts, EVEN) is None and begin(parts, ODD) is None
     write_shard(parts, 1, shards[1])
     others = parts / "shard_00003.safetensors.node.77.tmp"
@@ -126,21 +124,16 @@ def test_parts_share_the_shards_and_the_last_one_finishes_the_store(tmp_path: Pa
     write_shard(parts, 3, shards[3])
     manifest = finish(parts)
     assert manifest == finish(parts), "a second part that ends at the same time must return the same manifest"
-    assert read_all(parts) == read_all(tmp_path / "whole")
-
-
-def test_a_part_that_begins_while_another_finishes_keeps_what_is_there(tmp_path: Path) -> None:
-    """The part that finishes the store removes the records, so the other part must read the manifest."""
-    shards = make_store(tmp_path)
-    whole = read_all(tmp_path)
-    remove_shard(tmp_path, 0)
-    assert begin(tmp_path, EVEN) is None
-    write_shard(tmp_path, 0, shards[0])
-    assert begin(tmp_path, ODD) is None
-    assert finish(tmp_path) is not None
-    assert finished_shards(tmp_path, [1, 3]) == {1, 3}, "the part must find both shards in the manifest"
-    write_shard(tmp_path, 3, shards[3])
-    assert finish(tmp_path) is not None and read_all(tmp_path) == whole
+    assert read_all(parts) == whole
+    # The part that finishes the store removes the records, so one that begins meanwhile must read the manifest.
+    remove_shard(parts, 0)
+    assert begin(parts, EVEN) is None
+    write_shard(parts, 0, shards[0])
+    assert begin(parts, ODD) is None
+    assert finish(parts) is not None
+    assert finished_shards(parts, [1, 3]) == {1, 3}, "the part must find both shards in the manifest"
+    write_shard(parts, 3, shards[3])
+    assert finish(parts) is not None and read_all(parts) == whole
 
 
 def test_no_part_finishes_over_a_shard_that_another_must_write_again(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(
         assert capsys.readouterr().out == "", "the torn checkpoint must not be reported twice"
 
 
-def test_the_newest_whole_checkpoint_is_taken_without_a_word_and_a_renamed_one_is_named(
+def test_the_newest_whole_checkpoint_is_taken_and_renamed_ones_and_a_run_without_any_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) is None
@@ -86,16 +86,13 @@ def test_the_newest_whole_checkpoint_is_taken_without_a_word_and_a_renamed_one_i
     renamed = newest.rename(tmp_path / "step_100000001")
     assert newest_whole_checkpoint(tmp_path, ONE_RANK) == older
     assert f"WARNING {renamed}: must be step_100000000, but was renamed" in capsys.readouterr().out
-
-
-def test_where_every_checkpoint_is_torn_the_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    folders = [write_checkpoint(tmp_path, step) for step in (4, 8)]
+    folders = [write_checkpoint(tmp_path / "torn", step) for step in (4, 8)]
     for folder in folders:
         truncate(folder / STATE)
     message = r"at least one .* whole, but none is \(.*step_00000008/state.*step_00000004/state.*\); restore one, or"
     with pytest.raises(UserError, match=message):
-        newest_whole_checkpoint(tmp_path, ONE_RANK)
-    assert all((folder / MARKER).is_file() for folder in folders)
+        newest_whole_checkpoint(tmp_path / "torn", ONE_RANK)
+    assert all((folder / MARKER).is_file() for folder in folders), "nothing must be touched"
 
 
 def test_what_a_killed_save_leaves_is_passed_over_and_removed_by_the_next_save(
@@ -123,33 +120,27 @@ def test_what_a_killed_save_leaves_is_passed_over_and_removed_by_the_next_save(
         assert newest_whole_checkpoint(directory, ONE_RANK) == directory / "step_00000003"
 
 
-def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed(
+def test_a_new_checkpoint_is_on_the_disk_before_an_old_one_is_removed_and_other_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = write_checkpoint(tmp_path, 1), tmp_path / "step_00000002"
+    old, unfinished, new = write_checkpoint(tmp_path, 1), write_checkpoint(tmp_path, 2), tmp_path / "step_00000003"
+    (unfinished / MARKER).unlink()
+    shutil.copytree(old, tmp_path / "step_00000001_good")
+    mine = ["step_00000001_good/complete.json", "step_best/model.bin", "torn_pages/a.txt", "step_00000001/notes.txt"]
+    mine += ["step_00000002/notes.txt", "step_00000003/notes.txt"]
+    for name in mine[1:]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
     flushed: list[tuple[Path, bool]] = []  # what was flushed, and whether the old checkpoint was still there
 
     def fsync(descriptor: int) -> None:
         flushed.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")), (old / MARKER).exists()))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    save(tmp_path, 2, monkeypatch)
-    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == new and not old.exists()
+    save(tmp_path, 3, monkeypatch)
+    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == new
     assert flushed[-1] == (tmp_path, True), "the parent folder must be flushed before the old checkpoint is removed"
     written = (f"{STATE}.tmp.tmp", f"{MARKER}.tmp.tmp", f"{STATE}.tmp", f"{MARKER}.tmp")
     assert [path for path, _ in flushed] == [*(path for name in written for path in (new / name, new)), tmp_path]
-
-
-def test_what_somebody_else_has_put_beside_checkpoints_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, unfinished = write_checkpoint(tmp_path, 1), write_checkpoint(tmp_path, 2)
-    (unfinished / MARKER).unlink()
-    shutil.copytree(old, tmp_path / "step_00000001_good")
-    somebodys = ["step_00000001_good/complete.json", "step_best/model.bin", "torn_pages/a.txt"]
-    somebodys += ["step_00000001/notes.txt", "step_00000002/notes.txt", "step_00000003/notes.txt"]
-    for name in somebodys[1:]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    save(tmp_path, 3, monkeypatch)
-    assert [name for name in somebodys if not (tmp_path / name).is_file()] == []
+    assert [name for name in mine if not (tmp_path / name).is_file()] == []
     assert not (old / STATE).exists() and not (unfinished / STATE).exists()
-    assert newest_whole_checkpoint(tmp_path, ONE_RANK) == tmp_path / "step_00000003"

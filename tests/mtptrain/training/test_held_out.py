@@ -7,8 +7,7 @@ import torch
 
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import Generation, speculate
+from mtptrain.decoding.speculate import Generation
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -19,6 +18,7 @@ from mtptrain.training.losses import LossSettings
 from mtptrain.training.validation import Validated
 from mtptrain.utils.distributed import Ranks
 from tests.mimo import MIMO_HEAD
+from tests.mtptrain.decoding.drafting import decode
 from tests.mtptrain.heads.drafted import drafted_states
 from tests.mtptrain.heads.test_contract import draw_norms
 
@@ -34,11 +34,6 @@ def random_head(target: Target, name: str) -> Head:
     head = build_head(replace(config, ttt_steps=DEPTHS), target.config).eval().requires_grad_(False)
     draw_norms(head)
     return head
-
-
-def answers(target: Target, head: Head) -> list[Generation]:
-    drafter = HeadDrafter(head, target.parts, DEPTHS)
-    return speculate(target, drafter, PROMPTS, num_speculative_tokens=DEPTHS, max_new_tokens=11, sampler=Sampler())
 
 
 def measured(target: Target, head: Head, generations: list[Generation]) -> HeldOutLosses:
@@ -64,28 +59,22 @@ def drafted_token_by_token(target: Target, head: Head, generations: list[Generat
         for start in range(len(prompt) - 1, len(ids) - 2):
             drafts = drafted_states(head, target.parts, read, torch.cat([ids, ids[:DEPTHS]]), start, DEPTHS)
             for depth, state in enumerate(drafts[: len(ids) - 2 - start]):
-                logprobs, wanted = head.logits(state, target.parts).log_softmax(-1), teacher[start + 1 + depth]
-                kl = (wanted.exp() * (wanted - logprobs)).sum()
-                sums[depth] += torch.tensor([kl, logprobs.argmax() == wanted.argmax(), 1.0])
+                logprobs, logp = head.logits(state, target.parts).log_softmax(-1), teacher[start + 1 + depth]
+                kl = (logp.exp() * (logp - logprobs)).sum()
+                sums[depth] += torch.tensor([kl, logprobs.argmax() == logp.argmax(), 1.0])
     return [(kl / count, hits / count, int(count)) for kl, hits, count in sums.tolist()]
 
 
 @pytest.mark.parametrize("name", ["mtp", "mimo", "eagle3", "peagle", "medusa", "hydra", "dflash", "draft_model"])
 def test_held_out_losses_are_those_of_drafting_token_by_token(target: Target, name: str) -> None:
     head = random_head(target, name)
-    generations = answers(target, head)
-    found, wanted = measured(target, head, generations), drafted_token_by_token(target, head, generations)
-    assert found.num_drafts_at == [count for *_, count in wanted] == [30, 27, 24]
-    assert found.kl_at == pytest.approx([kl for kl, *_ in wanted], rel=1e-4)
-    assert found.top1_accuracy_at == pytest.approx([accuracy for _, accuracy, _ in wanted], abs=1e-6)
-    assert found.loss_at == found.kl_at
-
-
-def test_an_answer_of_one_token_has_no_draft_and_metrics_name_the_losses(target: Target) -> None:
-    head = random_head(target, "mtp")
-    generations = answers(target, head)
+    generations = decode(target, HeadDrafter(head, target.parts, DEPTHS), PROMPTS, max_new_tokens=11)
+    losses, drafted = measured(target, head, generations), drafted_token_by_token(target, head, generations)
+    assert losses.num_drafts_at == [count for *_, count in drafted] == [30, 27, 24]
+    assert losses.kl_at == losses.loss_at == pytest.approx([kl for kl, *_ in drafted], rel=1e-4)
+    assert losses.top1_accuracy_at == pytest.approx([accuracy for _, accuracy, _ in drafted], abs=1e-6)
     short = [Generation(each.tokens[:1], 0, 0, 0, [0] * DEPTHS) for each in generations]
-    assert measured(target, head, short).num_drafts_at == [0, 0, 0]
-    record = Validated(summarise(generations), measured(target, head, generations)).record()
+    assert measured(target, head, short).num_drafts_at == [0, 0, 0], "an answer of one token has no draft"
+    record = Validated(summarise(generations), losses).record()
     assert {"acceptance_length", "acceptance_rate_at", "held_out_kl_at", "held_out_top1_accuracy_at"} <= set(record)
     assert "held_out_kl_at" not in Validated(summarise(generations), None).record()

@@ -30,25 +30,19 @@ class BusyClock(PhaseClock):
 CPU, ALONE = torch.device("cpu"), Ranks(0, 1, 0)
 
 
-def test_waiting_for_data_while_the_device_is_busy_costs_nothing() -> None:
+def test_waiting_for_data_while_the_device_is_busy_costs_nothing_and_an_mfu_is_never_above_one() -> None:
     for clock, is_lost in ((BusyClock, False), (PhaseClock, True)):
         meter = StepMeter(CPU, clock(CPU), StepFlops(1, 1, 1, 0), 1e12)
         while not meter._data_wait_s:
             meter.data_arrived()
         assert (meter.read(ALONE)["data_wait_share"] > 0) == is_lost
-
-
-def test_a_peak_that_a_busy_machine_made_too_low_never_gives_an_mfu_above_one() -> None:
-    meter = StepMeter(CPU, PhaseClock(CPU), StepFlops(1, 1, 1, 0), 1e-3)
+    meter = StepMeter(CPU, PhaseClock(CPU), StepFlops(1, 1, 1, 0), 1e-3)  # a peak that a busy machine made too low
     meter._flops = 1e6  # a step's, which takes less than the 1e9 seconds that the peak allows for
     assert meter.read(ALONE)["mfu"] == pytest.approx(1.0)
     meter._flops = 1.0  # a slower step is compared with the fastest
     assert 0 < meter.read(ALONE)["mfu"] < 1
-
-
-def test_the_peak_of_a_cpu_counts_only_the_time_in_which_this_process_computes() -> None:
     before = _now(CPU)
-    time.sleep(0.1)  # as if other programs had the cores
+    time.sleep(0.1)  # as if other programs had the cores: only the time in which this process computes counts
     assert _now(CPU) - before < 0.05
 
 

@@ -1,6 +1,7 @@
 """Which documents a step packs: every one at most once, within the budget, and no step much smaller than the others."""
 
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def pack_long(lengths: np.ndarray) -> list[Step]:
     return pack(lengths, MICRO_BATCHES, batch_tokens=BATCH_TOKENS)
 
 
-def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
+def test_the_micro_batches_of_a_step_cost_about_the_same_and_longer_documents_are_refused() -> None:
     """Costs do not follow the number of tokens here: one document in ten costs 20 times as much as the others."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 12, 2000)
@@ -46,9 +47,6 @@ def test_the_micro_batches_of_a_step_cost_about_the_same() -> None:
         assert max(spent) < 1.1 * np.mean(spent)
     unbalanced = [[costs[indices].sum() for indices in step] for step in steps]
     assert max(max(spent) / np.mean(spent) for spent in unbalanced) > 1.5
-
-
-def test_a_document_longer_than_a_batch_is_refused() -> None:
     message = r"train\.batch_tokens: must be at least the 70 tokens of the longest document, but is 64; raise it"
     with pytest.raises(ValueError, match=message):
         pack(np.array([3, 70]))
@@ -109,8 +107,9 @@ def test_no_step_is_much_smaller_than_the_others_with_long_documents_or_at_the_e
         assert fill.sum() == pytest.approx(lengths.sum() / (MICRO_BATCHES * BATCH_TOKENS))
 
 
-def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
-    """The order stays close to the shuffled one, except in the last steps, which share their documents evenly."""
+def test_a_document_that_fits_nowhere_waits_a_few_steps_only_and_a_streamed_store_keeps_to_its_order() -> None:
+    """The order stays close to the shuffled one, except in the last steps, which share their documents evenly: not with
+    a streamed store, whose later windows may not be on disk yet."""
     lengths = lengths_of(0.17, num_steps=60)
     order, steps = shuffled(len(lengths), 0, 0), pack_long(lengths)
     step_of = {i: number for number, step in enumerate(steps) for indices in step for i in indices}
@@ -119,19 +118,15 @@ def test_a_document_that_fits_nowhere_waits_a_few_steps_only() -> None:
     waited = (taken - first_of_the_later)[taken < len(steps) - EVENED_STEPS]
     assert 0 < waited.max() <= LOOK_AHEAD
 
-
-def test_the_last_steps_of_a_streamed_store_keep_to_its_order() -> None:
-    """Even the last steps of an epoch take documents in order, because later windows may not be on disk yet."""
     lengths = np.random.default_rng(0).integers(10, 60, 200)
-    order = shuffled(len(lengths), 0, 0)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    steps = pack(lengths, 2, evens_last_steps=False)
-    first = [min(place[index] for documents in step for index in documents) for step in steps]
-    last = [max(place[index] for documents in step for index in documents) for step in steps]
-    assert max(end - start for start, end in zip(first, last, strict=True)) < 4 * LOOK_AHEAD
-    evened = [max(place[index] for documents in step for index in documents) for step in pack(lengths, 2)]
-    assert min(evened[-EVENED_STEPS:]) > min(last[-EVENED_STEPS:]), "evened steps must take documents out of order"
+    place = np.argsort(shuffled(len(lengths), 0, 0))
+    streamed, evened = (
+        [[place[index] for index in chain(*step)] for step in pack(lengths, 2, evens_last_steps=evens)]
+        for evens in (False, True)
+    )
+    assert max(max(places) - min(places) for places in streamed) < 4 * LOOK_AHEAD
+    last, last_evened = (min(max(places) for places in steps[-EVENED_STEPS:]) for steps in (streamed, evened))
+    assert last_evened > last, "evened steps must take documents out of order"
 
 
 def test_every_draft_position_is_drawn_equally_often_and_each_epoch_draws_others() -> None:

@@ -35,14 +35,10 @@ def test_a_loss_that_is_not_finite_is_that_of_the_rank_that_read_it() -> None:
             trainer.check_finite(1)
 
 
-def test_the_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
+def test_the_learning_rate_warms_up_and_follows_half_a_cosine_and_steps_are_compiled_on_gpus() -> None:
     assert [warmup_cosine(step, 4, 12, 0.1) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert warmup_cosine(8, 4, 12, 0.1) == pytest.approx(0.55)
-    assert warmup_cosine(12, 4, 12, 0.1) == pytest.approx(0.1)
-    assert warmup_cosine(99, 4, 12, 0.1) == pytest.approx(0.1) and not math.isnan(warmup_cosine(0, 0, 0, 0.1))
-
-
-def test_a_step_is_compiled_on_gpus_unless_the_config_says_otherwise() -> None:
+    assert [warmup_cosine(step, 4, 12, 0.1) for step in (8, 12, 99)] == pytest.approx([0.55, 0.1, 0.1])
+    assert not math.isnan(warmup_cosine(0, 0, 0, 0.1))
     for setting, compiled in (("null", [False, True]), ("true", [True, True]), ("false", [False, False])):
         of_config = make_config(f"train.compile={setting}").train.compile
         assert [is_compiled(of_config, torch.device(device)) for device in ("cpu", "cuda")] == compiled
