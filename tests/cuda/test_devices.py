@@ -167,14 +167,21 @@ def test_a_spread_target_returns_states_on_the_device_of_its_parts(family: str, 
         target = fake_target(family_config(family, 4, tie_word_embeddings=is_tied), num_devices=2)
         assert (target.parts.lm_head is target.parts.embed_tokens) == is_tied and str(target.device) == FIRST
         cache, positions = PositionCache(64), torch.arange(40, device=FIRST).repeat(2, 1)
-        with Answered([], number=43), Meter() as meter:
+        with Answered([], number=43):
             for rows in (positions, positions[:, :4] + 40):  # the rows of a prompt, then of a round
-                states = target.forward(torch.zeros_like(rows), rows, cache, (0, 2, 4))
-                assert states.aux_hidden_states is not None
-                logits = target.parts.logits(states.postnorm_states)
-                assert {str(x.device) for x in (states.postnorm_states, states.aux_hidden_states, logits)} == {FIRST}
+                read = target.forward(torch.zeros_like(rows), rows, cache, (0, 2, 4))
+                assert read.aux_hidden_states is not None
+                logits = target.parts.logits(read.postnorm_states)
+                assert {str(x.device) for x in (read.postnorm_states, read.aux_hidden_states, logits)} == {FIRST}
         assert [str(cache._keys[layer].device) for layer in range(4)] == [FIRST, FIRST, SECOND, SECOND]
-        assert meter.num_calls["_to_copy"] > 0
+        cache, positions = PositionCache(16), torch.arange(8, device=FIRST).repeat(2, 1)
+        with Meter() as meter:
+            cache.begin(positions)
+            for layer, device in enumerate((FIRST, SECOND, SECOND, SECOND)):
+                states = torch.empty(2, 4, 8, 16, device=device)
+                keys, values = cache.update(states, states, layer)
+                assert str(keys.device) == str(values.device) == device
+        assert meter.num_calls["_to_copy"] == 1, "slot indices must be copied to another device once in a forward"
 
 
 @pytest.mark.slow
@@ -203,5 +210,5 @@ def test_validation_reads_answers_into_documents_on_the_cpu(name: str) -> None:
     with fake_cuda(), Answered([]), patch("mtptrain.target.model.PositionCache", PositionCache):
         target = fake_target(family_config("llama", 4))
         document = read_by_target(fake_head(name, target), target, [1, 2, 3], [4, 5])
-    found = [x for x in vars(document).values() if isinstance(x, torch.Tensor)]
-    assert len(found) == (4 if name == "eagle3" else 3) and {x.device.type for x in found} == {"cpu"}
+    tensors = [x for x in vars(document).values() if isinstance(x, torch.Tensor)]
+    assert len(tensors) == (4 if name == "eagle3" else 3) and {x.device.type for x in tensors} == {"cpu"}
