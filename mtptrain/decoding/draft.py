@@ -34,11 +34,8 @@ class Draft:
         batch_size, num_drafts = self.tokens.shape
         device = self.tokens.device
         if self.parents is None:
-            return (
-                torch.ones(num_drafts + 1, num_drafts + 1, dtype=torch.bool, device=device)
-                .tril()
-                .expand(batch_size, -1, -1)
-            )
+            chain = torch.ones(num_drafts + 1, num_drafts + 1, dtype=torch.bool, device=device).tril()
+            return chain.expand(batch_size, -1, -1)
         above = torch.eye(num_drafts + 1, device=device).repeat(batch_size, 1, 1)
         above[:, 1:].scatter_(2, self.parents[..., None] + 1, 1.0)
         while True:  # paths of up to 1, 2, 4, ... steps

@@ -229,10 +229,8 @@ class PromptLookupDrafter:
         pass
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        sequences = [
-            tokens[:count] for tokens, count in zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)
-        ]
-        proposals = [self._look_up(sequence) for sequence in sequences]
+        sequences = zip(verified.tokens.tolist(), verified.num_tokens.tolist(), strict=True)
+        proposals = [self._look_up(tokens[:count]) for tokens, count in sequences]
         tokens = [proposed + [0] * (self.draft_slots - len(proposed)) for proposed in proposals]
         num_proposed = torch.tensor([len(proposed) for proposed in proposals])
         is_proposed = torch.arange(self.draft_slots) < num_proposed[:, None]

@@ -1,4 +1,4 @@
-"""What heads have whose drafts depend on the draft before them: corrected logits, and the confidence of a draft."""
+"""Heads whose drafts depend on the draft before them: the correction of logits, and the confidence of a draft."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ class Correction:
 
     features: torch.Tensor
     """[..., r]: [T, M, r] in training, [R, r] for R drafts that the loss computes at a time, [B, r] in decoding."""
-    weight: torch.Tensor
-    """[D, r]."""
+    weight: torch.Tensor  # [D, r]
     num_candidates: int | None = None
     """Number of tokens that a draft chooses among, those with the largest logits. Only these are corrected, and the
     loss has a part of its own for them, `LossPart.selector`. None corrects all logits."""
@@ -69,9 +68,7 @@ class Confident(ABC):
     def confidence_of(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Inference: returns for each draft the probability f32[B] to be accepted if all before it are.
 
-        Args:
-            states: the states of the draft's depth [B, H].
-            previous: the tokens before it, target ids i64[B].
+        The arguments are those of `Corrected.corrected`.
         """
 
     @abstractmethod

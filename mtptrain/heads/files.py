@@ -154,7 +154,7 @@ def check_head_target(directory: Path, target: TargetFiles) -> None:
 
 def stored_calibration(directory: Path) -> tuple[float, float] | None:
     """Returns the scale and the shift of the confidence that validation found for a trained head; None without."""
-    facts = read_sealed(directory / "head.json", RESTORE)
+    facts = read_sealed(directory / "head.json", RESTORE) if (directory / "head.json").is_file() else {}
     return (facts[SCALE], facts[SHIFT]) if SCALE in facts else None
 
 

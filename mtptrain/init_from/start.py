@@ -81,13 +81,9 @@ def trained_or_initial_head(
 
 
 def _calibrate_and_hash(head: Head, directory: Path, sha256: str) -> str:
-    """Calibrate a head's confidence as its `head.json` says, and return the hash of both for `RunHead`.
-
-    Without a calibration, it is `sha256`, the hash of the stored weights.
-    """
-    if not (directory / "head.json").is_file() or (calibration := stored_calibration(directory)) is None:
+    """Calibrate a head's confidence if its `head.json` says so. Returns the hash of weights and calibration."""
+    if not isinstance(head, Confident) or (calibration := stored_calibration(directory)) is None:
         return sha256
-    assert isinstance(head, Confident)
     head.calibrate(*calibration)
     return hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
 

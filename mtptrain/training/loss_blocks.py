@@ -40,7 +40,7 @@ class DepthGroup:
     data_tokens: torch.Tensor | None = None
     """The data's token that the first depth should predict at each draft position i64[M]; for `LossPart.data_ce`."""
     correction: Correction | None = None
-    """What the tokens before the drafts add to the logits of `states @ lm_head`."""
+    """The correction of the logits of `states @ lm_head` by the tokens before the drafts."""
 
     def correction_at(self, block: "Block") -> Correction | None:
         """Returns the correction of a block's drafts, with features [T * C, r]."""
