@@ -7,10 +7,9 @@ import torch
 
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.engines.base import Served
-from mtptrain.engines.engine import Decoder
-from mtptrain.engines.engines import ENGINES
 from mtptrain.engines.exports import read_serving_facts
 from mtptrain.engines.server import EngineServer
+from mtptrain.engines.table import running_engine
 from mtptrain.run import Run
 
 Prompts = Sequence[Sequence[int]]
@@ -30,28 +29,13 @@ def context_tokens(prompts: Prompts, max_new_tokens: int, num_drafts: int) -> in
     return max(map(len, prompts)) + max_new_tokens + spare_tokens(num_drafts)
 
 
-def find_decoder(run: Run, prompts: Prompts, log_dir: Path) -> Decoder:
-    """Returns the engine that answers in `mtptrain serving-check`.
-
-    Raises:
-        UserError: the head does not exist or has too short a context, or one of the errors of `find_server` and
-            `find_served`.
-    """
-    num_drafts = run.config.acceptance.num_speculative_tokens
-    if (server := find_server(run, prompts, num_drafts)) is not None:
-        check_head(run, prompts, num_drafts)
-        return server
-    served = find_served(run, prompts, num_drafts, log_dir)
-    return ENGINES[run.config.serving.engine].decoder(served, num_drafts)
-
-
 def find_server(run: Run, prompts: Prompts, num_drafts: int) -> EngineServer | None:
     """Returns the running server of `serving.url`, if that is set.
 
     Raises:
         UserError: no server answers, or it is another engine's, or serves another model, or has too short a context.
     """
-    serving, kind = run.config.serving, ENGINES[run.config.serving.engine].server
+    serving, kind = run.config.serving, running_engine(run.config.serving.engine).server
     if serving.url is None:
         return None
     assert kind is not None, "see ENGINES_WITH"
@@ -68,7 +52,7 @@ def find_served(run: Run, prompts: Prompts, num_drafts: int, log_dir: Path) -> S
         UserError: the engine's program, its file of the target, the head or the export does not exist, or the export is
             for another engine or holds another head, or the head has too short a context.
     """
-    engine = ENGINES[run.config.serving.engine]
+    engine = running_engine(run.config.serving.engine)
     engine.check_target(run.target)
     program = engine.find_program(run.config.serving)
     head_sha256 = check_head(run, prompts, num_drafts)

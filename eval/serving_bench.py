@@ -23,11 +23,12 @@ from pathlib import Path
 from rich.table import Table
 
 from eval.serving_speed.bench_rows import Row, speeds_of
-from eval.serving_speed.engine_settings import best_num_drafts, remove_engine_settings, write_engine_settings
+from eval.serving_speed.engine_settings import remove_engine_settings, write_engine_settings
 from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Served
-from mtptrain.engines.engines import ENGINES
+from mtptrain.engines.requests import best_num_drafts
+from mtptrain.engines.table import running_engine
 from mtptrain.planning.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
@@ -72,7 +73,7 @@ def prepare(run: Run, output_dir: Path) -> tuple[Bench, list[RoundCost]]:
     if (server := find_server(run, prompts, most_drafts)) is not None:
         return Bench(config, prompts, output_dir, server), []
     served = find_served(run, prompts, most_drafts, output_dir)
-    engine = ENGINES[config.serving.engine]
+    engine = running_engine(config.serving.engine)
     engine.check_bench(served.program, config.head.name, concurrency, config.acceptance.temperature)
     return Bench(config, prompts, output_dir, served), read_costs(config, run.target)
 
@@ -81,7 +82,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str, costs: Sequen
     """Write the report, the plot and the engines' settings, and print the table."""
     config, settings, serving = bench.config, bench.config.acceptance, bench.config.serving
     served = bench.served if isinstance(bench.served, Served) else None
-    engine, speeds = ENGINES[serving.engine], speeds_of(rows)
+    engine, speeds = running_engine(serving.engine), speeds_of(rows)
     described = [row.describe(speeds, serving.engine, costs) for row in rows]
     report = {
         "command": command(),
@@ -106,7 +107,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str, costs: Sequen
     write_sealed(path, report)
     print_table(bench, rows, f"{engine.name} {version}", costs)
     remove_engine_settings(bench.output_dir)
-    if served and engine.has_settings:
+    if served and engine.varies_drafts:
         print(write_engine_settings(bench.output_dir, speeds, served, config.head))
     with drawing(bench.output_dir / "plot.svg", path):
         (bench.output_dir / "plot.svg").write_text(plot_serving(described))

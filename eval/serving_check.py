@@ -31,8 +31,9 @@ from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.engine import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, Decoder, EngineCounts, EngineRun
-from mtptrain.engines.engines import ENGINES
+from mtptrain.engines.base import RunningEngine
+from mtptrain.engines.requests import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, EngineCounts, EngineRun
+from mtptrain.engines.table import running_engine
 from mtptrain.init_from.start import RunHead
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
@@ -44,7 +45,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from mtptrain.utils.startup import command
 
-from .engines import find_decoder, spare_tokens
+from .engines import check_head, find_served, find_server, spare_tokens
 from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
@@ -69,27 +70,37 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     """Compare our loop with the engine, and write and print the report. Returns whether they agree as they must."""
     config, settings = run.config, run.config.acceptance
     # The check uses only the first turn of a conversation.
-    prompts = run.measured_prompts(spare_tokens(settings.num_speculative_tokens)).input_ids
-    engine = find_decoder(run, list(prompts.values()), output_dir)
+    num_drafts = settings.num_speculative_tokens
+    prompts = run.measured_prompts(spare_tokens(num_drafts)).input_ids
+    engine, all_prompts = running_engine(config.serving.engine), list(prompts.values())
+    server, served = find_server(run, all_prompts, num_drafts), None
+    if server is None:
+        served = find_served(run, all_prompts, num_drafts, output_dir)
+    else:
+        check_head(run, all_prompts, num_drafts)
     ours = decode_here(run, prompts)
     gc.collect()
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
     StageDir(output_dir).claim(config)
-    theirs = engine.generate(list(prompts.values()), settings.max_new_tokens, ours.stop_token_ids)
-    limits = settings.num_speculative_tokens, settings.max_new_tokens, ours.stop_token_ids
-    our_counts, rule = engine.counted(ours.drafted, *limits)
-    has_rounded_weights = engine.may_round or getattr(run.target.config, "quantization_config", None) is not None
+    request = settings.max_new_tokens, ours.stop_token_ids
+    if served is None:
+        assert server is not None
+        theirs, may_round = server.generate(all_prompts, *request), server.may_round
+    else:
+        theirs, may_round = engine.generate(served, num_drafts, all_prompts, *request), engine.may_round(served)
+    our_counts, rule = engine.counted(ours.drafted, num_drafts, *request)
+    has_rounded_weights = may_round or getattr(run.target.config, "quantization_config", None) is not None
     may_round = settings.dtype == Dtype.bfloat16 or has_rounded_weights
     comparison = Comparison(ours, our_counts, theirs, check_counts(theirs.counts, our_counts, config, engine))
     if not comparison.is_equal and may_round:
-        followed, _ = engine.counted(follow_answers(run, prompts, theirs.tokens), *limits)
+        followed, _ = engine.counted(follow_answers(run, prompts, theirs.tokens), num_drafts, *request)
         comparison = replace(comparison, our_counts_on_their_answers=followed)
-    divergence = None if comparison.is_equal else explain(run, list(prompts.values()), comparison)
+    divergence = None if comparison.is_equal else explain(run, all_prompts, comparison)
 
-    served = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
-    served["prompts_sha256"] = Prompts(prompts).sha256
+    found = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
+    found["prompts_sha256"] = Prompts(prompts).sha256
     StageDir(output_dir).record(config, "report.json")
-    write_sealed(output_dir / "report.json", served)
+    write_sealed(output_dir / "report.json", found)
     print_table(config, comparison, engine.name, rule)
     write_run_page(config)
     if not comparison.is_equal and comparison.is_near and (divergence is None or divergence.is_rounding):
@@ -173,7 +184,7 @@ def follow_answers(run: Run, prompts: InputIds, answers: list[list[int]]) -> lis
 
 
 def check_counts(
-    theirs: EngineCounts | None, ours: EngineCounts, config: PipelineConfig, engine: Decoder
+    theirs: EngineCounts | None, ours: EngineCounts, config: PipelineConfig, engine: RunningEngine
 ) -> EngineCounts:
     """Returns the engine's counts. Raises UserError if it does not draft `num_speculative_tokens` tokens a round."""
     if theirs is not None and theirs.rounds == ours.rounds == 0:
@@ -257,7 +268,9 @@ def explain(run: Run, prompts: list[list[int]], comparison: Comparison) -> Diver
     )
 
 
-def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, engine: Decoder) -> str:
+def what_differs(
+    prompt_ids: list[str], comparison: Comparison, divergence: Divergence | None, engine: RunningEngine
+) -> str:
     unequal = [f"{name} ({ours:g} here, {theirs:g} there)" for name, ours, theirs in comparison.rows if ours != theirs]
     if divergence is not None:
         first = f"The first difference, for prompt id {prompt_ids[divergence.prompt]}: {divergence}"
@@ -285,7 +298,7 @@ def what_differs(prompt_ids: list[str], comparison: Comparison, divergence: Dive
 def report(
     config: PipelineConfig, target: TargetFiles, comparison: Comparison, divergence: Divergence | None
 ) -> dict[str, Any]:
-    engine = ENGINES[config.serving.engine]
+    engine = running_engine(config.serving.engine)
     settings, followed = config.acceptance, comparison.our_counts_on_their_answers
     our_plain, their_plain = comparison.num_plain
     names = ("rounds", "drafted", "accepted_at", "acceptance_length")

@@ -8,19 +8,18 @@ command and the measured acceptance, and `serving.json` for programs.
     mtptrain export recipe=quickstart export.engine=vllm
 """
 
-import shlex
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtptrain.config import ExportEngine, PipelineConfig
+from mtptrain.config import PipelineConfig
 from mtptrain.decoding.export_proof import DOCUMENTS, TOKENS, DocumentBatch, prove_equal_proposals
-from mtptrain.engines.exports import README, SERVING, WRITTEN_FOR, export_dir
+from mtptrain.engines.base import Engine
+from mtptrain.engines.exports import README, SERVING, export_dir
 from mtptrain.engines.format import Format
-from mtptrain.engines.llama_cpp.formats import GgufFormat
-from mtptrain.engines.table import format_for
+from mtptrain.engines.table import engine_of, format_for
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.hidden_states.store import MANIFEST, HiddenStore
@@ -38,12 +37,6 @@ IMAGE_NOTE = (
     "fewer drafts accepted."
 )
 HOME_NOTE = "\nIn these paths, `~` is the home directory of whoever wrote the export: write it out in full.\n"
-METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""Method that vLLM infers from the first of these names that the head's path contains, unless one of these is given.
-
-Another method that is given, such as medusa or draft_model, is overridden. Source: vllm/config/speculative.py in vLLM
-0.32.
-"""
 
 
 def main(config: PipelineConfig) -> None:
@@ -63,14 +56,12 @@ def export(run: Run) -> None:
     stage_dir.check_replaceable()
     output_dir = stage_dir.path
     form = format_for(config.export.engine, config.head, run.target.config, run.target.gguf)
-    if config.export.engine == ExportEngine.vllm:
-        check_directory_name(output_dir, form.method)
+    engine_of(config.export.engine).check_directory(output_dir, form)
     dtype, chosen = None, config.export.dtype
     if chosen is not ExportDtype.auto:
         dtype = torch.float32 if chosen is ExportDtype.q8_0 else getattr(torch, chosen)
     trained = run.head(dtype, torch.device("cpu"))
     if chosen is ExportDtype.q8_0:
-        assert isinstance(form, GgufFormat)
         form.is_quantised = True
         trained.head.load_state_dict(form.rounded(trained.head.state_dict()))
     measured = measured_acceptance(config.acceptance_dir / "report.json", trained.sha256)
@@ -96,16 +87,6 @@ def export(run: Run) -> None:
         own = ["config.json"] if form.has_config_json else []
         write_sealed(directory / SERVING, written, [*own, form.weights_name])
     print_summary(output_dir / form.weights_name, proof)
-
-
-def check_directory_name(output_dir: Path, method: str) -> None:
-    """Refuse a path from which vLLM would infer another method: see `METHODS_BY_NAME`."""
-    name = next((each for each in METHODS_BY_NAME if each in str(output_dir.resolve()).lower()), None)
-    if name is not None and METHODS_BY_NAME[name] != method:
-        raise UserError(
-            f"export.output_dir: vLLM must not infer a method other than {method} from the path, but "
-            f"{output_dir.resolve()} contains {name!r}; choose another run_dir or export.output_dir"
-        )
 
 
 def write_head(directory: Path, form: Format, state: Tensors) -> None:
@@ -189,34 +170,29 @@ def measured_acceptance(path: Path, head_sha256: str) -> str:
 
 def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:
     """Returns the README: how to serve the directory, and its measured acceptance."""
-    config, served = run.config, form.target_name(run.target.name_for_engines)
+    config, engine = run.config, engine_of(run.config.export.engine)
+    served = form.target_name(run.target.name_for_engines)
     launch = form.launch(served, output_dir.resolve(), config.acceptance.num_speculative_tokens)
     parts = [
         f"# Draft head for `{config.target.path}`",
-        f"Head `{config.head.name}` for {config.export.engine} {WRITTEN_FOR[config.export.engine]}, as "
+        f"Head `{config.head.name}` for {config.export.engine} {engine.version}, as "
         f"`{form.architecture}`. Other versions may read it differently.",
         f"```\n{launch}\n```",
         measured,
         *form.notes(),
-        *([mode_note(run.target.template_kwargs_json, config.export.engine)] if config.prompts.source.is_chat else []),
+        *([mode_note(run.target.template_kwargs_json, engine)] if config.prompts.source.is_chat else []),
         *([IMAGE_NOTE] if run.target.has_image_encoder else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def mode_note(mode: str, engine: ExportEngine) -> str:
+def mode_note(mode: str, engine: Engine) -> str:
     """Returns what the README says about the mode of the chat template that the head was trained in."""
     if mode == "{}":
         return "Trained on chats in the mode that the target's chat template has by default."
-    if engine in (ExportEngine.openvino, ExportEngine.transformers):  # they have no server
-        advice = "Pass them to `apply_chat_template`"
-    else:
-        at_start = f", or start vLLM with `--default-chat-template-kwargs {shlex.quote(mode)}`"
-        advice = f'Send them with each request, as `"chat_template_kwargs": {mode}`'
-        advice += at_start if engine is ExportEngine.vllm else ""
     return (
         f"Trained on chats with the chat template's arguments `{mode}`. In another mode, the target writes other text "
-        f"and accepts fewer drafts. {advice}."
+        f"and accepts fewer drafts. {engine.mode_advice(mode)}."
     )
 
 

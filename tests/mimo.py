@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.engines.mimo import VllmMimo
+from mtptrain.engines.vllm.formats import VllmMimo
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import build_head
 from mtptrain.heads.mtp import MtpHead

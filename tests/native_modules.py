@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
-from mtptrain.engines.vllm.native_mtp import VllmNativeMtp
+from mtptrain.engines.vllm.formats import VllmNativeMtp
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import build_head
 from mtptrain.heads.native_mtp import NativeMtpHead

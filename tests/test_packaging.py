@@ -121,8 +121,8 @@ def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target:
 
 def test_an_installed_program_names_no_makefile(installed: Path) -> None:
     code = """
-from mtptrain.engines.llama_cpp.server import find_llama_server
-from mtptrain.engines.openvino.client import find_openvino_python
+from mtptrain.engines.llama_cpp.engine import find_llama_server
+from mtptrain.engines.openvino.engine import find_openvino_python
 from mtptrain.engines.vllm.client import find_python
 from mtptrain.utils.errors import UserError
 for find in (find_llama_server, find_openvino_python, find_python):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.config import RECIPES, PipelineConfig, load_config
-from mtptrain.engines.limits import check_servable
+from mtptrain.engines.table import check_servable
 from mtptrain.settings.heads import HEAD_CONFIGS
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import resolve_target

@@ -17,7 +17,7 @@ import httpx
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import ResponsesConfig
-from mtptrain.engines.engine import NEUTRAL_SAMPLING
+from mtptrain.engines.requests import NEUTRAL_SAMPLING
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mtptrain.engines.engine import EngineCounts, LoadResult
+from mtptrain.engines.requests import EngineCounts, LoadResult, Speeds
 from mtptrain.planning.break_even import RoundCost, predicted_speed_up
 
 MOST_DIFFERENT_TOKENS = 0.01
 """Warn if the numbers of output tokens of two rows differ by more than this share."""
-Speeds = dict[int, dict[int, float]]
-"""Output tokens/s by concurrency and K; K = 0 is the engine without drafts."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.prompts import check_head_context
 from mtptrain.decoding.round_costs import LoopBench, Spent
-from mtptrain.engines.engines import ENGINES
-from mtptrain.engines.table import format_for
+from mtptrain.engines.table import format_for, running_engine
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, build_trainable_head, save_head
 from mtptrain.planning.break_even import (
@@ -139,7 +138,7 @@ def engine_program(run: Run) -> Path | UserError:
             keep as many requests in flight as `serving_bench.concurrency` says.
     """
     config, serving = run.config, run.config.serving
-    engine = ENGINES[serving.engine]
+    engine = running_engine(serving.engine)
     # A wrong file is a mistake to report; a file that no setting names only leaves the engine unmeasured.
     if run.target.gguf is not None:
         engine.check_target(run.target)

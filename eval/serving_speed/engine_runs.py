@@ -9,10 +9,10 @@ from pathlib import Path
 from eval.serving_speed.bench_rows import Row, fastest, warn_of_unequal_work
 from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Served
-from mtptrain.engines.engine import Load, LoadResult, Requests
-from mtptrain.engines.engines import ENGINES
 from mtptrain.engines.load import send_all
+from mtptrain.engines.requests import Load, LoadResult, Requests
 from mtptrain.engines.server import EngineServer
+from mtptrain.engines.table import running_engine
 from mtptrain.utils.files import write_json
 
 SCRATCH = ".scratch"
@@ -100,4 +100,4 @@ def run_loads(
     if isinstance(bench.served, EngineServer):
         return send_all(bench.served, requests, loads)
     assert num_drafts is not None
-    return ENGINES[bench.config.serving.engine].run_loads(bench.served, num_drafts, requests, loads, scratch)
+    return running_engine(bench.config.serving.engine).run_loads(bench.served, num_drafts, requests, loads, scratch)

@@ -1,14 +1,20 @@
-"""The interface of an engine. Each engine implements it in a file of its own, and `engines.ENGINES` names them all."""
+"""The interface of an engine, which each implements in a file or folder of its own. `table.ENGINES` names them all."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from mtptrain.engines.engine import Decoder, Load, LoadResult, Requests
+from transformers import PreTrainedConfig
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.format import Format
+from mtptrain.engines.limits import Refusal
+from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Requests, Speeds
 from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 
 
@@ -34,24 +40,66 @@ class Served:
     server_args: Sequence[str] = ()
     """`serving_bench.server_args`."""
 
+    @property
+    def holds_target(self) -> bool:
+        """Whether the export is a whole checkpoint that includes the target."""
+        return bool(self.facts.get("holds_target", False))
+
     def log_path(self, num_drafts: int) -> Path:
         """Returns the file for what a server prints that drafts K = `num_drafts` tokens."""
         return self.log_dir / f"server_K{num_drafts}.log"
 
 
 class Engine(ABC):
-    """An engine that mtptrain starts or asks."""
+    """An engine that heads are exported for."""
 
     name: str
     """The name that users know."""
+    version: str
+    """The version that exports are written for."""
+    formats: ClassVar[Mapping[str, type[Format]]]
+    """How each head that the engine serves is exported, by the head's name."""
+    varies_drafts = False
+    """Whether the engine can draft another number of tokens at each batch size: see `settings_for`."""
+    has_server = True
+    """Whether the engine is a server with a chat template."""
+
+    @abstractmethod
+    def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+        """Yields what the engine does not serve of a target and a head that it has a format of."""
+
+    def mode_advice(self, mode: str) -> str:
+        """Returns what a README says of the chat template's arguments that a head was trained with."""
+        if self.has_server:
+            return f'Send them with each request, as `"chat_template_kwargs": {mode}`'
+        return "Pass them to `apply_chat_template`"
+
+    def check_directory(self, directory: Path, form: Format) -> None:  # noqa: B027 (most take any)
+        """Raises UserError if the engine would take an export in this folder for something else."""
+
+    def settings_for(self, speeds: Speeds, served: Served, head: HeadConfig, path: Path) -> tuple[Any, str]:
+        """Returns the contents of a file with the fastest K at each batch size, and the text with its command.
+
+        The file is None if the engine has no such settings for the head, and the text then says why.
+        """
+        raise NotImplementedError
+
+
+class RunningEngine(Engine):
+    """An engine that mtptrain starts or asks."""
+
     program_setting: str
     """The field of `ServingConfig` that names the engine's program."""
     server: type[EngineServer] | None = None
     """The client of a running server; None if the engine has no server."""
-    has_settings = False
-    """Whether settings for K at each batch size are written from its speeds."""
     known_of: Mapping[str, str] = {}
     """Remarks on versions, by their first two numbers."""
+    advice: str
+    """The advice if the engine's counters differ from ours by more than rounding."""
+    why_no_drafts = ""
+    """Why the engine may draft nothing without saying so, for the end of a message."""
+    how_to_see_rounds = ""
+    """How a server is made to report the drafts accepted in each round, for the end of a message."""
 
     @abstractmethod
     def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
@@ -62,17 +110,17 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def version(self, program: Path) -> str | None:
+    def version_of(self, program: Path) -> str | None:
         """Returns the version of the engine; None if that is unknown."""
 
-    def check_target(self, target: TargetFiles) -> None:  # noqa: B027 (most engines read the target's directory)
+    def check_target(self, target: TargetFiles) -> None:
         """Check that the engine has a file of the target.
 
         Raises:
             UserError: it has none.
         """
 
-    def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:  # noqa: B027
+    def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:
         """Check that the engine can run a benchmark with a head, with this many requests in flight.
 
         Raises:
@@ -87,9 +135,34 @@ class Engine(ABC):
         """Returns what tells the weights that the engine serves from others of the same run; None if nothing does."""
         return None
 
+    def may_round(self, served: Served) -> bool:
+        """Returns whether the engine rounds weights, whatever `acceptance.dtype` is."""
+        return False
+
     @abstractmethod
-    def decoder(self, served: Served, num_drafts: int) -> Decoder:
-        """Returns the engine with K = `num_drafts`, which starts when it is asked."""
+    def generate(
+        self,
+        served: Served,
+        num_drafts: int,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> EngineRun:
+        """Start the engine with K = `num_drafts`, and return greedy answers to prompts of token ids, and its counters.
+
+        Raises:
+            UserError: the engine cannot serve the target or the head, or does not answer.
+        """
+
+    def counted(
+        self,
+        generations: Sequence[Generation],
+        num_speculative_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> tuple[EngineCounts, str]:
+        """Returns what the engine counts for our answers, and a sentence on its rules if they changed the counts."""
+        return EngineCounts.of(generations), ""
 
     @abstractmethod
     def run_loads(

@@ -32,7 +32,7 @@ LAYER_PARTS = (
 class Format(ABC):
     """Defines how one kind of head is exported for one engine and a target.
 
-    `FORMATS` in formats.py lists all formats; `LIMITS` in limits.py lists what they do not support.
+    `formats` of an engine lists its formats, and `why_not` says what they do not support.
     """
 
     architecture: str
@@ -43,8 +43,8 @@ class Format(ABC):
     """Settings of vLLM's `--speculative-config` besides method, model and number of tokens."""
     target_gguf: Path | None = None
     """The target's GGUF file, if a setting names one."""
-    needs_gguf = False
-    """Whether the export copies something from the target's GGUF file."""
+    is_quantised = False
+    """Whether matrices are written as q8_0, instead of in their own dtype."""
     has_config_json = True
     """Whether the engine reads settings from `config.json`."""
     holds_target = False
@@ -59,6 +59,18 @@ class Format(ABC):
         self.head = head
         self.target = target
 
+    @classmethod
+    def for_target(cls, head: HeadConfig, target: PreTrainedConfig) -> "Format":
+        """Returns the format for a target. An engine may have several classes for a head."""
+        return cls(head, target)
+
+    def check(self) -> None:  # noqa: B027 (most need nothing)
+        """Check that everything is there that the export needs besides the head and the target's directory.
+
+        Raises:
+            UserError: something is missing.
+        """
+
     @cached_property
     def dims(self) -> HeadDims:
         """Sizes of the head's decoder layer. Heads without one do not have them."""
@@ -72,6 +84,10 @@ class Format(ABC):
     def state(self, tensors: Tensors) -> Tensors:
         """Returns the head's `state_dict` from the engine's tensors."""
         return rename(tensors, {new: old for old, new in self.names.items()})
+
+    def rounded(self, state: Tensors) -> Tensors:
+        """Returns the head's `state_dict` as it is after writing and reading."""
+        return self.state(self.tensors(state))
 
     @abstractmethod
     def config_json(self, dtype: str) -> dict[str, Any]:

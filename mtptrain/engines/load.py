@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from mtptrain.engines.engine import Answer, Load, LoadResult, Requests
+from mtptrain.engines.requests import Answer, Load, LoadResult, Requests
 from mtptrain.engines.server import UNREADABLE, EngineServer, shown
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json

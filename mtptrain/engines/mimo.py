@@ -1,15 +1,6 @@
-"""Exports `mtp` as MiMo's MTP layer.
-
-For SGLang 0.5.23 the layer is exported alone and drafts for any target. For vLLM 0.32 it is part of a MiMo checkpoint.
-
-Sources: sglang/srt/models/mimo_mtp.py; vllm/model_executor/models/mimo.py and mimo_mtp.py.
-"""
-
-from pathlib import Path
-from typing import Any
+"""Gives `mtp` the names and the layout of MiMo's MTP layer, alone or in a MiMo checkpoint."""
 
 from mtptrain.engines.format import LAYER_PARTS, Format
-from mtptrain.engines.target_files import WholeCheckpoint, add_target_files
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.mtp import swap_halves
 from mtptrain.settings.heads import MtpConfig
@@ -52,26 +43,3 @@ class MimoLayer(Format):
             name: tensor for name, tensor in tensors.items() if self.head.attention_bias or not name.endswith(".bias")
         }
         return super().state(kept | {self._INPUT_PROJ: swap_halves(kept[self._INPUT_PROJ])})
-
-
-class VllmMimo(WholeCheckpoint, MimoLayer):
-    """Replaces a MiMo checkpoint's own MTP layer with `mtp`.
-
-    The directory is a whole checkpoint. Its `config.json` has Qwen2's model type, so that engines need no code from the
-    checkpoint: MiMo's config differs from Qwen2's only by name. The model class is still MiMo's.
-    """
-
-    def config_json(self, dtype: str) -> dict[str, Any]:
-        config = self.target.to_dict() | {"architectures": [ARCHITECTURE], **self.model_entries}
-        return {name: value for name, value in config.items() if name not in ("_name_or_path", "auto_map")}
-
-    def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's tokenizer, its weights except those of its own MTP layer, and the index of all tensors."""
-        add_target_files(directory, target_dir, self.weights_name, lambda name: name.startswith(MTP_LAYERS))
-
-    def notes(self) -> list[str]:
-        return [
-            *super().notes(),
-            "Serve this with vLLM. Its MiMo class passes the states before the target's final norm to the MTP layer, "
-            "and the head was trained and measured with these. SGLang's class passes the states after the norm.",
-        ]

@@ -2,14 +2,14 @@
 
 import re
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
-from mtptrain.engines.engine import Decoder, EngineCounts, Requests
+from mtptrain.engines.requests import EngineCounts, EngineRun, Requests
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import address_below, hide_passwords
@@ -34,9 +34,11 @@ Counters = dict[tuple[str, int | None], int]
 _SAMPLE = re.compile(r'^\w+:(\w+)_total(?:\{(?:.*?\bposition="(\d+)")?.*\})? (\S+)$')
 
 
-class EngineServer(Decoder):
+class EngineServer(ABC):
     """A running engine at a base URL."""
 
+    name: str
+    """The engine's name that users know."""
     program: str
     """The command that starts such a server."""
     options = ""
@@ -46,6 +48,7 @@ class EngineServer(Decoder):
     kept_connections: int | None = None
     """Maximum number of idle connections; None keeps all. A server may close them after each answer."""
     may_round = False
+    """Whether the server's weights are rounded, whatever `acceptance.dtype` is."""
     version: str
     root: str
     """The model that the server was started with."""
@@ -89,6 +92,17 @@ class EngineServer(Decoder):
                 "acceptance.max_new_tokens and 2 x acceptance.num_speculative_tokens), but holds "
                 f"{self.max_model_len}; start it with {self.context_option} {needed_tokens}"
             )
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> EngineRun:
+        """Returns greedy answers to prompts of token ids, and how much the counters grew.
+
+        Raises:
+            UserError: the server does not answer, or the server answers with an error, or the server serves other
+                requests in the meantime, which makes its counters useless.
+        """
 
     @abstractmethod
     def streamed_request(self, prompt: Sequence[int], requests: Requests, index: int) -> tuple[str, dict[str, Any]]:

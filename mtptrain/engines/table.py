@@ -1,74 +1,58 @@
-"""All export formats, by engine and head. For MiMo targets, `VllmMimo` replaces `VllmMtp`."""
+"""The table of engines, and the questions that the rest of mtptrain asks of all of them.
+
+An engine's module is imported when it is first asked for.
+"""
 
 import warnings
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from mtptrain.engines.base import Engine, RunningEngine
 from mtptrain.engines.format import Format
-from mtptrain.engines.limits import check_servable, is_mimo
-from mtptrain.engines.llama_cpp.formats import (
-    LlamaCppDflash,
-    LlamaCppDflash2,
-    LlamaCppDraftModel,
-    LlamaCppDspark,
-    LlamaCppEagle3,
-)
-from mtptrain.engines.mimo import VllmMimo
-from mtptrain.engines.openvino.formats import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
-from mtptrain.engines.sglang import SglangDflash, SglangDflash2, SglangDspark, SglangEagle, SglangEagle3, SglangMtp
-from mtptrain.engines.tensorrt_llm import TensorRtDraftModel, TensorRtEagle3
-from mtptrain.engines.transformers import TransformersMtp
-from mtptrain.engines.vllm.formats import (
-    VllmDflash,
-    VllmDflash2,
-    VllmDraftModel,
-    VllmDspark,
-    VllmEagle,
-    VllmEagle3,
-    VllmMedusa,
-    VllmMtp,
-    VllmPeagle,
-)
-from mtptrain.engines.vllm.native_mtp import VllmNativeMtp
+from mtptrain.engines.limits import Refusal
+from mtptrain.settings.evaluation import ExportEngine, ServingConfig, ServingEngine
 from mtptrain.settings.heads import HeadConfig
-from mtptrain.target.gguf import require_same_sizes
 from mtptrain.utils.errors import UserError
 
-FORMATS: dict[tuple[str, str], type[Format]] = {
-    ("vllm", "mtp"): VllmMtp,
-    ("vllm", "native_mtp"): VllmNativeMtp,
-    ("vllm", "eagle"): VllmEagle,
-    ("vllm", "eagle3"): VllmEagle3,
-    ("vllm", "peagle"): VllmPeagle,
-    ("vllm", "medusa"): VllmMedusa,
-    ("vllm", "dflash"): VllmDflash,
-    ("vllm", "dspark"): VllmDspark,
-    ("vllm", "dflash2"): VllmDflash2,
-    ("vllm", "draft_model"): VllmDraftModel,
-    ("sglang", "mtp"): SglangMtp,
-    ("sglang", "eagle"): SglangEagle,
-    ("sglang", "eagle3"): SglangEagle3,
-    ("sglang", "dflash"): SglangDflash,
-    ("sglang", "dspark"): SglangDspark,
-    ("sglang", "dflash2"): SglangDflash2,
-    ("llama_cpp", "eagle3"): LlamaCppEagle3,
-    ("llama_cpp", "dflash"): LlamaCppDflash,
-    ("llama_cpp", "dspark"): LlamaCppDspark,
-    ("llama_cpp", "dflash2"): LlamaCppDflash2,
-    ("llama_cpp", "draft_model"): LlamaCppDraftModel,
-    ("tensorrt_llm", "eagle3"): TensorRtEagle3,
-    ("tensorrt_llm", "draft_model"): TensorRtDraftModel,
-    ("openvino", "eagle3"): OpenvinoEagle3,
-    ("openvino", "dflash"): OpenvinoDflash,
-    ("openvino", "draft_model"): OpenvinoDraftModel,
-    ("transformers", "mtp"): TransformersMtp,
+ENGINES = {
+    ExportEngine.vllm: "vllm.engine",
+    ExportEngine.sglang: "sglang",
+    ExportEngine.llama_cpp: "llama_cpp.engine",
+    ExportEngine.tensorrt_llm: "tensorrt_llm",
+    ExportEngine.openvino: "openvino.engine",
+    ExportEngine.transformers: "transformers",
 }
+"""The module of each engine, in this package. Its `ENGINE` is the engine."""
+ADVISED = (ExportEngine.vllm, ExportEngine.sglang, ExportEngine.llama_cpp, ExportEngine.openvino)
+"""Engines that a refusal names instead of another."""
+
+
+@cache
+def engine_of(key: str) -> Engine:
+    """Returns an engine by its value of `export.engine`."""
+    engine = import_module(f"mtptrain.engines.{ENGINES[ExportEngine(key)]}").ENGINE
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def running_engine(key: str) -> RunningEngine:
+    """Returns an engine that mtptrain starts or asks, by its value of `serving.engine`."""
+    engine = engine_of(key)
+    assert isinstance(engine, RunningEngine), "see ServingEngine"
+    return engine
+
+
+def engines_with(head: str) -> list[str]:
+    """Returns the engines that a head can be exported for."""
+    return [key for key in ENGINES if head in engine_of(key).formats]
 
 
 def has_format(head: str) -> bool:
     """Returns whether a head can be exported for some engine."""
-    return any(name == head for _, name in FORMATS)
+    return any(head in engine_of(key).formats for key in ENGINES)
 
 
 def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> Format:
@@ -78,32 +62,53 @@ def format_for(engine: str, head: HeadConfig, target: PreTrainedConfig, target_g
         UserError: the engine cannot serve the head; the message gives the reason and an alternative. Or the format
             needs the target's GGUF file, which is left out, missing, damaged, or that of another model.
     """
-    if (engine, head.name) not in FORMATS:
-        engines = [served for served, name in FORMATS if name == head.name]
-        if not engines:
-            exported = ", ".join(sorted({name for _, name in FORMATS}))
-            raise UserError(
-                f"head: must be one of {exported} to be exported, but is {head.name}, which no engine has a class for; "
-                "measure it with mtptrain acceptance, or train another head"
-            )
-        raise UserError(
-            f"export.engine: must be {' or '.join(engines)} for head {head.name}, but is {engine}, for which "
-            f"mtptrain does not write it; set export.engine={engines[0]} if it serves this target (see docs/serving.md)"
-        )
+    if head.name not in engine_of(engine).formats:
+        raise UserError(why_no_format(engine, head.name))
     check_servable(engine, head, target)
-    if (engine, head.name) == ("vllm", "mtp") and is_mimo(target):
-        return VllmMimo(head, target)
-    form = FORMATS[engine, head.name](head, target)
+    form = engine_of(engine).formats[head.name].for_target(head, target)
     form.target_gguf = target_gguf
-    if form.needs_gguf:
-        if target_gguf is None:
-            raise UserError(
-                f"target.gguf: must be the target's GGUF file to export head {head.name} for llama_cpp, which needs "
-                "its tokenizer, but is left out; convert the target with llama.cpp's convert_hf_to_gguf.py and set "
-                "target.gguf=FILE"
-            )
-        require_same_sizes(target_gguf, target)
+    form.check()
     return form
+
+
+def why_no_format(engine: str, head: str) -> str:
+    engines = engines_with(head)
+    if not engines:
+        exported = ", ".join(sorted({name for key in ENGINES for name in engine_of(key).formats}))
+        return (
+            f"head: must be one of {exported} to be exported, but is {head}, which no engine has a class for; measure "
+            "it with mtptrain acceptance, or train another head"
+        )
+    return (
+        f"export.engine: must be {' or '.join(engines)} for head {head}, but is {engine}, for which mtptrain does not "
+        f"write it; set export.engine={engines[0]} if it serves this target (see docs/serving.md)"
+    )
+
+
+def first_refusal(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Refusal | None:
+    """Returns the first thing that an engine with a format for a head does not serve; None if it serves all."""
+    return next(engine_of(engine).why_not(head, target), None)
+
+
+def check_servable(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
+    """Check that an engine can serve a head with a target.
+
+    Raises:
+        UserError: it cannot; the message gives the reason and what to do.
+    """
+    refusal = first_refusal(engine, head, target)
+    if refusal is None:
+        return
+    others = [
+        key
+        for key in ADVISED
+        if refusal.may_change_engine and head.name in engine_of(key).formats and not first_refusal(key, head, target)
+    ]
+    remedies = [f"set export.engine={' or '.join(others)}"] * bool(others) + [refusal.instead] * bool(refusal.instead)
+    raise UserError(
+        f"{refusal.setting}: must be {refusal.must_be} to export head {head.name} for {engine}, but is "
+        f"{refusal.value}: {refusal.reason}; {', or '.join(remedies) or 'train another head'}"
+    )
 
 
 def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig, target_gguf: Path | None = None) -> None:
@@ -112,3 +117,18 @@ def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig, targ
         format_for(engine, head, target, target_gguf)
     except UserError as error:
         warnings.warn(f"this head can be trained and measured, but not exported: {error}", stacklevel=2)
+
+
+def describe_engines(serving: ServingConfig) -> str:
+    """Returns a line for each engine: its version and what is known of it, or that it was not found and what to do."""
+    lines = []
+    for key in ServingEngine:
+        engine = running_engine(key)
+        try:
+            version = engine.version_of(engine.find_program(serving, warns=False)) or "of an unknown version"
+        except (UserError, OSError) as error:  # OSError: a Python that cannot be run
+            lines.append(f"{engine.name}: not found ({str(error).rpartition('; ')[2]})")
+            continue
+        known = engine.known_of.get(".".join(version.split(".")[:2]), f"tested is {engine.version}")
+        lines.append(f"{engine.name} {version}: {known}")
+    return "\n".join(lines)

@@ -1,15 +1,12 @@
 """Adds a target's files to the directory of an exported head, for engines that load both from one checkpoint."""
 
-import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import safe_open
 
-from mtptrain.engines.format import Format
 from mtptrain.heads.base import Tensors
 from mtptrain.target.hub import weight_files
 from mtptrain.utils.files import save_tensors, tensor_shapes, write_json
@@ -17,25 +14,6 @@ from mtptrain.utils.files import save_tensors, tensor_shapes, write_json
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of the target's tokenizer and generation settings."""
 INDEX = "model.safetensors.index.json"
-
-
-class WholeCheckpoint(Format):
-    """A target's checkpoint for vLLM, in which a head takes the place of the checkpoint's own MTP layer."""
-
-    method = "mtp"
-    weights_name = "mtp.safetensors"
-    holds_target = True
-
-    def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        settings = {"method": self.method, "num_speculative_tokens": num_speculative_tokens}
-        return shlex.join(["vllm", "serve", str(directory), "--speculative-config", json.dumps(settings)])
-
-    def notes(self) -> list[str]:
-        return [
-            "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
-            "or copies where links are not possible; a file that had tensors of the MTP layer is written again without "
-            "them."
-        ]
 
 
 def add_target_files(

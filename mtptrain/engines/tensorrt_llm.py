@@ -5,12 +5,18 @@ Source: tensorrt_llm/_torch/models/modeling_speculative.py and `Eagle3DecodingCo
 
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
+from mtptrain.engines.base import Engine
 from mtptrain.engines.format import Format
+from mtptrain.engines.limits import ABOVE_0, Refusal, captured_layers, layers_must, must_be_false
 from mtptrain.engines.vllm.formats import VllmDraftModel, VllmEagle3
 from mtptrain.heads.eagle3 import Eagle3Head
+from mtptrain.settings.heads import DraftModelConfig, HeadConfig
 
 
 def launch(form: Format, target: str, directory: Path, num_speculative_tokens: int, **more: object) -> str:
@@ -58,3 +64,26 @@ class TensorRtDraftModel(VllmDraftModel):
 
     def notes(self) -> list[str]:
         return ["The files were checked, but not served by TensorRT-LLM."]
+
+
+class TensorRtLlm(Engine):
+    """TensorRT-LLM, which mtptrain does not start."""
+
+    name = "TensorRT-LLM"
+    version = "1.3"
+    formats = {"eagle3": TensorRtEagle3, "draft_model": TensorRtDraftModel}  # noqa: RUF012 (never changed)
+
+    def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+        if isinstance(head, DraftModelConfig):
+            return
+        layers = captured_layers(head, target)
+        yield from must_be_false(head, "norm_before_residual", "TensorRT-LLM takes the residual before the norm")
+        if len(layers) == 1:
+            yield layers_must(
+                layers, "two or more", "TensorRT-LLM applies fc only if it reduces the width of the state"
+            )
+        if layers[0] == 0:
+            yield layers_must(layers, ABOVE_0, "TensorRT-LLM counts layers from 0 and has no id for the embeddings")
+
+
+ENGINE = TensorRtLlm()

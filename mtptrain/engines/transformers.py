@@ -3,19 +3,27 @@
 Sources: `MTPCandidateGenerator` in generation/candidate_generator.py, `MtpModel` in modeling_layers.py.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from mtptrain.engines.base import Engine
 from mtptrain.engines.format import LAYER_PARTS, Format
+from mtptrain.engines.limits import SIZES, Refusal, different_sizes, quantised
 from mtptrain.engines.target_files import add_target_files
-from mtptrain.settings.heads import HeadConfig
+from mtptrain.settings.heads import HeadConfig, MtpConfig
+from mtptrain.target.families import sliding_window
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 """Model classes of the families whose decoder layer equals the head's. transformers builds the head from that layer."""
+
+
+SETTINGS_OF_MIMO = ("attention_bias", "zero_first_embedding", "prenorm_states")
+"""Settings of MiMo's MTP layer, which transformers' layers do not have."""
 
 
 class TransformersMtp(Format):
@@ -70,3 +78,40 @@ print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, m
             "is 1 plus the acceptance rate at position 0.",
             "The target's weights here are hard links to the target's files, or copies where links are not possible.",
         ]
+
+
+class Transformers(Engine):
+    """`generate(use_mtp=True)`, which tests run in their own process."""
+
+    name = "transformers"
+    version = "5.23"
+    formats = {"mtp": TransformersMtp}  # noqa: RUF012 (never changed)
+    has_server = False
+
+    def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+        assert isinstance(head, MtpConfig)
+        reason = "transformers builds the head from the target's own decoder layer"
+        if of_mimo := [name for name in SETTINGS_OF_MIMO if getattr(head, name)]:
+            must_be, settings = "without settings of MiMo's MTP layer", f"one with {', '.join(of_mimo)}"
+            yield Refusal("head", must_be, settings, reason, "train without them")
+        if (value := other_layer(target)) is not None:
+            yield Refusal("target.path", "a Llama or Mistral with full attention, SiLU and no biases", value, reason)
+            return
+        quantised_like = "the head's layer would have to be quantised like the target's"
+        yield from quantised(target, quantised_like, "export for the target in bf16")
+        if (value := different_sizes(head, target)) is not None:
+            yield Refusal("head", f"a layer with the target's sizes {SIZES}", value, reason, "train again with these")
+
+
+def other_layer(target: PreTrainedConfig) -> str | None:
+    """Returns how the target's decoder layer differs from the head's, for a message; None if it does not."""
+    if target.model_type not in MODEL_CLASSES:
+        return f"a {target.model_type}"
+    if target.hidden_act != "silu":
+        return f"one with hidden_act {target.hidden_act}"
+    if getattr(target, "attention_bias", False) or getattr(target, "mlp_bias", False):
+        return "one with biases"
+    return None if sliding_window(target) is None else f"one with a sliding window of {sliding_window(target)} tokens"
+
+
+ENGINE = Transformers()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtptrain.config import PipelineConfig
-from mtptrain.engines.engines import ENGINES
+from mtptrain.engines.table import running_engine
 from mtptrain.heads.files import START, TARGET_WEIGHTS
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
@@ -163,7 +163,7 @@ def subject(config: PipelineConfig, target: TargetFiles) -> dict[str, Any]:
     """
     head = {name: value for name, value in asdict(config.head).items() if name not in START}
     facts: dict[str, Any] = {TARGET_WEIGHTS: target.weights_sha256, "head": head, "dtype": str(config.acceptance.dtype)}
-    served = ENGINES[config.serving.engine].served_types(target, config.serving, str(config.export.dtype))
+    served = running_engine(config.serving.engine).served_types(target, config.serving, str(config.export.dtype))
     return json.loads(json.dumps(facts if served is None else facts | {"served": served}))
 
 

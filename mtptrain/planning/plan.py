@@ -27,8 +27,7 @@ from transformers import PreTrainedConfig
 from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.export_proof import proof_bytes
-from mtptrain.engines.engines import describe_engines
-from mtptrain.engines.table import warn_of_limits
+from mtptrain.engines.table import describe_engines, warn_of_limits
 from mtptrain.heads import HEADS
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head

@@ -13,17 +13,12 @@ from eval import serving_bench
 from eval.serving_bench import prepare, write_results
 from eval.serving_speed.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
 from eval.serving_speed.engine_runs import measure
-from eval.serving_speed.engine_settings import (
-    best_fixed_num_drafts,
-    best_num_drafts,
-    per_batch_size,
-    why_fixed,
-    write_engine_settings,
-)
+from eval.serving_speed.engine_settings import write_engine_settings
 from mtptrain.config import RECIPES, load_config
 from mtptrain.engines import server as engine_server
 from mtptrain.engines.base import Served
-from mtptrain.engines.engine import Answer, LoadResult
+from mtptrain.engines.requests import Answer, LoadResult, best_num_drafts
+from mtptrain.engines.vllm.engine import best_fixed_num_drafts, per_batch_size, why_fixed
 from mtptrain.run import Run
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.stage_dir import StageDir

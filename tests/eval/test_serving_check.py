@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.engines import find_decoder
+from eval.engines import check_head
 from eval.serving_check import Comparison, OurRun, what_differs
 from mtptrain.decoding.divergence import Divergence
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.engine import EngineCounts, EngineRun, counts_of_all_rounds
 from mtptrain.engines.exports import read_serving_facts
-from mtptrain.engines.vllm.client import GenerateJob, VllmProcess
+from mtptrain.engines.requests import EngineCounts, EngineRun
+from mtptrain.engines.table import running_engine
 from mtptrain.run import Run
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
@@ -35,10 +35,9 @@ def test_a_head_with_too_short_a_context_is_refused_before_anything_decodes(
     run = Run(make_config(f"run_dir={tmp_path}", "acceptance.max_new_tokens=8"))
     short = SimpleNamespace(head=SimpleNamespace(context_tokens=16), sha256="")
     monkeypatch.setattr(run, "head", lambda *_: short)
-    monkeypatch.setattr("eval.engines.find_server", lambda *_: object())
     message = r"head: must read the longest prompt with its response and drafts, \d+ tokens, but has a context .* of 16"
     with pytest.raises(UserError, match=message):
-        find_decoder(run, [list(range(10))], tmp_path)
+        check_head(run, [list(range(10))], 3)
 
 
 FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256": "before"}
@@ -62,7 +61,7 @@ def test_a_folder_without_the_export_of_this_head_for_this_engine_is_refused(
         read_serving_facts(tmp_path, "vllm", "of this run")
 
 
-ENGINE = VllmProcess(Path(), GenerateJob("", "", (), 1, 1))
+ENGINE = running_engine("vllm")
 
 
 def compared(plain: list[int], by_round: list[list[int]] | None) -> Comparison:
@@ -70,7 +69,7 @@ def compared(plain: list[int], by_round: list[list[int]] | None) -> Comparison:
     ours = OurRun([Generation([3, 4], 1, 0, 1, [1])], [plain], (), "00")
     counts = EngineCounts(rounds=2, drafted=1, accepted_at=[0])
     theirs = EngineRun("0.32.0", [plain], counts, by_round)
-    return Comparison(ours, counts_of_all_rounds(ours.drafted), theirs, counts)
+    return Comparison(ours, EngineCounts.of(ours.drafted), theirs, counts)
 
 
 def test_a_difference_names_its_prompt_once_by_its_id() -> None:

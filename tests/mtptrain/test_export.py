@@ -18,7 +18,7 @@ from mtptrain.decoding.export_proof import (
     proof_bytes,
 )
 from mtptrain.engines import mimo
-from mtptrain.engines.table import format_for
+from mtptrain.engines.table import engine_of, format_for
 from mtptrain.export import export, mode_note, stored_documents
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.run import Run
@@ -147,7 +147,7 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
 
 def test_a_mode_with_an_apostrophe_is_quoted_for_the_shell() -> None:
     mode = json.dumps({"user": "O'Brien"})
-    command = mode_note(mode, ExportEngine.vllm).split("`")[5]
+    command = mode_note(mode, engine_of("vllm")).split("`")[5]
     assert shlex.split(command) == ["--default-chat-template-kwargs", mode]
 
 

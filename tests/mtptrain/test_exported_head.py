@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.decoding.export_proof import DRAFTS, ROUNDS, propose, prove_equal_proposals, random_documents
-from mtptrain.engines.table import format_for
-from mtptrain.export import check_directory_name, check_tensors, reload_head, write_head
+from mtptrain.engines.table import engine_of, format_for
+from mtptrain.export import check_tensors, reload_head, write_head
+from mtptrain.heads import HEADS
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
@@ -106,26 +108,20 @@ def test_a_missing_unknown_or_misshapen_tensor_is_an_error(
         check_tensors(exported, format_for("vllm", CONFIG, read_target_config(tiny_target)))
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("eagle-head", "eagle3"),
-        ("my_eagle3", "eagle"),
-        ("DFlash", "eagle"),
-        ("dspark", "eagle3"),
-        ("eagle3-by-eagle-4", "eagle3"),
-    ],
-)
-def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path, name: str, method: str) -> None:
-    message = rf"export\.output_dir: vLLM must not infer a method other than {method} from the path, but .* contains"
-    with pytest.raises(ValueError, match=message):
-        check_directory_name(tmp_path / name / "vllm", method)
-
-
-@pytest.mark.parametrize(("name", "method"), [("eagle-head", "eagle"), ("llama_eagle3", "eagle3")])
-def test_a_directory_whose_name_stands_for_the_right_method_is_taken(tmp_path: Path, name: str, method: str) -> None:
-    """A recipe such as `llama3_1_8b_eagle3` writes to a folder of the same name."""
-    check_directory_name(tmp_path / name / "vllm", method)
+def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    """A recipe such as `llama3_1_8b_eagle3` writes to a folder of the same name, which is right for head eagle3."""
+    target = read_target_config(tiny_target)
+    forms = {name: format_for("vllm", HEADS[name].Config(), target) for name in ("eagle", "eagle3")}
+    for name, method, is_refused in (
+        *(("eagle-head", "eagle3", True), ("my_eagle3", "eagle", True), ("DFlash", "eagle", True)),
+        *(("dspark", "eagle3", True), ("eagle3-by-eagle-4", "eagle3", True)),
+        *(("eagle-head", "eagle", False), ("llama_eagle3", "eagle3", False)),
+    ):
+        message = (
+            rf"export\.output_dir: vLLM must not infer a method other than {method} from the path, but .* contains"
+        )
+        with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+            engine_of("vllm").check_directory(tmp_path / name / "vllm", forms[method])
 
 
 @pytest.mark.parametrize(

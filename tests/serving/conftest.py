@@ -19,9 +19,7 @@ import pytest
 import torch
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.engine import EngineRun
 from mtptrain.engines.vllm import client as vllm
-from mtptrain.engines.vllm.client import GenerateJob
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.target.hub import weights_fingerprint
@@ -45,6 +43,7 @@ from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noq
 from tests.serving.openvino import openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.served_directories.writing import make_head, make_served_target, write_served_head
+from tests.serving.vllm_jobs import Job, JobRun, generate
 
 CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
 """Python with vLLM for CPUs on a machine with GPUs, where `.venv-vllm` holds vLLM for GPUs."""
@@ -60,7 +59,7 @@ class Served:
 
     ours: list[Generation]
     """mtptrain's answers with the intact head, even if vLLM served a broken one; empty for a job without drafts."""
-    theirs: EngineRun
+    theirs: JobRun
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -147,7 +146,7 @@ def served(
             job = replace(job, target_dir=str(export))
         jobs.append(job)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(vllm.generate, jobs, Path(vllm_python))
+        running = pool.submit(generate, jobs, Path(vllm_python))
         whole = {case: drafted_here(case, target_of, head_of) for case in whole_cases}
         runs = running.result()
     ours = {str(case): whole[replace(case, broken="")] for case in cases}
@@ -172,7 +171,7 @@ def served_with_plugin(
         jobs.append(replace(plain_job(str(case), on_disk), speculative_config=draft))
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parent / "vllm_plugin"))
-        runs = vllm.generate(jobs, Path(vllm_python))
+        runs = generate(jobs, Path(vllm_python))
     ours = {case: drafted_here(case, target_of, head_of) for case in SEQUENTIAL_CASES}
     return {str(case): Served(ours[replace(case, broken="")], run) for case, run in zip(cases, runs, strict=True)}
 
@@ -189,9 +188,9 @@ def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:
     return [case for case in CASES + BF16_CASES + BROKEN_CASES if case in named]
 
 
-def plain_job(name: str, target: OnDisk, **settings: Any) -> GenerateJob:
+def plain_job(name: str, target: OnDisk, **settings: Any) -> Job:
     """Returns a job that decodes all prompts greedily without drafts."""
-    job = GenerateJob(
+    job = Job(
         name=name,
         target_dir=str(target.directory),
         prompts=PROMPTS,

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.engine import EngineCounts, EngineRun
-from mtptrain.engines.llama_cpp.server import DEFAULT_SERVER, LlamaProcess, find_llama_server, server_arguments
+from mtptrain.engines.llama_cpp.engine import DEFAULT_SERVER, ENGINE, find_llama_server
+from mtptrain.engines.llama_cpp.server import LlamaServer, server_arguments
+from mtptrain.engines.process import started_server
+from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
@@ -77,9 +79,9 @@ def serve_by_llama(
         arguments = server_arguments(gguf, CONTEXT_TOKENS, 1, is_exact, head)
         for flag in without:
             del arguments[arguments.index(flag) : arguments.index(flag) + 2]
-        process = LlamaProcess([llama_server, *arguments], directory / "server.log")
-        theirs = process.generate(PROMPTS, MAX_NEW_TOKENS, [EOS])
+        with started_server(LlamaServer, [llama_server, *arguments], directory / "server.log") as server:
+            theirs = server.generate(PROMPTS, MAX_NEW_TOKENS, [EOS])
         ours = drafted_here(case, target_of, head_of)
-        return ours, theirs, process.counted(ours, num_drafts, MAX_NEW_TOKENS, [EOS])[0]
+        return ours, theirs, ENGINE.counted(ours, num_drafts, MAX_NEW_TOKENS, [EOS])[0]
 
     return serve

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.engine import EngineCounts, EngineRun
-from mtptrain.engines.openvino.client import DEFAULT_PYTHON, OpenvinoModels, OpenvinoProcess, find_openvino_python
+from mtptrain.engines.openvino.engine import DEFAULT_PYTHON, ENGINE, decode, find_openvino_python, job_of
+from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from tests.serving.cases import EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
-from tests.serving.ours import OnDisk, Serve, drafted_here
+from tests.serving.ours import OnDisk, Serve, drafted_here, served_from
 
 
 @pytest.fixture(scope="session")
@@ -46,16 +46,12 @@ def serve_by_openvino(
             check_tensors(directory, form)
             config = json.loads((directory / "config.json").read_text())
             (directory / "config.json").write_text(json.dumps({key: config[key] for key in config if key != without}))
-        models = OpenvinoModels(
-            openvino_python,
-            on_disk.directory,
-            directory,
-            converted_target=converted / case.target,
-            converted_head=directory / "converted",
-        )
-        process = OpenvinoProcess(models, case.num_speculative_tokens)
-        theirs = process.generate(PROMPTS, MAX_NEW_TOKENS, [EOS])
+        served = served_from(openvino_python, on_disk.directory, directory)
+        job = job_of(served, case.num_speculative_tokens, converted)
+        job |= {"converted_target": str(converted / case.target), "converted_head": str(directory / "converted")}
+        job |= {"prompts": PROMPTS, "max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": [EOS]}
         ours = drafted_here(case, target_of, head_of)
-        return ours, theirs, process.counted(ours, case.num_speculative_tokens, MAX_NEW_TOKENS, [EOS])[0]
+        counted, _ = ENGINE.counted(ours, case.num_speculative_tokens, MAX_NEW_TOKENS, [EOS])
+        return ours, decode(openvino_python, job), counted
 
     return serve

@@ -12,11 +12,14 @@ from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.engine import EngineCounts, EngineRun
+from mtptrain.engines.base import Served
+from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.heads.base import Head
+from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
-from tests.serving.cases import EOS, MAX_NEW_TOKENS, PROMPTS, Case
+from tests.serving.cases import CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case
 
 SHORT_BENCH = (
     *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
@@ -71,3 +74,8 @@ def check_equal(serve: Serve, case: Case) -> None:
     ours, theirs, counted = serve(case)
     assert theirs.tokens == [generation.tokens for generation in ours]
     assert theirs.counts == counted and counted.accepted_at[0] > 0
+
+
+def served_from(program: Path, target_dir: Path, head_dir: Path) -> Served:
+    """Returns what an engine serves from two folders, in fp32."""
+    return Served(program, TargetFiles(target_dir), head_dir, {}, ServingConfig(), "float32", CONTEXT_TOKENS, 1, Path())

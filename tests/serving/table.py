@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from mtptrain.decoding.acceptance import summarise
-from mtptrain.engines.engine import EngineCounts
-from mtptrain.engines.limits import check_servable
-from mtptrain.engines.table import FORMATS, format_for
+from mtptrain.engines.requests import EngineCounts
+from mtptrain.engines.table import check_servable, engine_of, format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from tests.serving.cases import (
@@ -160,7 +159,7 @@ def served_table(
     lines = ["| engine | head | " + " | ".join(FAMILIES.values()) + " |", "|---|---|" + "---|" * len(FAMILIES)]
     for engine, engine_name in ENGINES.items():
         for head in IN_TABLE:
-            if (engine, HEAD_CONFIGS[head].name) in FORMATS:
+            if HEAD_CONFIGS[head].name in engine_of(engine).formats:
                 cells = [
                     cell(
                         engine,

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, PromptLookupDrafter
-from mtptrain.engines.engine import EngineCounts, EngineRun
-from mtptrain.engines.vllm import client as vllm
+from mtptrain.engines.requests import EngineCounts
 from mtptrain.init_from.start import load_draft_model
 from mtptrain.target.files import TargetFiles
 from tests.serving.conftest import plain_job
 from tests.serving.ours import OnDisk, decoded_here
+from tests.serving.vllm_jobs import JobRun, generate
 
 K = 3
 
@@ -37,7 +37,7 @@ def small_model(target_of: Callable[[str], OnDisk], tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="module")
-def served(vllm_python: str, target_of: Callable[[str], OnDisk], small_model: Path) -> dict[str, EngineRun]:
+def served(vllm_python: str, target_of: Callable[[str], OnDisk], small_model: Path) -> dict[str, JobRun]:
     """Returns the runs by vLLM's name of the method.
 
     Each run has its own process, because an engine with `draft_model` does not start after one with `ngram`.
@@ -46,16 +46,16 @@ def served(vllm_python: str, target_of: Callable[[str], OnDisk], small_model: Pa
         "ngram": {"num_speculative_tokens": K, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
         "draft_model": {"num_speculative_tokens": K, "model": str(small_model)},
     }
-    runs: dict[str, EngineRun] = {}
+    runs: dict[str, JobRun] = {}
     for method, draft in settings.items():
         job = replace(plain_job(method, target_of("llama")), speculative_config={"method": method, **draft})
-        (runs[method],) = vllm.generate([job], Path(vllm_python))
+        (runs[method],) = generate([job], Path(vllm_python))
     return runs
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_drafting_without_a_head_has_the_counters_and_answers_of_vllm(
-    served: dict[str, EngineRun], target_of: Callable[[str], OnDisk], small_model: Path, method: str
+    served: dict[str, JobRun], target_of: Callable[[str], OnDisk], small_model: Path, method: str
 ) -> None:
     target = target_of("llama").target
     drafter: Drafter = PromptLookupDrafter(K, max_ngram=4, min_ngram=2)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from mtptrain.engines.engine import Load, Requests
 from mtptrain.engines.llama_cpp.server import HOST_SAMPLING, LlamaServer, server_arguments
 from mtptrain.engines.load import send
-from mtptrain.engines.server_process import started_server
+from mtptrain.engines.process import started_server
+from mtptrain.engines.requests import Load, Requests
 from mtptrain.engines.table import format_for
 from mtptrain.export import write_head
 from mtptrain.heads.base import Head

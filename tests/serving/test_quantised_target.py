@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.engines.engine import ROUNDING_TOLERANCE
+from mtptrain.engines.requests import ROUNDING_TOLERANCE
 from tests.conftest import TINY_SETTINGS, run_program, write_text_files
 from tests.quantised import quantise
 from tests.serving.ours import OnDisk

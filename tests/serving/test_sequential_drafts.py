@@ -3,7 +3,7 @@
 import pytest
 
 from mtptrain.decoding.acceptance import summarise
-from mtptrain.engines.engine import EngineCounts
+from mtptrain.engines.requests import EngineCounts
 from tests.serving.cases import SEQUENTIAL_BROKEN_CASES, SEQUENTIAL_CASES, Case
 from tests.serving.conftest import Served
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.divergence import first_answer_divergence, first_draft_divergence
-from mtptrain.engines.engine import EngineCounts
+from mtptrain.engines.requests import EngineCounts
 from mtptrain.engines.table import format_for
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head

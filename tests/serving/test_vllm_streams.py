@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtptrain.config import Dtype, HiddenStatesConfig
-from mtptrain.engines.exports import WITHOUT_STREAMS_IN_VLLM
+from mtptrain.engines.vllm.limits import WITHOUT_STREAMS
 from mtptrain.hidden_states.extraction.vllm_streams import (
     ENVIRONMENT,
     VllmStreams,
@@ -340,4 +340,4 @@ def test_the_families_without_streams_are_those_whose_class_in_vllm_has_no_eagle
     found = json.loads(result.stdout.splitlines()[-1])
     without = {family for family, has_it in found.items() if not has_it}
     assert len(found) > 60 and {"llama", "qwen2", "qwen3", "deepseek_v2", "granite"} <= found.keys() - without
-    assert without == set(WITHOUT_STREAMS_IN_VLLM) - {"mimo"}  # which transformers does not know
+    assert without == set(WITHOUT_STREAMS) - {"mimo"}  # which transformers does not know

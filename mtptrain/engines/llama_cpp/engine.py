@@ -1,38 +1,81 @@
-"""llama.cpp as an engine that `engines.ENGINES` names: what it needs, and how it is started."""
+"""llama.cpp: what it serves and needs, how it is started, and how it counts."""
 
-from collections.abc import Sequence
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mtptrain.engines.base import Engine, Served
-from mtptrain.engines.engine import Load, LoadResult, Requests
+import numpy as np
+from transformers import PreTrainedConfig
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.base import RunningEngine, Served
+from mtptrain.engines.limits import BELOW_LAST, Refusal, captured_layers, layers_must, must_be_false, window_of
+from mtptrain.engines.llama_cpp import formats
+from mtptrain.engines.llama_cpp.formats import ARCHITECTURE_OF
 from mtptrain.engines.llama_cpp.server import (
+    EXACT,
+    EXACT_DRAFT,
     HEAD_FILE,
-    LlamaProcess,
+    HOST_SAMPLING,
+    VERSION,
     LlamaServer,
-    find_llama_server,
     is_in_fp32,
-    llama_version,
     server_arguments,
 )
 from mtptrain.engines.load import send_all
-from mtptrain.engines.server_process import started_server
+from mtptrain.engines.process import how_to_install, started_server
+from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Requests
+from mtptrain.heads.dflash import layer_kinds
+from mtptrain.heads.draft_model import model_config
 from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.settings.heads import Dflash2Config, DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
+from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import fingerprint, require_same_sizes
 from mtptrain.utils.errors import UserError
 
+DEFAULT_SERVER = Path(__file__).parents[3] / ".engines" / "llama_cpp" / "bin" / "llama-server"
+VERSION_TIMEOUT_S = 60.0
+RULE = (
+    "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
+    "answer: ours are counted by the same rules."
+)
+FAMILIES_WITH_STREAMS = ("llama", "mistral", "qwen3", "qwen3_moe")
+"""Families whose residual streams in llama.cpp were compared with ours.
 
-class LlamaCpp(Engine):
+Its classes of Qwen2, Gemma 3 and DeepSeek-V2 return none.
+"""
+
+
+class LlamaCpp(RunningEngine):
     """llama.cpp's program `llama-server`."""
 
     name = "llama.cpp"
+    version = VERSION
+    formats = {  # noqa: RUF012 (never changed)
+        "eagle3": formats.LlamaCppEagle3,
+        "dflash": formats.LlamaCppDflash,
+        "dspark": formats.LlamaCppDspark,
+        "dflash2": formats.LlamaCppDflash2,
+        "draft_model": formats.LlamaCppDraftModel,
+    }
     program_setting = "llama_server"
     server = LlamaServer
+    advice = (
+        "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
+        f"llama.cpp drafts nothing, and with {' '.join((HOST_SAMPLING, *EXACT, *EXACT_DRAFT))}"
+    )
+    why_no_drafts = ": no drafts were made, as llama-server makes none without --spec-type"
+
+    def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+        return why_not(head, target)
 
     def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
         return find_llama_server(serving.llama_server)
 
-    def version(self, program: Path) -> str | None:
+    def version_of(self, program: Path) -> str | None:
         return llama_version(program)
 
     def check_target(self, target: TargetFiles) -> None:
@@ -56,12 +99,38 @@ class LlamaCpp(Engine):
         file = target.gguf
         return [fingerprint(file) if file and file.is_file() else None, export_dtype]
 
-    def decoder(self, served: Served, num_drafts: int) -> LlamaProcess:
-        gguf, head_file = served.target.gguf, served.head_dir / HEAD_FILE
-        assert gguf is not None
+    def may_round(self, served: Served) -> bool:
+        assert served.target.gguf is not None
+        return not (is_in_fp32(served.target.gguf) and is_in_fp32(served.head_dir / HEAD_FILE))
+
+    def generate(
+        self,
+        served: Served,
+        num_drafts: int,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> EngineRun:
         command = server_command(served, num_drafts, num_slots=1, is_exact=served.dtype == "float32")
-        may_round = not (is_in_fp32(gguf) and is_in_fp32(head_file))
-        return LlamaProcess(command, served.log_dir / "llama-server.log", may_round)
+        with started_server(LlamaServer, command, served.log_path(num_drafts)) as server:
+            return server.generate(prompts, max_new_tokens, stop_token_ids)
+
+    def counted(
+        self,
+        generations: Sequence[Generation],
+        num_speculative_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> tuple[EngineCounts, str]:
+        """Returns what llama.cpp counts for our answers, and a sentence on its rules if they changed the counts."""
+        rounds = drafted = 0
+        accepted_at = np.zeros(num_speculative_tokens, int)
+        for generation in generations:
+            for num_drafts, num_accepted in _drafts(generation, num_speculative_tokens, max_new_tokens, stop_token_ids):
+                rounds, drafted = rounds + 1, drafted + num_drafts
+                accepted_at[:num_accepted] += 1
+        counts = EngineCounts(rounds, drafted, accepted_at.tolist())
+        return counts, "" if counts == EngineCounts.of(generations) else RULE
 
     def run_loads(
         self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path
@@ -79,3 +148,139 @@ def server_command(served: Served, num_drafts: int, num_slots: int, is_exact: bo
     assert served.target.gguf is not None
     head = (served.head_dir / HEAD_FILE, str(served.facts["method"]), num_drafts) if num_drafts else None
     return [served.program, *server_arguments(served.target.gguf, served.context_tokens, num_slots, is_exact, head)]
+
+
+def find_llama_server(path: str | None) -> Path:
+    """Returns the program `llama-server`: `serving.llama_server`, the one in the checkout, or that on PATH.
+
+    Raises:
+        UserError: there is none.
+    """
+    on_path = shutil.which("llama-server")
+    found = Path(path) if path else DEFAULT_SERVER if DEFAULT_SERVER.is_file() or on_path is None else Path(on_path)
+    if llama_version(found) is None:
+        does, why = "does not exist", ""
+        if found.exists():
+            does, why = "does not print its version", f"run `{found} --version` to see why, "
+        install = how_to_install(".engines/llama_cpp", f"build llama.cpp {VERSION}")
+        raise UserError(
+            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} {does}; {why}{install}, "
+            "or set serving.llama_server=PATH"
+        )
+    return found
+
+
+def llama_version(program: Path) -> str | None:
+    """Returns the version that a program names; None if it is not llama.cpp's, or cannot be run."""
+    try:
+        command = [str(program), "--version"]
+        result = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True, timeout=VERSION_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^version: (.*)", result.stdout + result.stderr, re.MULTILINE)
+    return found and found[1]
+
+
+def _drafts(
+    generation: Generation, num_speculative_tokens: int, max_new_tokens: int, stop_token_ids: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Returns how many tokens each round drafts and accepts by llama.cpp's rules.
+
+    `get_n_draft_max` leaves room for the token that follows the drafts. `common_sampler_sample_and_accept_n` ends at an
+    accepted end of the answer, unless that is the last draft.
+    """
+    rounds, position = [], 1  # the target chose token 0 itself
+    for accepted in generation.accepted_by_round:
+        num_drafts = min(num_speculative_tokens, max_new_tokens - position - 1)
+        if num_drafts > 0:
+            accepted = min(accepted, num_drafts)
+            for index, token in enumerate(generation.tokens[position : position + accepted]):
+                if token in stop_token_ids and index + 1 < num_drafts:
+                    accepted = index
+                    break
+            rounds.append((num_drafts, accepted))
+            position += accepted
+        position += 1
+    return rounds
+
+
+def why_not(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+    """Yields what llama.cpp does not serve of a head and a target."""
+    if isinstance(head, Eagle3Config):
+        yield from must_be_false(head, "norm_output", "llama.cpp feeds back the state before the final norm")
+        yield from must_be_false(head, "fc_norm", "llama.cpp has no norm for each stream")
+    if not isinstance(head, DraftModelConfig):
+        yield from why_not_streams(head, target)
+    if (value := window_of(target)) is not None:
+        reason = "its window in llama.cpp has not been compared with ours"
+        yield Refusal("target.path", "a target without a sliding window", value, reason)
+    for must_be, value, reason in (
+        (
+            "hidden_act=silu",
+            None if (activation := getattr(target, "hidden_act", "silu")) == "silu" else activation,
+            "llama.cpp computes silu in every family that is known here",
+        ),
+        (
+            "attention_bias=false, unless it is a Llama",
+            "true" if getattr(target, "attention_bias", False) and not is_llama(target) else None,
+            "llama.cpp's classes of other families do not load these biases",
+        ),
+        (
+            "norm_topk_prob=true",
+            "false" if getattr(target, "norm_topk_prob", None) is False else None,
+            "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says",
+        ),
+    ):
+        if value is not None:
+            yield Refusal("target.path", f"a target with {must_be}", value, reason)
+    if isinstance(head, Dflash2Config) and head.selector_top_k * (head.selector_top_k + 1) > target.hidden_size:
+        must_be = "k with k (k + 1) of at most the target's hidden size"
+        reason = "llama.cpp passes the candidates and the scores of all pairs where a state would be"
+        yield Refusal("head.selector_top_k", must_be, head.selector_top_k, reason, "train with fewer")
+    if isinstance(head, DraftModelConfig) and (value := unknown_model(model_config(head, target))) is not None:
+        families, reason = (
+            ", ".join(ARCHITECTURE_OF),
+            "the names and RoPE of other models in llama.cpp are not known here",
+        )
+        must_be = f"one of {families} without a window, and with unscaled RoPE unless it is a Llama or Mistral"
+        instead = "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"
+        yield Refusal("head.init_from", must_be, value, reason, instead, may_change_engine=False)
+
+
+def why_not_streams(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+    """Yields what llama.cpp does not serve of a head that reads captured layers."""
+    layers = captured_layers(head, target)
+    if isinstance(head, Eagle3Config) and len(layers) != 3:
+        yield layers_must(layers, "three", "llama.cpp reads exactly three")
+    if layers[-1] == target.num_hidden_layers:
+        yield layers_must(layers, BELOW_LAST, "llama.cpp captures a stream at the input of the next layer")
+    if isinstance(head, DflashConfig) and len({kind.is_causal for kind in layer_kinds(head)}) > 1:
+        must_be, reason = (
+            "all or none if some layers slide and others do not",
+            "llama.cpp has one setting for all layers",
+        )
+        yield Refusal("head.causal", must_be, str(head.causal), reason, "train with another")
+    if target.model_type not in FAMILIES_WITH_STREAMS:
+        must_be, value = f"one of {', '.join(FAMILIES_WITH_STREAMS)}", f"a {target.model_type}"
+        reason = "of other families llama.cpp returns no residual streams, or none has been compared with ours"
+        yield Refusal("target.path", must_be, value, reason, "train head=draft_model")
+
+
+def is_llama(model: PreTrainedConfig) -> bool:
+    """Returns whether llama.cpp runs a model with its class of Llama."""
+    return ARCHITECTURE_OF.get(model.model_type) == ARCHITECTURE_OF["llama"]
+
+
+def unknown_model(model: PreTrainedConfig) -> str | None:
+    """Returns what llama.cpp does not know of a draft model: its family, its window, or how its RoPE is scaled."""
+    if model.model_type not in ARCHITECTURE_OF:
+        return f"a {model.model_type}"
+    if (window := window_of(model)) is not None:
+        return window
+    rope_type = head_rope_parameters(model)["rope_type"]
+    return None if rope_type == "default" or is_llama(model) else f"a {model.model_type} with {rope_type} RoPE"
+
+
+ENGINE = LlamaCpp()

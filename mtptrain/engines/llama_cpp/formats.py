@@ -33,7 +33,16 @@ from mtptrain.settings.heads import (
     HeadConfig,
 )
 from mtptrain.target.families import head_dim, key_heads, mlp_size, norm_eps
-from mtptrain.target.gguf import INTERLEAVED, MODULES, ROPE_FACTORS, interleaved, read_header, uninterleaved
+from mtptrain.target.gguf import (
+    INTERLEAVED,
+    MODULES,
+    ROPE_FACTORS,
+    interleaved,
+    read_header,
+    require_same_sizes,
+    uninterleaved,
+)
+from mtptrain.utils.errors import UserError
 
 KINDS = {
     torch.float32: GGMLQuantizationType.F32,
@@ -66,8 +75,6 @@ class GgufFormat(Format):
     weights_name = HEAD_FILE
     has_config_json = False
     num_layers = 1
-    is_quantised = False
-    """Whether matrices are written as q8_0, instead of in their own dtype."""
 
     def __init__(self, head: HeadConfig, target: PreTrainedConfig) -> None:
         super().__init__(head, target)
@@ -116,7 +123,6 @@ class GgufFormat(Format):
         return found
 
     def rounded(self, state: Tensors) -> Tensors:
-        """Returns the head's `state_dict` as it is after writing and reading."""
         tensors = self.tensors(state)
         for name, tensor in tensors.items():
             if name != D2T:
@@ -222,7 +228,15 @@ class LlamaCppEagle3(GgufFormat):
 class WithTokenizer(GgufFormat):
     """A file with the tokenizer of the target's file."""
 
-    needs_gguf = True
+    def check(self) -> None:
+        """Check the target's GGUF file. Raises UserError if it is left out, missing, damaged, or of another model."""
+        if self.target_gguf is None:
+            raise UserError(
+                f"target.gguf: must be the target's GGUF file to export head {self.head.name} for llama_cpp, which "
+                "needs its tokenizer, but is left out; convert the target with llama.cpp's convert_hf_to_gguf.py and "
+                "set target.gguf=FILE"
+            )
+        require_same_sizes(self.target_gguf, self.target)
 
     def tokenizer(self) -> dict[str, Any]:
         assert self.target_gguf is not None

@@ -1,28 +1,21 @@
-"""Decodes prompts on llama.cpp's `llama-server`, and counts our drafts by its rules. Tested with b11434."""
+"""Decodes prompts on llama.cpp's `llama-server`, and reads its counters."""
 
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 
-from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.engine import Decoder, EngineCounts, EngineRun, Requests, counts_of_all_rounds
-from mtptrain.engines.exports import WRITTEN_FOR, warn_of_other_version
+from mtptrain.engines.process import warn_of_version
+from mtptrain.engines.requests import EngineCounts, EngineRun, Requests
 from mtptrain.engines.server import Counters, EngineServer, counts_of
-from mtptrain.engines.server_process import started_server
-from mtptrain.engines.worker import how_to_install
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 
-DEFAULT_SERVER = Path(__file__).parents[2] / ".engines" / "llama_cpp" / "bin" / "llama-server"
+VERSION = "b11434"
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 EXACT_DRAFT = ("-ctkd", "f32", "-ctvd", "f32")
 """Arguments for keys and values in fp32. By default they are rounded to f16, which changes some answers."""
@@ -33,44 +26,6 @@ NO_PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penal
 """Values to set in every request: omitted ones come from the GGUF file, and penalties affect greedy decoding."""
 HEAD_FILE = "model.gguf"
 """Name of the head's file in an export."""
-VERSION_TIMEOUT_S = 60.0
-RULE = (
-    "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
-    "answer: ours are counted by the same rules."
-)
-
-
-def find_llama_server(path: str | None) -> Path:
-    """Returns the program `llama-server`: `serving.llama_server`, the one in the checkout, or that on PATH.
-
-    Raises:
-        UserError: there is none.
-    """
-    on_path = shutil.which("llama-server")
-    found = Path(path) if path else DEFAULT_SERVER if DEFAULT_SERVER.is_file() or on_path is None else Path(on_path)
-    if llama_version(found) is None:
-        does, why = "does not exist", ""
-        if found.exists():
-            does, why = "does not print its version", f"run `{found} --version` to see why, "
-        install = how_to_install(".engines/llama_cpp", f"build llama.cpp {WRITTEN_FOR['llama_cpp']}")
-        raise UserError(
-            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} {does}; {why}{install}, "
-            "or set serving.llama_server=PATH"
-        )
-    return found
-
-
-def llama_version(program: Path) -> str | None:
-    """Returns the version that a program names; None if it is not llama.cpp's, or cannot be run."""
-    try:
-        command = [str(program), "--version"]
-        result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True, timeout=VERSION_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"^version: (.*)", result.stdout + result.stderr, re.MULTILINE)
-    return found and found[1]
 
 
 def is_in_fp32(path: Path) -> bool:
@@ -105,37 +60,10 @@ def server_arguments(
     return arguments
 
 
-class LlamaCounting(Decoder):
-    """The name of the engine, and the rules by which it counts."""
-
-    name = "llama.cpp"
-    advice = (
-        "export the head again; a server must be idle and be started with --metrics, with --spec-type, without which "
-        f"llama.cpp drafts nothing, and with {' '.join((HOST_SAMPLING, *EXACT, *EXACT_DRAFT))}"
-    )
-    why_no_drafts = ": no drafts were made, as llama-server makes none without --spec-type"
-
-    def counted(
-        self,
-        generations: Sequence[Generation],
-        num_speculative_tokens: int,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> tuple[EngineCounts, str]:
-        """Returns what llama.cpp counts for our answers, and a sentence on its rules if they changed the counts."""
-        rounds = drafted = 0
-        accepted_at = np.zeros(num_speculative_tokens, int)
-        for generation in generations:
-            for num_drafts, num_accepted in _drafts(generation, num_speculative_tokens, max_new_tokens, stop_token_ids):
-                rounds, drafted = rounds + 1, drafted + num_drafts
-                accepted_at[:num_accepted] += 1
-        counts = EngineCounts(rounds, drafted, accepted_at.tolist())
-        return counts, "" if counts == counts_of_all_rounds(generations) else RULE
-
-
-class LlamaServer(LlamaCounting, EngineServer):
+class LlamaServer(EngineServer):
     """A running `llama-server` at a base URL."""
 
+    name = "llama.cpp"
     program = "llama-server"
     options = " --metrics"
     context_option = "-c"
@@ -153,8 +81,8 @@ class LlamaServer(LlamaCounting, EngineServer):
         self.counters()  # the page of metrics exists only with --metrics
         build = re.match(r"b(\d+)-", self.version)
         # Built from sources without a Git history, such as a package's, llama.cpp says b0.
-        if build and int(build[1]) > 0 and f"b{build[1]}" != WRITTEN_FOR["llama_cpp"]:
-            warn_of_other_version("llama_cpp", "llama.cpp", self.version, self.place)
+        if build and int(build[1]) > 0 and f"b{build[1]}" != VERSION:
+            warn_of_version(self.name, VERSION, self.version, self.place)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
@@ -228,50 +156,6 @@ class LlamaServer(LlamaCounting, EngineServer):
                 f"generation_config.json, {list(stop_token_ids)}, but the server {does}; convert the target again, or "
                 "correct eos_token_id in generation_config.json"
             )
-
-
-@dataclass(frozen=True)
-class LlamaProcess(LlamaCounting):
-    """Runs `llama-server` in a new process for each list of prompts."""
-
-    command: Sequence[Path | str]
-    """The program and its arguments."""
-    log_path: Path
-    may_round: bool = False
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> EngineRun:
-        """Returns the answers of `LlamaServer.generate`.
-
-        Raises:
-            UserError: the server cannot load the target or the head, or one of the errors of `LlamaServer.generate`.
-        """
-        with started_server(LlamaServer, self.command, self.log_path) as server:
-            return server.generate(prompts, max_new_tokens, stop_token_ids)
-
-
-def _drafts(
-    generation: Generation, num_speculative_tokens: int, max_new_tokens: int, stop_token_ids: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Returns how many tokens each round drafts and accepts by llama.cpp's rules.
-
-    `get_n_draft_max` leaves room for the token that follows the drafts. `common_sampler_sample_and_accept_n` ends at an
-    accepted end of the answer, unless that is the last draft.
-    """
-    rounds, position = [], 1  # the target chose token 0 itself
-    for accepted in generation.accepted_by_round:
-        num_drafts = min(num_speculative_tokens, max_new_tokens - position - 1)
-        if num_drafts > 0:
-            accepted = min(accepted, num_drafts)
-            for index, token in enumerate(generation.tokens[position : position + accepted]):
-                if token in stop_token_ids and index + 1 < num_drafts:
-                    accepted = index
-                    break
-            rounds.append((num_drafts, accepted))
-            position += accepted
-        position += 1
-    return rounds
 
 
 def _properties(body: bytes) -> tuple[str, str, int, str]:

@@ -1,35 +1,72 @@
-"""OpenVINO as an engine that `engines.ENGINES` names. It has no server: its worker decodes the requests of a load."""
+"""OpenVINO GenAI: what it serves and needs, how it is started, and how it counts.
 
-from collections.abc import Sequence
+OpenVINO's converter needs other versions of transformers than training does. It therefore has an environment of its own
+(`make .venv-openvino/.installed`), in which a worker decodes: OpenVINO has no server.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from mtptrain.engines.base import Engine, Served
-from mtptrain.engines.engine import Answer, Load, LoadResult, Requests
-from mtptrain.engines.openvino.client import (
-    NAME,
-    OpenvinoModels,
-    OpenvinoProcess,
-    accepted_of,
-    counts_of,
-    find_openvino_python,
-    openvino_version,
+from transformers import PreTrainedConfig
+
+from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.base import RunningEngine, Served
+from mtptrain.engines.limits import (
+    ABOVE_0,
+    BELOW_LAST,
+    Refusal,
+    captured_layers,
+    layers_must,
+    must_be_false,
+    window_of,
 )
-from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.engines.openvino.formats import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
+from mtptrain.engines.process import EngineCrashed, how_to_install, printed_by, run_worker, warn_of_version
+from mtptrain.engines.requests import Answer, EngineCounts, EngineRun, Load, LoadResult, Requests
+from mtptrain.heads.dflash import layer_kinds
+from mtptrain.heads.draft_model import model_config
+from mtptrain.settings.evaluation import OpenvinoWeights, ServingConfig
+from mtptrain.settings.heads import DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 
+VERSION = "2026.4.1"
+WORKER = Path(__file__).with_name("openvino_worker.py")
+DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-openvino" / "bin" / "python"
+RULE = (
+    "OpenVINO reports the tokens of each round and neither the drafted ones nor those past the end of an answer: in "
+    "each round, ours are counted as its tokens without the last one, and drafted tokens are not compared."
+)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose counters in OpenVINO GenAI were compared with ours. It finds no residual streams among the operations
+of a layer with experts."""
 
-class Openvino(Engine):
+
+class Openvino(RunningEngine):
     """OpenVINO GenAI in an environment of its own."""
 
-    name = NAME
+    name = "OpenVINO"
+    version = VERSION
+    formats = {  # noqa: RUF012 (never changed)
+        "eagle3": OpenvinoEagle3,
+        "dflash": OpenvinoDflash,
+        "draft_model": OpenvinoDraftModel,
+    }
     program_setting = "openvino_python"
+    has_server = False
+    advice = "export the head again"
+
+    def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+        return why_not(head, target)
 
     def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
         return find_openvino_python(serving.openvino_python)
 
-    def version(self, program: Path) -> str | None:
+    def version_of(self, program: Path) -> str | None:
         return openvino_version(program)
 
     def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:
@@ -56,26 +93,173 @@ class Openvino(Engine):
     def served_types(self, target: TargetFiles, serving: ServingConfig, export_dtype: str) -> list[str | None] | None:
         return [str(serving.openvino_weights)]
 
-    def decoder(self, served: Served, num_drafts: int) -> OpenvinoProcess:
-        return OpenvinoProcess(models_of(served), num_drafts)
+    def may_round(self, served: Served) -> bool:
+        return served.serving.openvino_weights is not OpenvinoWeights.fp32
+
+    def generate(
+        self,
+        served: Served,
+        num_drafts: int,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> EngineRun:
+        """Returns greedy answers to prompts of token ids, and the drafts accepted in each round.
+
+        Raises:
+            UserError: OpenVINO cannot convert or serve the target or the head.
+        """
+        with tempfile.TemporaryDirectory(prefix="mtptrain-openvino-") as directory:
+            job = job_of(served, num_drafts, Path(directory))
+            job |= {"max_new_tokens": max_new_tokens, "stop_token_ids": list(stop_token_ids)}
+            job["prompts"] = [list(prompt) for prompt in prompts]
+            return decode(served.program, job)
+
+    def counted(
+        self,
+        generations: Sequence[Generation],
+        num_speculative_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> tuple[EngineCounts, str]:
+        """Returns what OpenVINO counts for our answers, and a sentence on its rules."""
+        accepted = []
+        for generation in generations:
+            rounds, position = [], 1  # the target chose token 0 itself
+            for num_accepted in generation.accepted_by_round:
+                rounds.append(min(num_accepted, len(generation.tokens) - position - 1))
+                position += num_accepted + 1
+            accepted.append(rounds)
+        return counts_of(accepted, num_speculative_tokens), RULE
 
     def run_loads(
         self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path
     ) -> tuple[str, list[LoadResult]]:
         """Decode in one process, which keeps the converted models for the next K in `scratch_dir`."""
-        jobs = {"requests": asdict(requests), "loads": [asdict(load) for load in loads]}
-        models = models_of(served)
-        result = models.run("load", models.job(scratch_dir, num_drafts, **jobs))
+        job = job_of(served, num_drafts, scratch_dir)
+        job |= {"requests": asdict(requests), "loads": [asdict(load) for load in loads]}
+        result = run(served.program, "load", job)
         results = []
-        for found in result["results"]:
+        for load in result["results"]:
             answers = [
                 Answer(steps_s, sum(tokens))
-                for steps_s, tokens in zip(found["steps_s"], found["tokens_of_steps"], strict=True)
+                for steps_s, tokens in zip(load["steps_s"], load["tokens_of_steps"], strict=True)
             ]
-            counts = counts_of(accepted_of(found["tokens_of_steps"]), num_drafts) if num_drafts else None
-            results.append(LoadResult(answers, found["duration_s"], counts))
+            counts = counts_of(accepted_of(load["tokens_of_steps"]), num_drafts) if num_drafts else None
+            results.append(LoadResult(answers, load["duration_s"], counts))
         return result["version"], results
 
 
-def models_of(served: Served) -> OpenvinoModels:
-    return OpenvinoModels(served.program, served.target.directory, served.head_dir, served.serving.openvino_weights)
+def job_of(served: Served, num_drafts: int, directory: Path) -> dict[str, Any]:
+    """Returns what all jobs of the worker have. It converts into `directory` what is not there yet."""
+    return {
+        "target": str(served.target.directory),
+        "head": str(served.head_dir),
+        "converted_target": str(directory / "target"),
+        "converted_head": str(directory / "head"),
+        "weights": str(served.serving.openvino_weights),
+        "num_speculative_tokens": num_drafts,
+    }
+
+
+def run(python: Path, mode: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Returns the worker's result for a job, and warns of a version that was not tested.
+
+    If OpenVINO crashes, it is started once more: 2026.4 seldom but at random damages its own memory and ends.
+    Source: github.com/openvinotoolkit/openvino.genai/issues/4425.
+
+    Raises:
+        UserError: OpenVINO cannot convert or serve the target or the head.
+    """
+    try:
+        result: dict[str, Any] = run_worker(python, WORKER, mode, job, ENGINE.name)
+    except EngineCrashed as crash:
+        warnings.warn(f"OpenVINO crashed, and is started once more: {crash}", stacklevel=2)
+        result = run_worker(python, WORKER, mode, job, ENGINE.name)
+    if result["version"].rsplit(".", 1)[0] != VERSION:
+        warn_of_version("OpenVINO GenAI", VERSION, result["version"], f"serving.openvino_python={python}")
+    return result
+
+
+def decode(python: Path, job: dict[str, Any]) -> EngineRun:
+    """Returns the greedy answers to the prompts of a job."""
+    result = run(python, "decode", job)
+    accepted = accepted_of(result["steps"])
+    return EngineRun(result["version"], result["tokens"], counts_of(accepted, job["num_speculative_tokens"]), accepted)
+
+
+def accepted_of(steps: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns the number of accepted drafts in each round of each answer, from the number of tokens of each step.
+
+    The first step reads the prompt. In every other one, the last token is the target's own.
+    """
+    return [[num_tokens - 1 for num_tokens in of_answer[1:]] for of_answer in steps]
+
+
+def counts_of(accepted: Sequence[Sequence[int]], num_speculative_tokens: int) -> EngineCounts:
+    """Returns the counters for the number of accepted drafts in each round of each answer."""
+    rounds = [num_accepted for answer in accepted for num_accepted in answer]
+    depths = range(max((num_speculative_tokens, *rounds)))
+    return EngineCounts(len(rounds), None, [sum(depth < num for num in rounds) for depth in depths])
+
+
+def find_openvino_python(python: str | None) -> Path:
+    """Returns the Python interpreter for OpenVINO: `python`, or that of `.venv-openvino` at the top of the checkout.
+
+    Raises:
+        UserError: the interpreter does not exist, or OpenVINO GenAI is not installed for it.
+    """
+    path = DEFAULT_PYTHON if python is None else Path(python)
+    if not path.is_file() or not openvino_version(path):
+        packages = f"openvino-genai=={VERSION}.* and optimum-intel"
+        install = how_to_install(".venv-openvino", f"install {packages} into an environment of its own")
+        raise UserError(
+            f"serving.openvino_python: must be a Python with OpenVINO GenAI, but {path} "
+            f"{'has none' if path.is_file() else 'does not exist'}; {install}, or set "
+            "serving.openvino_python to the Python of an environment with openvino-genai and optimum-intel"
+        )
+    return path
+
+
+def openvino_version(python: Path) -> str | None:
+    """Returns the version of OpenVINO GenAI that is installed for an interpreter; None if there is none."""
+    return printed_by(python, "from importlib.metadata import version; print(version('openvino-genai'))")
+
+
+def why_not(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+    """Yields what OpenVINO does not serve of a head and a target."""
+    if isinstance(head, Eagle3Config):
+        for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"):
+            reason = "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error"
+            yield from must_be_false(head, setting, reason)
+    if not isinstance(head, DraftModelConfig):
+        layers = captured_layers(head, target)
+        if isinstance(head, Eagle3Config) and len(layers) != 3:
+            yield layers_must(layers, "three", "OpenVINO reads exactly three")
+        if layers[0] == 0:
+            reason = "OpenVINO counts layers from 0 by their outputs and has no id for the embeddings"
+            yield layers_must(layers, ABOVE_0, reason)
+        if isinstance(head, DflashConfig) and layers[-1] == target.num_hidden_layers:
+            reason = "optimum takes the state after the final norm for the stream after the last layer"
+            yield layers_must(layers, BELOW_LAST, reason)
+    if isinstance(head, DflashConfig):
+        yield from must_be_false(head, "sample_from_anchor", "OpenVINO's class drafts nothing with the newest token")
+        if any(kind.is_causal for kind in layer_kinds(head)):
+            reason = "in OpenVINO's class a token always sees its whole block"
+            yield Refusal("head.causal", "none", str(head.causal), reason, "train without it")
+        if head.draft_vocab_size:
+            reason = "OpenVINO gives the head the target's lm_head"
+            yield Refusal("head.draft_vocab_size", "null", head.draft_vocab_size, reason, "train without it")
+    models = [("target.path", "target", target)]
+    if isinstance(head, DraftModelConfig):
+        models.append(("head.init_from", "model", model_config(head, target)))
+    for setting, kind, model in models:
+        if model.model_type not in FAMILIES:
+            reason = "in OpenVINO no other family has been compared with ours"
+            yield Refusal(setting, f"one of {', '.join(FAMILIES)}", f"a {model.model_type}", reason)
+        if (value := window_of(model)) is not None:
+            reason = "its window in OpenVINO has not been compared with ours"
+            yield Refusal(setting, f"a {kind} without a sliding window", value, reason)
+
+
+ENGINE = Openvino()

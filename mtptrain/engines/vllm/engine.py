@@ -1,28 +1,47 @@
-"""vLLM as an engine that `engines.ENGINES` names: what it needs, and how it is started."""
+"""vLLM: what it serves and needs, how it is started, and its settings for K at each batch size."""
 
 import json
-from collections.abc import Sequence
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from mtptrain.engines.base import Engine, Served
-from mtptrain.engines.engine import Load, LoadResult, Requests
-from mtptrain.engines.exports import cache_bytes, served_model, speculative_config
+from mtptrain.engines.base import RunningEngine, Served
+from mtptrain.engines.format import Format
+from mtptrain.engines.limits import Refusal
 from mtptrain.engines.load import send_all
-from mtptrain.engines.server_process import started_server
-from mtptrain.engines.vllm.client import GenerateJob, VllmProcess, find_python, vllm_version
+from mtptrain.engines.process import printed_by, started_server
+from mtptrain.engines.requests import EngineRun, Load, LoadResult, Requests, Speeds, best_num_drafts
+from mtptrain.engines.vllm import client, formats, limits
+from mtptrain.engines.vllm.client import find_python, vllm_version
+from mtptrain.engines.vllm.formats import speculative_config
 from mtptrain.engines.vllm.server import VllmServer
-from mtptrain.engines.worker import printed_by
 from mtptrain.settings.evaluation import ServingConfig
+from mtptrain.settings.heads import HeadConfig
+from mtptrain.target.families import head_dim, key_heads
 from mtptrain.utils.errors import UserError
+from mtptrain.utils.files import read_json
 
 KNOWN = {
     "0.32": "tested; on a CPU it samples wrongly with drafts above temperature 0",
     "0.33": "not tested; it has no medusa",
 }
-CACHED_SEQUENCES = 64
-"""Number of sequences that fit into the KV cache of vLLM on a CPU. Its default takes nearly all memory."""
+MIN_BATCHED_TOKENS = 4096
+EXACT = (
+    *("--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--enforce-eager"),
+    *("--per-request-spec-decode-metrics", "detailed"),
+)
+"""Arguments with which drafts do not depend on how requests are batched.
+
+Prompts are not split into chunks. At the end of each chunk but the last, vLLM 0.32 gives the head the prompt's last
+token instead of the next one (`prepare_next_token_ids_padded` of the V1 model runner). Nor are prefixes cached, which
+vLLM does for hybrid targets only together with chunks. vLLM, or the user's VLLM_USE_V2_MODEL_RUNNER, chooses the model
+runner, so that the engine that is checked is the one that will serve.
+"""
 SERVE = """
 import runpy, sys
 sys.path = [each for each in sys.path if each]
@@ -36,52 +55,77 @@ ENVIRONMENT = {
     # On a CPU the engine would pin its threads to cores, which a container may forbid.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""Method that vLLM infers from the first of these names that the head's path contains, unless one of these is given.
+
+Another method that is given, such as medusa or draft_model, is overridden. Source: vllm/config/speculative.py in vLLM
+0.32.
+"""
+DYNAMIC_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
+"""Methods of vLLM 0.32 that can draft a different number of tokens in each batch. Others, such as `medusa`, cannot."""
 
 
-class Vllm(Engine):
+class Vllm(RunningEngine):
     """vLLM in an environment of its own."""
 
     name = "vLLM"
+    version = client.VERSION
+    formats = {  # noqa: RUF012 (never changed)
+        "mtp": formats.VllmMtp,
+        "native_mtp": formats.VllmNativeMtp,
+        "eagle": formats.VllmEagle,
+        "eagle3": formats.VllmEagle3,
+        "peagle": formats.VllmPeagle,
+        "medusa": formats.VllmMedusa,
+        "dflash": formats.VllmDflash,
+        "dspark": formats.VllmDspark,
+        "dflash2": formats.VllmDflash2,
+        "draft_model": formats.VllmDraftModel,
+    }
+    varies_drafts = True
     program_setting = "python"
     server = VllmServer
-    has_settings = True
     known_of = KNOWN
+    advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"
+    how_to_see_rounds = "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
+
+    def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
+        return limits.why_not(head, target)
+
+    def check_directory(self, directory: Path, form: Format) -> None:
+        name = next((each for each in METHODS_BY_NAME if each in str(directory.resolve()).lower()), None)
+        if name is not None and METHODS_BY_NAME[name] != form.method:
+            raise UserError(
+                f"export.output_dir: vLLM must not infer a method other than {form.method} from the path, but "
+                f"{directory.resolve()} contains {name!r}; choose another run_dir or export.output_dir"
+            )
+
+    def mode_advice(self, mode: str) -> str:
+        return f"{super().mode_advice(mode)}, or start vLLM with `--default-chat-template-kwargs {shlex.quote(mode)}`"
 
     def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
         return find_python(serving.python, warns=warns)
 
-    def version(self, program: Path) -> str | None:
+    def version_of(self, program: Path) -> str | None:
         return vllm_version(program)
 
     def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:
-        """Refuse a CPU build of vLLM on a machine with GPUs, because it would run without a warning.
+        refuse_cpu_build(program)
 
-        Raises:
-            UserError: it is one.
-        """
-        if torch.cuda.is_available() and (printed_by(program, IS_ON_CPUS) or "").split()[-1:] != ["False"]:
-            raise UserError(
-                "serving.python: must have a vLLM that runs on GPUs, because this machine has a GPU, but that of "
-                f"{program} runs on CPUs; install the package vllm there instead of vllm-cpu"
-            )
-
-    def decoder(self, served: Served, num_drafts: int) -> VllmProcess:
-        has_gpu, head_dir, context = torch.cuda.is_available(), served.head_dir, served.context_tokens
-        job = GenerateJob(
-            name=self.name,
-            target_dir=str(served_model(served.facts, head_dir, served.target.directory)),
-            prompts=(),
-            max_new_tokens=0,
-            max_model_len=context,
-            speculative_config=speculative_config(served.facts, head_dir, num_drafts),
-            dtype=served.dtype,
-            kv_cache_memory_bytes=None
-            if has_gpu
-            else cache_bytes(served.target.config, head_dir, context, CACHED_SEQUENCES),
-            tensor_parallel_size=served.serving.tensor_parallel_size,
-            device_type="cuda" if has_gpu else "cpu",
-        )
-        return VllmProcess(served.program, job)
+    def generate(
+        self,
+        served: Served,
+        num_drafts: int,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> EngineRun:
+        refuse_cpu_build(served.program)
+        batch_tokens = max(served.context_tokens, MIN_BATCHED_TOKENS)  # a prompt that is not split must fit
+        command = [str(served.program), "-c", SERVE, *serve_arguments(served, num_drafts), *EXACT]
+        command += ["--max-num-batched-tokens", str(batch_tokens)]
+        with started_server(VllmServer, command, served.log_path(num_drafts), ENVIRONMENT) as server:
+            return server.generate(prompts, max_new_tokens, stop_token_ids)
 
     def run_loads(
         self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path
@@ -90,19 +134,108 @@ class Vllm(Engine):
         with started_server(VllmServer, command, served.log_path(num_drafts), ENVIRONMENT) as server:
             return send_all(server, requests, loads)
 
+    def settings_for(self, speeds: Speeds, served: Served, head: HeadConfig, path: Path) -> tuple[Any, str]:
+        """Returns the value of `--speculative-config`, and the text that explains it."""
+        settings, said = fastest_settings(speeds, served.facts, served.head_dir.resolve())
+        model = served.head_dir.resolve() if served.holds_target else served.target.name_for_engines
+        draft = f'--speculative-config "$(cat {shlex.quote(str(path))})"'
+        return settings, f"{said}\n\n```bash\nvllm serve {shlex.quote(str(model))} {draft}\n```"
+
+
+def refuse_cpu_build(program: Path) -> None:
+    """Refuse a CPU build of vLLM on a machine with GPUs, because it would run without a warning.
+
+    Raises:
+        UserError: it is one.
+    """
+    if torch.cuda.is_available() and (printed_by(program, IS_ON_CPUS) or "").split()[-1:] != ["False"]:
+        raise UserError(
+            "serving.python: must have a vLLM that runs on GPUs, because this machine has a GPU, but that of "
+            f"{program} runs on CPUs; install the package vllm there instead of vllm-cpu"
+        )
+
 
 def serve_arguments(served: Served, num_drafts: int) -> list[str]:
     """Returns the arguments of `vllm serve`.
 
     Servers differ only in their drafts: one without drafts also loads the export where that holds the target.
     """
-    arguments = ["--model", str(served_model(served.facts, served.head_dir, served.target.directory))]
+    arguments = ["--model", str(served_model(served))]
     arguments += ["--dtype", served.dtype, "--max-model-len", str(served.context_tokens)]
     arguments += ["--tensor-parallel-size", str(served.serving.tensor_parallel_size)]
     if not torch.cuda.is_available():  # on a CPU, vLLM would otherwise take nearly all of the machine's memory
-        size = cache_bytes(served.target.config, served.head_dir, served.context_tokens, 2 * served.concurrency)
-        arguments += ["--kv-cache-memory-bytes", str(size)]
+        arguments += ["--kv-cache-memory-bytes", str(cache_bytes(served, 2 * served.concurrency))]
     if num_drafts:
-        settings = speculative_config(served.facts, served.head_dir, num_drafts)
+        settings = speculative_config(served.facts, served.head_dir.resolve(), num_drafts)
         arguments += ["--speculative-config", json.dumps(settings)]
     return [*arguments, *served.server_args]
+
+
+def served_model(served: Served) -> Path:
+    """Returns the model to start vLLM with: the export itself if it also holds the target, else the target."""
+    return served.head_dir.resolve() if served.holds_target else served.target.directory
+
+
+def cache_bytes(served: Served, num_sequences: int) -> int:
+    """Returns enough bytes for a float32 KV cache of the target's layers and of the exported head's.
+
+    A head gets at least two layers of the target's size. Each sequence has room for one more block, because the
+    engine's blocks may hold up to 128 tokens.
+    """
+    target, own = served.target.config, read_json(served.head_dir / "config.json", "run mtptrain export again")
+    heads = own.get("num_attention_heads") or 0
+    own_head_dim = own.get("head_dim") or (own.get("hidden_size") or 0) // max(1, heads)
+    head_values = (own.get("num_hidden_layers") or 0) * (own.get("num_key_value_heads") or heads) * own_head_dim
+    layer_values = key_heads(target) * head_dim(target)
+    token_bytes = 2 * 4 * (target.num_hidden_layers * layer_values + max(2 * layer_values, head_values))
+    return num_sequences * (served.context_tokens + 128) * token_bytes + (64 << 20)
+
+
+def fastest_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tuple[dict[str, Any], str]:
+    """Returns `--speculative-config` with the fastest K at each batch size, and the text that explains it."""
+    reason = why_fixed(facts["method"], facts.get("speculative_settings", {}))
+    if reason is not None:
+        fixed = best_fixed_num_drafts(speeds)
+        return speculative_config(facts, head_dir, fixed), (
+            f"One K for all batch sizes, because {reason}: K = {fixed} has the largest geometric mean of tokens/s."
+        )
+    best = best_num_drafts(speeds)
+    ranges = per_batch_size(best)
+    settings = speculative_config(facts, head_dir, max(best.values()))
+    said = ", ".join(f"K = {num_drafts} from batch size {first}" for first, _, num_drafts in ranges)
+    return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
+        f"{said}. With data parallelism, vLLM ignores these batch sizes. At K = 0 it still fills the head's cache, "
+        "which takes time that the measured engine without drafts does not spend."
+    )
+
+
+def best_fixed_num_drafts(speeds: Speeds) -> int:
+    """Returns the K above 0 with the largest geometric mean of tokens/s over all concurrencies."""
+    choices = sorted({num_drafts for tokens_per_s in speeds.values() for num_drafts in tokens_per_s if num_drafts})
+    return max(choices, key=lambda choice: sum(math.log(tokens_per_s[choice]) for tokens_per_s in speeds.values()))
+
+
+def why_fixed(method: str, speculative_settings: Mapping[str, Any]) -> str | None:
+    """Returns why vLLM must draft the same number of tokens in every batch; None if the number can vary."""
+    if speculative_settings.get("parallel_drafting"):
+        return "vLLM fixes the number of mask tokens of a parallel drafter when it starts"
+    return None if method in DYNAMIC_METHODS else f"vLLM's method {method} drafts a fixed number of tokens"
+
+
+def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:
+    """Returns vLLM's `num_speculative_tokens_per_batch_size`: ranges `[first, last, K]`, both sizes included.
+
+    Sizes between two measured ones get the K of the smaller one, which is also how vLLM fills gaps. The first range
+    starts at 1, as vLLM requires, and vLLM extends the last one. Adjacent ranges with the same K are merged.
+    """
+    sizes = sorted(best)
+    ranges: list[list[int]] = []
+    for size, first, following in zip(sizes, [1, *sizes[1:]], [*sizes[1:], sizes[-1] + 1], strict=True):
+        if ranges and ranges[-1][2] == best[size]:
+            ranges[-1][1] = following - 1
+        else:
+            ranges.append([first, following - 1, best[size]])
+    return ranges
+
+
+ENGINE = Vllm()

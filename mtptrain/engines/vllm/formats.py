@@ -1,12 +1,13 @@
 """Export formats for vLLM 0.32.
 
-Sources: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py, medusa.py and qwen3_dflash.py in
+Sources: deepseek_eagle.py, llama_eagle.py, llama_eagle3.py, medusa.py, qwen3_dflash.py, mimo.py, and *_mtp.py in
 vllm/model_executor/models/.
 """
 
 import json
 import shlex
 import shutil
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mtptrain.data.draft_vocab import membership
 from mtptrain.engines.format import LAYER_PARTS, Format
+from mtptrain.engines.limits import is_mimo
+from mtptrain.engines.mimo import MimoLayer
+from mtptrain.engines.target_files import add_target_files
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import FULL, DflashHead, layer_types
 from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.draft_model import model_config
 from mtptrain.heads.eagle3 import LAYER_IDS, Eagle3Head
+from mtptrain.heads.native_mtp import NATIVE_MTP
+from mtptrain.heads.native_mtp_tensors import ModuleTensors
 from mtptrain.heads.peagle import mask_token_id
 from mtptrain.settings.heads import (
     CausalLayers,
@@ -35,8 +41,10 @@ from mtptrain.settings.heads import (
 )
 from mtptrain.target.families import has_window_in_all_layers, sliding_window
 from mtptrain.target.frozen_parts import load_frozen_parts
-from mtptrain.utils.files import save_tensors
+from mtptrain.target.mimo import ARCHITECTURE, MTP_LAYERS
+from mtptrain.utils.files import read_json, save_tensors, write_json
 
+TOKENIZER_PATTERNS = ("*token*.json", "vocab.json", "merges.txt", "*.model", "*.jinja", "generation_config.json")
 EAGLE_NAMES = {part: f"layers.0.{part}" for part in LAYER_PARTS}
 EAGLE3_NAMES = {part: f"midlayer.{part}" for part in ("hidden_norm.weight", *LAYER_PARTS)}
 MTP_NAMES = EAGLE_NAMES | {"eh_proj.weight": "fc.weight"}
@@ -51,9 +59,10 @@ class VllmFormat(Format):
     """The launch command and the notes that vLLM's formats share."""
 
     def launch(self, target: str, directory: Path, num_speculative_tokens: int) -> str:
-        settings = {"method": self.method, "model": str(directory), "num_speculative_tokens": num_speculative_tokens}
-        settings |= self.speculative_settings
-        return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(settings)])
+        facts = {"method": self.method, "speculative_settings": self.speculative_settings}
+        settings = speculative_config(facts | {"holds_target": self.holds_target}, directory, num_speculative_tokens)
+        served = str(directory) if self.holds_target else target
+        return shlex.join(["vllm", "serve", served, "--speculative-config", json.dumps(settings)])
 
     def notes(self) -> list[str]:
         window = sliding_window(self.target) if has_window_in_all_layers(self.target) else None
@@ -82,6 +91,10 @@ class VllmMtp(VllmFormat):
     names = MTP_NAMES
     _QKV = "layers.0.self_attn.qkv_proj.weight"
     _QKV_PARTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
+
+    @classmethod
+    def for_target(cls, head: HeadConfig, target: PreTrainedConfig) -> Format:
+        return VllmMimo(head, target) if is_mimo(target) else cls(head, target)
 
     def tensors(self, state: Tensors) -> Tensors:
         tensors = super().tensors(state)
@@ -311,9 +324,6 @@ class VllmDflash2(VllmDflash):
         return [*VllmFormat.notes(self), V2_RUNNER.format(name="DFlash 2")]
 
 
-TOKENIZER_PATTERNS = ("*token*.json", "vocab.json", "merges.txt", "*.model", "*.jinja", "generation_config.json")
-
-
 class VllmDraftModel(VllmFormat):
     """Exports `draft_model` as a standard transformers checkpoint with the target's tokenizer."""
 
@@ -345,3 +355,84 @@ class VllmDraftModel(VllmFormat):
         if ours < theirs:
             notes.append(f"vLLM stops drafting for texts of more than {ours} tokens, the draft model's context.")
         return notes
+
+
+class WholeCheckpoint(VllmFormat):
+    """A target's checkpoint for vLLM, in which a head takes the place of the checkpoint's own MTP layer."""
+
+    method = "mtp"
+    weights_name = "mtp.safetensors"
+    holds_target = True
+
+    def notes(self) -> list[str]:
+        return [
+            "This directory is the whole checkpoint. The target's weights here are hard links to the target's files, "
+            "or copies where links are not possible; a file that had tensors of the MTP layer is written again without "
+            "them."
+        ]
+
+
+class VllmMimo(WholeCheckpoint, MimoLayer):
+    """Replaces a MiMo checkpoint's own MTP layer with `mtp`.
+
+    The directory is a whole checkpoint. Its `config.json` has Qwen2's model type, so that engines need no code from the
+    checkpoint: MiMo's config differs from Qwen2's only by name. The model class is still MiMo's.
+    """
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        config = self.target.to_dict() | {"architectures": [ARCHITECTURE], **self.model_entries}
+        return {name: value for name, value in config.items() if name not in ("_name_or_path", "auto_map")}
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """Add the target's tokenizer, its weights except those of its own MTP layer, and the index of all tensors."""
+        add_target_files(directory, target_dir, self.weights_name, lambda name: name.startswith(MTP_LAYERS))
+
+    def notes(self) -> list[str]:
+        return [
+            *super().notes(),
+            "Serve this with vLLM. Its MiMo class passes the states before the target's final norm to the MTP layer, "
+            "and the head was trained and measured with these. SGLang's class passes the states after the norm.",
+        ]
+
+
+class VllmNativeMtp(WholeCheckpoint):
+    """Replaces a checkpoint's own MTP module with `native_mtp`."""
+
+    @cached_property
+    def module(self) -> ModuleTensors:
+        return ModuleTensors(self.target)
+
+    @property
+    def architecture(self) -> str:  # type: ignore[override]
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.target.model_type])
+
+    def tensors(self, state: Tensors) -> Tensors:
+        return self.module.stored(state)
+
+    def state(self, tensors: Tensors) -> Tensors:
+        return self.module.state(tensors)
+
+    def config_json(self, dtype: str) -> dict[str, Any]:
+        """Returns nothing: `add_target` writes the target's own config.json."""
+        return {}
+
+    def add_target(self, directory: Path, target_dir: Path) -> None:
+        """Add the target's config, tokenizer and weights, except those of its own module, and the index of all.
+
+        The copies of the target's tensors that some modules have stay as they are.
+        """
+        config = read_json(target_dir / "config.json")
+        declaring, count = config.get("text_config", config), NATIVE_MTP[self.target.model_type].count
+        declaring[count] = declaring.get(count) or 1
+        write_json(directory / "config.json", config)
+        add_target_files(directory, target_dir, self.weights_name, self.module.is_of_module)
+
+
+def speculative_config(facts: dict[str, Any], head_dir: Path, num_speculative_tokens: int) -> dict[str, Any]:
+    """Returns `--speculative-config` for an export, without `model` if it also holds the target."""
+    return {
+        "method": facts["method"],
+        **({} if facts.get("holds_target", False) else {"model": str(head_dir)}),
+        "num_speculative_tokens": num_speculative_tokens,
+        **facts.get("speculative_settings", {}),
+    }

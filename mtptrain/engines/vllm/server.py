@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.engine import NEUTRAL_SAMPLING, EngineCounts, EngineRun, Requests, counts_of_all_rounds
-from mtptrain.engines.exports import warn_of_untested_vllm
+from mtptrain.engines.requests import NEUTRAL_SAMPLING, EngineCounts, EngineRun, Requests
 from mtptrain.engines.server import Counters, EngineServer, counts_of
+from mtptrain.engines.vllm.client import warn_of_untested
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
@@ -24,8 +23,6 @@ class VllmServer(EngineServer):
     name = "vLLM"
     program = "vllm serve"
     context_option = "--max-model-len"
-    advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"
-    how_to_see_rounds = "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
 
     def __init__(self, url: str, log_path: Path | None = None) -> None:
         """Ask the server for its version, model and context length.
@@ -36,18 +33,12 @@ class VllmServer(EngineServer):
         super().__init__(url, log_path)
         self.version = self.read("/version", _version)
         if log_path is None:  # the version in our Python was checked
-            warn_of_untested_vllm(self.version, f"serving.url={self.shown_url}")
+            warn_of_untested(self.version, f"serving.url={self.shown_url}")
         self.model, self.root, self.max_model_len = self.read("/v1/models", _model)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> EngineRun:
-        """Returns greedy answers to prompts of token ids, and how much the counters grew. Several requests run at once.
-
-        Raises:
-            UserError: the server does not answer, or the server answers with an error, or the server serves other
-                requests in the meantime, which makes its counters useless.
-        """
         before = self.counters()
 
         def ask(prompt: Sequence[int]) -> tuple[list[int], list[int] | None]:
@@ -115,9 +106,6 @@ class VllmServer(EngineServer):
         if message["choices"]:
             return object(), 0
         return None, message["usage"]["completion_tokens"]
-
-    def counted(self, generations: Sequence[Generation], *limits: object) -> tuple[EngineCounts, str]:
-        return counts_of_all_rounds(generations), ""
 
 
 def is_same_model(root: str, target: TargetFiles) -> bool:

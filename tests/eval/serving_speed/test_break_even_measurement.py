@@ -14,7 +14,7 @@ from eval.serving_speed import break_even_measurement
 from eval.serving_speed.bench_rows import Row
 from eval.serving_speed.break_even_measurement import costs_of_rows, loop_cost, measure_break_even, warn_of_impossible
 from mtptrain.decoding.round_costs import Spent
-from mtptrain.engines.engine import Answer, LoadResult
+from mtptrain.engines.requests import Answer, LoadResult
 from mtptrain.planning.break_even import RoundCost
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.loading import load_target

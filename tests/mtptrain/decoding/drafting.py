@@ -5,11 +5,11 @@ import torch
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation, speculate
-from mtptrain.engines.limits import BLOCK_DRAFTERS
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.target.model import Target
+from tests.mtptrain.engines.conftest import BLOCK_DRAFTERS
 from tests.mtptrain.heads.test_contract import draw_norms
 
 

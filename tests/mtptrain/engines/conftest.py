@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from mtptrain.engines.limits import BLOCK_DRAFTERS
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.settings.heads import HeadConfig
+
+BLOCK_DRAFTERS = ("dflash", "dspark", "dflash2")
 
 
 def target_config(**settings: object) -> LlamaConfig:
@@ -49,10 +50,6 @@ def random_head(config: HeadConfig, target: LlamaConfig) -> Head:
             ids = torch.randperm(target.vocab_size)[: len(head.d2t)].sort().values
             head.d2t.copy_(ids - torch.arange(len(ids)))
     return head
-
-
-def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mtptrain.engines import server as engine_server
-from mtptrain.engines.engine import EngineCounts
 from mtptrain.engines.llama_cpp.server import LlamaServer
+from mtptrain.engines.requests import EngineCounts
 from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError

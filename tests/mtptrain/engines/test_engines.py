@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.engines.engines import ENGINES, describe_engines
-from mtptrain.settings.evaluation import ServingConfig, ServingEngine
+from mtptrain.engines.table import ENGINES, describe_engines, running_engine
+from mtptrain.settings.evaluation import ExportEngine, ServingConfig, ServingEngine
 from mtptrain.utils.errors import UserError
 
 SETTINGS = ("python", "llama_server", "openvino_python")
@@ -20,8 +20,8 @@ def program(path: Path, text: str) -> str:
 
 
 def test_every_engine_of_the_settings_is_in_the_table() -> None:
-    assert list(ENGINES) == list(ServingEngine)
-    assert tuple(engine.program_setting for engine in ENGINES.values()) == SETTINGS
+    assert list(ENGINES) == list(ExportEngine)
+    assert tuple(running_engine(key).program_setting for key in ServingEngine) == SETTINGS
 
 
 def test_versions_are_named_with_what_is_known_of_them(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_an_engine_that_is_missing_is_refused_and_the_plan_says_how_to_install_i
     missing, other = str(tmp_path / "missing"), program(tmp_path / "other", "exit 1")
     lines = describe_engines(ServingConfig(**dict.fromkeys(SETTINGS, missing))).splitlines()
     folders = ".venv-vllm", ".engines/llama_cpp", ".venv-openvino"
-    for line, engine, made in zip(lines, ENGINES.values(), folders, strict=True):
+    for line, engine, made in zip(lines, map(running_engine, ServingEngine), folders, strict=True):
         assert line.startswith(f"{engine.name}: not found (run `make {made}/.installed`")
         for path, does in ((missing, "does not exist"), (other, r"(has none|does not print its version)")):
             with pytest.raises(UserError, match=rf"serving\.{engine.program_setting}: must be .*, but {path} {does}; "):
@@ -57,7 +57,7 @@ def test_another_vllm_than_the_tested_one_is_warned_of(
 ) -> None:
     for version in ("0.32.0", "0.32.1", "0.33.0"):
         python = program(tmp_path / "python", f"echo {version}")
-        ENGINES["vllm"].find_program(ServingConfig(python=python))
+        running_engine("vllm").find_program(ServingConfig(python=python))
     assert [str(warning.message) for warning in user_warnings] == [
         f"serving.python={python}: vLLM should be 0.32, the only version that mtptrain was tested with, but is 0.33.0; "
         "another version may read exports differently (0.33 has no medusa): install vllm==0.32.0"
@@ -80,21 +80,21 @@ def test_an_engine_on_pythonpath_is_found_but_none_in_the_working_directory(
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert not ENGINES[engine].version(Path(sys.executable))
+    assert not running_engine(engine).version_of(Path(sys.executable))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert ENGINES[engine].version(Path(sys.executable)) == "3.2.1"
+    assert running_engine(engine).version_of(Path(sys.executable)) == "3.2.1"
 
 
 def test_what_an_engine_cannot_measure_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     python = Path(sys.executable)
     for engine in ("vllm", "llama_cpp"):
-        ENGINES[engine].check_bench(python, "dflash", 2, 0.7)
-    ENGINES["openvino"].check_bench(python, "dflash", 1, 0.0)
-    ENGINES["openvino"].check_bench(python, "eagle3", 2, 0.0)
+        running_engine(engine).check_bench(python, "dflash", 2, 0.7)
+    running_engine("openvino").check_bench(python, "dflash", 1, 0.0)
+    running_engine("openvino").check_bench(python, "eagle3", 2, 0.0)
     with pytest.raises(UserError, match=r"serving_bench\.concurrency: must be \[1\] with head dflash in OpenVINO"):
-        ENGINES["openvino"].check_bench(python, "dflash", 2, 0.0)
+        running_engine("openvino").check_bench(python, "dflash", 2, 0.0)
     with pytest.raises(UserError, match=r"acceptance\.temperature: must be 0 in OpenVINO .* but is 0\.7; leave it out"):
-        ENGINES["openvino"].check_bench(python, "eagle3", 1, 0.7)
+        running_engine("openvino").check_bench(python, "eagle3", 1, 0.7)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(UserError, match=r"serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs"):
-        ENGINES["vllm"].check_bench(python, "mtp", 1, 0.0)
+        running_engine("vllm").check_bench(python, "mtp", 1, 0.0)

@@ -1,123 +1,263 @@
-"""Tests that each format keeps the whole head, and that its config has the target's settings that engines read."""
+"""Tests what each format writes: names, shapes and config as the engines' sources have them, and the whole head.
 
+`formats.json` has what was compared with the sources of vLLM 0.32, SGLang 0.5.23, TensorRT-LLM 1.3 and optimum-intel
+2.2, and is served in tests/serving. WRITE_FORMATS=1 writes it anew.
+"""
+
+import json
+import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig
 
-from mtptrain.engines.table import FORMATS, format_for
-from mtptrain.export import check_tensors, write_head
+from mtptrain.engines.format import Format
+from mtptrain.engines.table import ENGINES, engine_of, format_for
+from mtptrain.export import check_tensors, reload_head, write_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.layer_head import LayerHead
+from mtptrain.target.families import read_target_config
+from mtptrain.target.frozen_parts import load_frozen_parts
+from tests.conftest import make_target
 from tests.mtptrain.engines.conftest import head_config, random_head, target_config
 
-EAGLE3_VARIANTS: list[dict[str, object]] = [
-    {"draft_vocab_size": 96},
-    {"draft_vocab_size": 260},
-    {"norm_before_fc": True, "norm_output": True},
-    {"fc_norm": True, "head_dim": 128, "capture_layers": [1, 3]},
-]
-OF_ONE_FAMILY = "native_mtp"
-"""The head whose format depends on the target's family; see tests/mtptrain/init_from/test_native_mtp.py."""
-WITH_CONFIG = [(engine, name) for engine, name in FORMATS if engine != "llama_cpp" and name != OF_ONE_FAMILY]
-"""Formats with a `config.json`. See test_llama_cpp.py for the others."""
-CASES = [(engine, name, {}) for engine, name in WITH_CONFIG] + [
-    (engine, name, settings)
-    for engine, name in WITH_CONFIG
-    if name in ("eagle3", "peagle")
-    for settings in EAGLE3_VARIANTS
-    if engine != "openvino" or "draft_vocab_size" in settings  # it has none of the other flags
-]
-CASES += [("vllm", "dflash", {"draft_vocab_size": 96, "num_layers": 3, "head_dim": 128})]
-every_case = pytest.mark.parametrize(("engine", "name", "settings"), CASES)
-LAYER_FORMATS = [(engine, name) for engine, name in WITH_CONFIG if issubclass(HEADS[name], LayerHead)]
+FORMATS = Path(__file__).with_name("formats.json")
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "eagle3": [
+        *({"draft_vocab_size": size} for size in (96, 260)),
+        *({flag: True} for flag in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")),
+        *({"fc_norm": True, "head_dim": 128, "capture_layers": [1, 3]}, {"capture_layers": [2]}),
+    ],
+    "peagle": [{"draft_vocab_size": 96}],
+    "medusa": [{"ttt_steps": 2, "num_layers": 2, "fc_bias": True}],
+    "dflash": [
+        {"num_layers": 3, "draft_vocab_size": 96, "head_dim": 128, "ttt_steps": 7, "mask_token_id": 5},
+        {"num_layers": 2, "sliding_window": 9},
+    ],
+    "dspark": [{"sample_from_anchor": False, "markov_rank": 16}],
+    "dflash2": [
+        {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "num_layers": 2, "sliding_window": 9}
+    ],
+}
+
+
+def all_cases() -> list[tuple[str, str, dict[str, Any]]]:
+    """Returns every engine, head and variant with a `config.json`. See test_llama_cpp.py for the others.
+
+    The format of `native_mtp` depends on the target's family: see tests/mtptrain/init_from/test_native_mtp.py.
+    """
+    cases, target = [], target_config()
+    for engine in ENGINES:
+        for name in engine_of(engine).formats:
+            for settings in [{}, *VARIANTS.get(name, [])] if engine != "llama_cpp" and name != "native_mtp" else []:
+                if next(engine_of(engine).why_not(head_config(name, **settings), target), None) is None:
+                    cases.append((str(engine), name, settings))
+    return cases
+
+
+CASES = all_cases()
+LAYER_FORMATS = [case for case in CASES if issubclass(HEADS[case[1]], LayerHead)]
 """Formats of heads that an engine runs as a Llama."""
 
 
-@every_case
+@pytest.fixture(scope="module")
+def target() -> LlamaConfig:
+    return target_config()
+
+
+def written(directory: Path, form: Format, dtype: torch.dtype = torch.float32) -> Path:
+    write_head(directory, form, random_head(form.head, form.target).to(dtype).state_dict())
+    return directory
+
+
+def test_every_format_writes_the_names_shapes_and_settings_of_its_engine(target: LlamaConfig) -> None:
+    found = {}
+    for engine, name, settings in CASES:
+        form = format_for(engine, head_config(name, **settings), target)
+        tensors = form.tensors(random_head(form.head, target).state_dict())
+        found[f"{engine} {name} {json.dumps(settings)}"] = {
+            "tensors": {key: [str(tensor.dtype)[6:], *tensor.shape] for key, tensor in sorted(tensors.items())},
+            "config": {
+                key: value for key, value in form.config_json("bfloat16").items() if key != "transformers_version"
+            },
+            "launch": form.launch("TARGET", Path("/DIR"), 3),
+            "notes": form.notes(),
+        }
+    if os.environ.get("WRITE_FORMATS"):
+        cases = [
+            f" {json.dumps(case)}: {{\n"
+            + ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items())
+            + "\n }"
+            for case, facts in found.items()
+        ]
+        FORMATS.write_text("{\n" + ",\n".join(cases) + "\n}\n")
+    stored = json.loads(FORMATS.read_text())
+    assert found.keys() == stored.keys()
+    for case, facts in json.loads(json.dumps(found)).items():
+        assert facts == stored[case], case
+
+
+@pytest.mark.parametrize(("engine", "name", "settings"), CASES)
 def test_a_heads_state_comes_back_exactly_from_what_is_written(
-    tmp_path: Path, target: LlamaConfig, engine: str, name: str, settings: dict[str, object]
+    tmp_path: Path, target: LlamaConfig, engine: str, name: str, settings: dict[str, Any]
 ) -> None:
-    config = head_config(name, **settings)
-    form, state = format_for(engine, config, target), random_head(config, target).state_dict()
+    form = format_for(engine, head_config(name, **settings), target)
+    state = random_head(form.head, target).state_dict()
     tensors = form.tensors(state)
     restored = form.state(tensors)
     assert restored.keys() == state.keys()
     assert all(torch.equal(restored[key], state[key]) for key in state)
     assert form.tensors(restored).keys() == tensors.keys(), "neither direction may change its argument"
-    write_head(tmp_path / "out", form, state)
-    check_tensors(tmp_path / "out", form)
+    check_tensors(written(tmp_path / "out", form), form)
 
 
-@pytest.mark.parametrize(("engine", "name", "settings"), [case for case in CASES if case[:2] in LAYER_FORMATS])
-def test_the_written_config_is_one_that_transformers_reads(
-    tmp_path: Path, target: LlamaConfig, engine: str, name: str, settings: dict[str, object]
-) -> None:
+def test_transformers_reads_the_config_with_the_targets_scaled_rope(tmp_path: Path) -> None:
     """Engines read the config with transformers first."""
-    form = format_for(engine, head_config(name, **settings), target)
-    write_head(tmp_path / "out", form, random_head(form.head, target).to(torch.bfloat16).state_dict())
-    config = AutoConfig.from_pretrained(tmp_path / "out")
-    assert config.architectures == [form.architecture]
-    assert (config.vocab_size, config.hidden_size, config.max_position_embeddings) == (260, 64, 512)
-    assert config.head_dim == settings.get("head_dim", 64)
-
-
-@pytest.mark.parametrize(("engine", "name"), LAYER_FORMATS)
-def test_the_targets_scaled_rope_goes_along(tmp_path: Path, engine: str, name: str) -> None:
-    """Tests that a scaled RoPE is copied from the target."""
     rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
+        **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 128},
     }
     target = target_config(rope_parameters=rope)
-    form = format_for(engine, head_config(name), target)
-    write_head(tmp_path / "out", form, random_head(form.head, target).state_dict())
-    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == rope
+    for number, (engine, name, settings) in enumerate(LAYER_FORMATS):
+        form = format_for(engine, head_config(name, **settings), target)
+        config = AutoConfig.from_pretrained(written(tmp_path / str(number), form, torch.bfloat16))
+        assert config.architectures == [form.architecture] and config.rope_parameters == rope
+        assert (config.vocab_size, config.hidden_size, config.max_position_embeddings) == (260, 64, 512)
+        assert config.head_dim == settings.get("head_dim", 64)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_gemmas_head_gets_the_rope_of_the_layers_with_full_attention(engine: str) -> None:
+def test_a_gemmas_head_gets_the_rope_of_the_layers_with_full_attention() -> None:
     target = AutoConfig.for_model(
         "gemma3_text", hidden_size=64, num_attention_heads=1, num_key_value_heads=1, head_dim=64, intermediate_size=96
     )
-    rope = format_for(engine, head_config("mtp"), target).config_json("bfloat16")["rope_parameters"]
-    assert (
-        rope["rope_type"] == "default" and rope["rope_theta"] == target.rope_parameters["full_attention"]["rope_theta"]
-    )
+    theta = target.rope_parameters["full_attention"]["rope_theta"]
+    for engine in ("vllm", "sglang"):
+        rope = format_for(engine, head_config("mtp"), target).config_json("bfloat16")["rope_parameters"]
+        assert (rope["rope_type"], rope["rope_theta"]) == ("default", theta)
 
 
 def test_draft_ids_are_written_as_int64_offsets_and_a_bool_mask(target: LlamaConfig) -> None:
-    config = head_config("eagle3", draft_vocab_size=4)
-    head = random_head(config, target)
+    head = random_head(head_config("eagle3", draft_vocab_size=4), target)
     assert head.d2t is not None
     head.d2t.copy_(torch.tensor([0, 4, 97, 256]))  # ids 0, 5, 99, 259
     for engine in ("vllm", "sglang"):
-        tensors = format_for(engine, config, target).tensors(head.state_dict())
+        tensors = format_for(engine, head_config("eagle3", draft_vocab_size=4), target).tensors(head.state_dict())
         assert tensors["d2t"].dtype is torch.int64 and tensors["d2t"].tolist() == [0, 4, 97, 256]
         assert tensors["t2d"].dtype is torch.bool and tensors["t2d"].nonzero()[:, 0].tolist() == [0, 5, 99, 259]
-        assert list(tensors["t2d"].shape) == [260]
 
 
-def test_a_head_that_an_engine_has_no_class_for_is_refused_with_the_engines_that_have_one(target: LlamaConfig) -> None:
-    message = (
-        r"export\.engine: must be vllm or sglang or llama_cpp or tensorrt_llm or openvino for head eagle3, but is "
-        r"transformers, for which mtptrain does not write it; set export\.engine=vllm"
-    )
-    with pytest.raises(ValueError, match=message):
-        format_for("transformers", head_config("eagle3"), target)
+def test_every_launch_command_quotes_paths_for_the_shell(target: LlamaConfig) -> None:
+    for engine, name, settings in [("llama_cpp", "eagle3", {}), *CASES]:
+        if engine != "transformers":
+            form = format_for(engine, head_config(name, **settings), target)
+            words = shlex.split(form.launch("/Ann's target", Path("/Ann's heads/DIR"), 3))
+            assert "/Ann's target" in words and any("/Ann's heads/DIR" in word for word in words)
+
+
+def test_query_key_and_value_are_one_tensor_for_vllm_and_split_where_they_were_joined() -> None:
+    target = target_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    form = format_for("vllm", head_config("mtp"), target)
+    state = random_head(form.head, target).state_dict()
+    tensors, parts = form.tensors(state), [f"self_attn.{part}_proj.weight" for part in "qkv"]
+    assert torch.equal(tensors["layers.0.self_attn.qkv_proj.weight"], torch.cat([state[part] for part in parts]))
+    assert torch.equal(tensors["fc.weight"], state["eh_proj.weight"]), "the embedding's columns come first"
+    assert all(torch.equal(form.state(tensors)[part], state[part]) for part in parts)
+
+
+def test_columns_of_the_hidden_state_come_first_in_mimo_and_its_norms_are_those_of_what_they_read(
+    target: LlamaConfig,
+) -> None:
+    form = format_for("sglang", head_config("mtp"), target)
+    state, mimo = random_head(form.head, target).state_dict(), "model.mtp_layers.0."
+    tensors = form.tensors(state)
+    embedding, hidden = torch.randn(2, 64)
+    ours, theirs = torch.cat([embedding, hidden]), torch.cat([hidden, embedding])
+    weight = tensors[mimo + "input_proj.weight"]
+    assert torch.allclose(state["eh_proj.weight"] @ ours, weight @ theirs, atol=1e-4)
+    assert not torch.allclose(state["eh_proj.weight"] @ ours, weight @ ours, atol=1e-4)
+    for engines, own in (("token", "enorm"), ("hidden", "hnorm"), ("final", "norm")):
+        assert torch.equal(tensors[f"{mimo}{engines}_layernorm.weight"], state[f"{own}.weight"])
+    eagle = format_for("sglang", head_config("eagle"), target)
+    biases = {**tensors, **eagle.tensors(random_head(eagle.head, target).state_dict())}
+    zeros = [tensor for name, tensor in biases.items() if name.endswith(".bias")]
+    assert len(zeros) == 4 and not any(tensor.any() for tensor in zeros), "SGLang draws missing biases at random"
+
+
+def test_medusas_config_has_no_key_that_vllm_would_take_for_a_number_of_heads_or_layers(target: LlamaConfig) -> None:
+    """`MedusaConfig.from_pretrained` of vLLM 0.32 renames every such key."""
+    config = format_for("vllm", head_config("medusa", num_layers=2), target).config_json("bfloat16")
+    counts = {key: value for key, value in config.items() if "num" in key and ("heads" in key or "layers" in key)}
+    assert counts == {"num_heads": 4, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize(
-    ("engine", "name"),
-    [("llama_cpp", "eagle3"), *((engine, name) for engine, name in WITH_CONFIG if engine != "transformers")],
+    ("model_type", "layers", "for_vllm", "for_sglang"),
+    [
+        ("llama", [1, 5, 11], [1, 5, 11], [0, 4, 10]),
+        ("qwen3", [3, 5, 11], [3, 5, 11], [2, 4, 10]),
+        ("llama", [2, 6, 9], None, None),
+        ("llama", None, None, None),
+        ("llama", [0, 5, 12], [0, 5, 12], "refused"),
+        ("deepseek_v2", [2, 5, 11], [2, 5, 11], [1, 4, 10]),
+        ("deepseek_v2", [3, 5, 11], [3, 5, 11], [3, 5, 11]),
+        ("deepseek_v3", [3, 5, 11], [3, 5, 11], [3, 5, 11]),
+        ("glm4_moe_lite", [3, 5, 11], "refused", [3, 5, 11]),
+    ],
 )
-def test_the_launch_command_quotes_paths_for_the_shell(target: LlamaConfig, engine: str, name: str) -> None:
-    command = format_for(engine, head_config(name), target).launch("/Ann's target", Path("/Ann's heads/DIR"), 3)
-    words = shlex.split(command)
-    assert "/Ann's target" in words and any("/Ann's heads/DIR" in word for word in words)
+def test_layer_ids_are_counted_as_the_engine_counts_them_and_left_out_where_they_are_its_default(
+    model_type: str, layers: list[int] | None, for_vllm: object, for_sglang: object
+) -> None:
+    """SGLang adds one to the ids of a config, but not to its default ids. Its DeepSeek class only if the first is 1."""
+    sizes = {"num_hidden_layers": 12, "hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
+    target = AutoConfig.for_model(model_type, **sizes)
+    for engine, ids in (("vllm", for_vllm), ("sglang", for_sglang)):
+        if ids != "refused":
+            config = format_for(engine, head_config("eagle3", capture_layers=layers), target).config_json("bfloat16")
+            key = "eagle_aux_hidden_state_layer_ids"
+            assert config.get("eagle_config") == (None if ids is None else {key: ids})
+            assert config.get(key) == (ids if engine == "vllm" else None), "llama.cpp's converter reads no other place"
+
+
+def test_a_window_of_every_layer_that_vllm_gives_the_head_too_is_noted(target: LlamaConfig, tmp_path: Path) -> None:
+    settings = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    windowed = AutoConfig.for_model("mistral", **settings, sliding_window=128)
+    for name in ("mtp", "draft_model"):
+        assert "sliding window of 128 tokens" in format_for("vllm", head_config(name), windowed).notes()[0]
+    windowed.save_pretrained(tmp_path)
+    (note,) = format_for("vllm", head_config("draft_model", init_from=str(tmp_path)), windowed).notes()
+    assert "sliding window" not in note, "the draft model has a window of its own, which mtptrain applies too"
+    assert format_for("sglang", head_config("eagle3"), windowed).notes() == []
+    for other in (target, AutoConfig.for_model("mistral", **settings, sliding_window=512)):
+        assert format_for("vllm", head_config("mtp"), other).notes() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_eagle3_head_without_an_lm_head_gets_a_copy_of_the_targets_for_openvino(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
+    target = read_target_config(target_dir)
+    form, head = format_for("openvino", head_config("eagle3"), target), random_head(head_config("eagle3"), target)
+    write_head(tmp_path / "out", form, head.to(dtype).state_dict())
+    form.add_target(tmp_path / "out", target_dir)
+    check_tensors(tmp_path / "out", form)
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], load_frozen_parts(target_dir).lm_head.to(dtype))
+    assert tensors["d2t"].tolist() == [0] * target.vocab_size and "t2d" not in tensors
+    assert reload_head(tmp_path / "out", form).state_dict().keys() == head.state_dict().keys()
+    medusa = format_for("vllm", head_config("medusa"), target)
+    medusa.add_target(tmp_path, target_dir)
+    assert torch.equal(
+        load_file(tmp_path / "lm_head.safetensors")["lm_head.weight"], load_frozen_parts(target_dir).lm_head
+    )
+
+
+def test_layers_are_written_for_openvino_even_if_they_are_the_default(target: LlamaConfig) -> None:
+    deep = target_config(num_hidden_layers=10)
+    form = format_for("openvino", head_config("eagle3", capture_layers=[2, 5, 7]), deep)
+    assert form.config_json("float32")["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
+    assert 'model.set_rt_info([1, 4, 6], "hidden_layers_list")' in form.launch("TARGET", Path("/DIR"), 3)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from mtptrain.engines.llama_cpp.formats import TARGET_GGUF, GgufFormat
-from mtptrain.engines.table import FORMATS, format_for, warn_of_limits
+from mtptrain.engines.table import engine_of, format_for, warn_of_limits
 from mtptrain.export import check_tensors, reload_head, write_head
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import read_header
@@ -168,4 +168,4 @@ def test_the_command_names_the_targets_file_or_says_how_to_make_it(target_gguf: 
 
 
 def test_every_kind_of_gguf_format_is_tested() -> None:
-    assert {name for engine, name in FORMATS if engine == "llama_cpp"} == {name for name, _, _ in CASES}
+    assert set(engine_of("llama_cpp").formats) == {name for name, _, _ in CASES}

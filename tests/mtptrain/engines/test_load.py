@@ -6,9 +6,9 @@ import pytest
 
 from eval.serving_speed.bench_rows import Row, Spread
 from mtptrain.engines import server as engine_server
-from mtptrain.engines.engine import Answer, EngineCounts, Load, LoadResult, Requests
 from mtptrain.engines.llama_cpp.server import LlamaServer
 from mtptrain.engines.load import send
+from mtptrain.engines.requests import Answer, EngineCounts, Load, LoadResult, Requests
 from mtptrain.engines.server import EngineServer
 from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.utils.errors import UserError

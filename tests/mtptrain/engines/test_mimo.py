@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
-from mtptrain.engines.mimo import MIMO_LAYER, VllmMimo
+from mtptrain.engines.mimo import MIMO_LAYER
 from mtptrain.engines.table import format_for
+from mtptrain.engines.vllm.formats import VllmMimo
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Tensors
 from mtptrain.init_from.start import load_init

@@ -6,18 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from mtptrain.engines import server_process
+from mtptrain.engines import process as server_process
 from mtptrain.engines.llama_cpp.server import LlamaServer
-from mtptrain.engines.openvino.client import WORKER as OPENVINO_WORKER
-from mtptrain.engines.server_process import started_server
-from mtptrain.engines.vllm.client import WORKER as VLLM_WORKER
-from mtptrain.engines.vllm.client import GenerateJob
-from mtptrain.engines.worker import SUPERVISOR, run_worker
+from mtptrain.engines.openvino.engine import WORKER as OPENVINO_WORKER
+from mtptrain.engines.process import SUPERVISOR, run_worker, started_server
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import SPIN_COUNT
 from tests.programs import fake_python, is_running, wait_until_ended
@@ -140,29 +136,18 @@ def sleep():
     open({path!r}, "w").write(str(os.getpid()))
     time.sleep(300)
 """
-VLLM = """
-import sys, types
-import sleeping
-
-__version__, SamplingParams, LLM = "0", object, lambda **_: sleeping.sleep()
-for name in ("", ".kv_transfer", ".kv_transfer.kv_connector.v1.example_hidden_states_connector"):
-    sys.modules[f"vllm.distributed{name}"] = types.ModuleType(name)
-    sys.modules[f"vllm.distributed{name}"].__getattr__ = lambda _: object
-sys.modules["vllm.platforms"] = sys.modules["vllm.distributed"]
-"""
 OPENVINO = {
     "openvino.py": "",
     "openvino_genai.py": "",
     "optimum/commands/optimum_cli.py": "import sleeping; sleeping.sleep()",
 }
 CONVERTED = {"target": "t", "head": "h", "converted_target": "/none/t", "converted_head": "/none/h", "weights": "fp32"}
-JOB = GenerateJob(name="job", target_dir="/none", prompts=[[1]], max_new_tokens=1, max_model_len=8)
 PARENT = """
 import json, sys
 from pathlib import Path
 from mtptrain.engines.llama_cpp.server import LlamaServer
-from mtptrain.engines.server_process import started_server
-from mtptrain.engines.worker import SUPERVISOR, run_worker
+from mtptrain.engines.process import started_server
+from mtptrain.engines.process import SUPERVISOR, run_worker
 
 worker, mode, job = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 if mode == "serve":
@@ -175,11 +160,10 @@ run_worker(Path(sys.executable), worker, mode, job, "engine")
 @pytest.mark.parametrize(
     ("worker", "mode", "engine", "job"),
     [
-        (VLLM_WORKER, "generate", {"vllm.py": VLLM}, [asdict(JOB)]),
         (OPENVINO_WORKER, "decode", OPENVINO, CONVERTED),
         (Path("/dev/null"), "serve", {}, {}),
     ],
-    ids=["vllm", "openvino, while it converts", "a server"],
+    ids=["openvino, while it converts", "a server"],
 )
 def test_an_engine_ends_with_its_children_when_its_parent_is_killed(
     tmp_path: Path, worker: Path, mode: str, engine: dict[str, str], job: object

@@ -23,20 +23,10 @@ from mtptrain.target.model import Target
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
 from tests.families import SIZES, write_image_model
-from tests.mtptrain.engines.conftest import head_config, random_head, shapes, target_config
-from tests.mtptrain.engines.test_vllm import LAYER
+from tests.mtptrain.engines.conftest import head_config
 
 PROMPTS = [[1, 2, 3], [50, 60, 70, 80, 90], [7, 7, 7, 9], list(range(40))]
 NEW_TOKENS = 32
-
-
-def test_mtp_is_one_more_layer_behind_the_targets_last() -> None:
-    target = target_config()
-    form = format_for("transformers", head_config("mtp"), target)
-    tensors = form.tensors(random_head(form.head, target).state_dict())
-    norms = {f"model.layers.4.{name}.weight": [64] for name in ("enorm", "hnorm", "post_norm")}
-    layer = {f"model.layers.4.{name}": shape for name, shape in LAYER.items()}
-    assert shapes(tensors) == {**norms, "model.layers.4.eh_proj.weight": [64, 128], **layer}
 
 
 def guessing_pair(directory: Path, family: str) -> tuple[Target, Head]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.engines.table import FORMATS
+from mtptrain.engines.table import ENGINES, engine_of
 from mtptrain.heads.base import Tensors
 from mtptrain.init_from.readers import MODEL_OPT_EAGLE3, OLDER_NORMS, num_differing_rows
 from mtptrain.init_from.start import load_init
@@ -35,7 +35,12 @@ from tests.mtptrain.init_from.written_heads import (
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-READ_BACK = [(engine, name) for engine, name in FORMATS if engine != "llama_cpp" and name != "native_mtp"]
+READ_BACK = [
+    (str(engine), name)
+    for engine in ENGINES
+    for name in engine_of(engine).formats
+    if engine != "llama_cpp" and name != "native_mtp"
+]
 """GGUF files of heads are not read; for native_mtp see test_native_mtp.py."""
 
 

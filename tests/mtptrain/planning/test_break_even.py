@@ -8,7 +8,7 @@ import pytest
 
 from eval.serving_speed.bench_rows import Row
 from mtptrain.config import PipelineConfig
-from mtptrain.engines.engine import Answer, EngineCounts, LoadResult
+from mtptrain.engines.requests import Answer, EngineCounts, LoadResult
 from mtptrain.planning.break_even import (
     OWN_LOOP,
     RoundCost,

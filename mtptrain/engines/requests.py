@@ -1,6 +1,5 @@
 """The requests to a serving engine, its answers, and what it counts."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,8 @@ ROUNDING_TOLERANCE, ROUNDED_DRAFTS = 0.02, 2
 """Largest allowed relative difference of acceptance lengths in bf16 or with rounded weights, and the number of drafts
 that may be accepted differently beside it."""
 TOLERANCE = f"{100 * ROUNDING_TOLERANCE:g} % and {ROUNDED_DRAFTS} drafts"
+Speeds = dict[int, dict[int, float]]
+"""Output tokens/s by concurrency and K; K = 0 is the engine without drafts."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class EngineCounts:
     """None if the engine does not report it."""
     accepted_at: list[int]
     """Number of rounds that accepted the draft at each position [K]."""
+
+    @classmethod
+    def of(cls, generations: Sequence[Generation]) -> "EngineCounts":
+        """Returns our own counters: every round drafts K tokens, and those past an answer's end count too."""
+        ours = summarise(generations)
+        return cls(ours.rounds, ours.drafted, ours.accepted_at)
 
     @property
     def acceptance_length(self) -> float:
@@ -47,46 +54,6 @@ class EngineRun:
     """None for an engine without drafts."""
     accepted_by_round: list[list[int]] | None
     """Number of accepted drafts in each round of each prompt; None if the engine does not report them."""
-    error: str = ""
-    """The engine's error, if it failed; there are then neither tokens nor counts."""
-
-
-class Decoder(ABC):
-    """An engine with a head, as `mtptrain serving-check` sees it: one that runs, or that starts when it is asked."""
-
-    name: str
-    """The engine's name that users know."""
-    advice: str
-    """The advice if the engine's counters differ from ours by more than rounding."""
-    why_no_drafts = ""
-    """Why the engine may draft nothing without saying so, for the end of a message."""
-    how_to_see_rounds = ""
-    """How the engine is made to report the drafts accepted in each round, for the end of a message."""
-
-    @property
-    @abstractmethod
-    def may_round(self) -> bool:
-        """Whether the engine rounds weights, whatever `acceptance.dtype` is."""
-
-    @abstractmethod
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> EngineRun:
-        """Returns greedy answers to prompts of token ids, and how much the counters grew.
-
-        Raises:
-            UserError: the engine does not answer, or other requests changed its counters.
-        """
-
-    @abstractmethod
-    def counted(
-        self,
-        generations: Sequence[Generation],
-        num_speculative_tokens: int,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> tuple[EngineCounts, str]:
-        """Returns what this engine counts for our answers, and a sentence on its rules if they changed the counts."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +100,9 @@ class LoadResult:
     """None without drafts."""
 
 
-def counts_of_all_rounds(generations: Sequence[Generation]) -> EngineCounts:
-    """Returns our own counters: every round drafts K tokens, and counts those accepted past the end of the answer."""
-    ours = summarise(generations)
-    return EngineCounts(ours.rounds, ours.drafted, ours.accepted_at)
+def best_num_drafts(speeds: Speeds) -> dict[int, int]:
+    """Returns the fastest K at each concurrency. If several are equally fast, the smallest is chosen."""
+    return {
+        concurrency: max(sorted(tokens_per_s), key=lambda num_drafts: tokens_per_s[num_drafts])
+        for concurrency, tokens_per_s in sorted(speeds.items())
+    }

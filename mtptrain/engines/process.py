@@ -1,0 +1,199 @@
+"""Starts engines: a server in its own process group until it answers, or a worker in the engine's Python environment.
+
+Both run below `supervisor.py`, so that none outlives this process.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from mtptrain.engines.server import EngineServer
+from mtptrain.utils.distributed import free_port
+from mtptrain.utils.errors import UserError
+from mtptrain.utils.startup import without_own_settings
+
+SHOWN_LINES = 30
+"""Number of output lines that the error of a failed process shows."""
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
+"""That of the checkout. A wheel has none."""
+
+START_TIMEOUT_S = 3600.0
+"""Seconds that a server may take to load the target and answer. One that fails ends sooner, which is noticed."""
+SHUTDOWN_TIMEOUT_S = 20.0
+"""Seconds that a server may take to shut down before its process group is killed."""
+ENDING_S = 2.0
+"""Seconds to see whether a server that does not answer has ended."""
+POLL_S = 0.2
+Server = TypeVar("Server", bound=EngineServer)
+
+
+class EngineCrashed(UserError):
+    """The process of an engine was ended by a fault in the engine's own code."""
+
+
+def how_to_install(folder: str, without_makefile: str) -> str:
+    """Returns what a user can do to get an engine: `make` in a checkout, and something else in a wheel.
+
+    Args:
+        folder: the folder of the checkout into which `make` installs the engine.
+        without_makefile: what to do where there is no Makefile.
+    """
+    return f"run `make {folder}/.installed`" if MAKEFILE.is_file() else without_makefile
+
+
+def warn_of_version(name: str, tested: str, version: str, place: str, more: str = "") -> None:
+    """Warn that an engine, which users know by this name, has not the version that exports are written for."""
+    warnings.warn(
+        f"{place}: {name} should be {tested}, the only version that mtptrain was tested with, but is {version}; "
+        f"another version may read exports differently{more}",
+        stacklevel=3,
+    )
+
+
+def printed_by(python: Path, code: str) -> str | None:
+    """Returns what code prints in an engine's Python, which finds no packages in the working directory.
+
+    Returns None if the code fails.
+    """
+    command = [str(python), "-c", f"import sys; sys.path = [each for each in sys.path if each]\n{code}"]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    return None if result.returncode else result.stdout.strip()
+
+
+def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) -> Any:
+    """Returns what the worker writes for a job, both as JSON.
+
+    Lines that begin with the worker's name and a colon are shown. After a failure, the last `SHOWN_LINES` lines are
+    part of the error. The worker ends no later than this process.
+
+    Args:
+        python: the interpreter.
+        worker: the program. Its arguments are the mode, and the files of the job and of the result.
+        mode: the worker's first argument.
+        job: the contents of the job's file.
+        name: the engine, for errors.
+
+    Raises:
+        UserError: the worker failed; as EngineCrashed if the engine's own code did.
+    """
+    progress = f"{worker.stem}:"
+    with tempfile.TemporaryDirectory(prefix="mtptrain-job-") as directory:
+        job_path, result_path = (Path(directory) / file for file in ("job.json", "result.json"))
+        job_path.write_text(json.dumps(job))
+        command = [str(part) for part in (sys.executable, SUPERVISOR, python, worker, mode, job_path, result_path)]
+        with subprocess.Popen(
+            command,
+            env=without_own_settings(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            lines: deque[str] = deque(maxlen=SHOWN_LINES)
+            try:
+                for line in process.stdout:
+                    lines.append(line)
+                    if line.startswith(progress):
+                        sys.stderr.write(line.removeprefix(progress).lstrip())
+                        sys.stderr.flush()
+            except BaseException:  # such as Ctrl-C: end the worker and the programs that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        if process.returncode or not result_path.is_file():
+            crashed = process.returncode in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+            raise (EngineCrashed if crashed else UserError)(
+                f"{name}: the worker must end with a result, but ended with status {process.returncode}; its last "
+                "lines:\n" + "".join(lines),
+            )
+        return json.loads(result_path.read_text())
+
+
+@contextmanager
+def started_server(
+    kind: type[Server],
+    command: Sequence[Path | str],
+    log_path: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Runs a server, which ends no later than this process, and yields it once it answers.
+
+    Args:
+        kind: the class of the server's client.
+        command: the program and its arguments, to which host and port are added.
+        log_path: the file for everything that the server prints.
+        environment: variables to set unless the user has set them.
+
+    Raises:
+        UserError: the server ended, or did not answer in time.
+    """
+    port = free_port()
+    arguments = [sys.executable, SUPERVISOR, *command, "--host", "127.0.0.1", "--port", str(port)]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [str(argument) for argument in arguments],
+            env=dict(environment or {}) | without_own_settings(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url, does = f"http://127.0.0.1:{port}", "must start"
+    try:
+        _wait(f"{url}/health", process, f"{kind.program}, whose log is {log_path}")
+        does = "must run until all prompts are answered"
+        yield kind(url, log_path)
+    except UserError as error:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_S)  # a server that has ended could not answer
+        if process.poll() is None:
+            raise
+        raise UserError(
+            f"{kind.program}: {does}, but ended with status {process.returncode}; its log is {log_path}, and its last "
+            "lines are:\n" + "\n".join(log_path.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+        ) from error
+    finally:
+        _end(process)
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], name: str) -> None:
+    """Wait until a server answers. Raises UserError if it ends or takes too long."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _answers(url):
+        if process.poll() is not None:
+            raise UserError(f"{name}: must start, but has ended")
+        if time.monotonic() > deadline:
+            raise UserError(f"{name}: must answer within {START_TIMEOUT_S:g} s, but does not; read its log")
+        time.sleep(POLL_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and kill what is left of its group."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(SHUTDOWN_TIMEOUT_S)
+    with suppress(ProcessLookupError):  # the whole group has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
