@@ -7,8 +7,8 @@ of an uninterrupted run.
 
     torchrun --nproc-per-node 8 -m mtptrain hidden-states recipe=quickstart
     torchrun --nproc-per-node 4 -m mtptrain hidden-states recipe=quickstart train.stream=true  # alongside training
-    mtptrain hidden-states recipe=quickstart plan=true     # print the costs only
-    torchrun --nproc-per-node 8 -m mtptrain hidden-states recipe=quickstart verify=true     # check every byte
+    mtptrain plan recipe=quickstart     # print the costs only
+    torchrun --nproc-per-node 8 -m mtptrain verify recipe=quickstart     # check every byte
 """
 
 import hashlib

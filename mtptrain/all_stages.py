@@ -1,12 +1,12 @@
 """Runs all stages that a recipe needs on this machine, from the prompts to the export: `mtptrain run`.
 
     mtptrain run recipe=quickstart
-    mtptrain run recipe=mtp head=eagle3 target.path=mine run_dir=runs/mine "prompts.paths=[chats.jsonl]" plan=true
+    mtptrain plan recipe=mtp head=eagle3 target.path=mine run_dir=runs/mine "prompts.paths=[chats.jsonl]"
     mtptrain run recipe=mtp head=eagle3 target.path=mine run_dir=runs/mine "prompts.paths=[chats.jsonl]"
     mtptrain run --multirun recipe=quickstart train.lr=1e-3,3e-3 'run_dir=runs/lr/${train.lr}'
 
-`plan=true` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one for
-each (see `num_ranks`); on a CPU such a stage becomes one rank per core itself. A stage is passed over if its output
+`mtptrain plan` prints what the run will need, and runs nothing. With GPUs, a stage that can use several ranks has one
+for each (see `num_ranks`); on a CPU such a stage becomes one rank per core itself. A stage is passed over if its output
 exists, is newer than that of the stages before it, and was made with the same settings, its own and those of the stages
 before it, or lies in a folder that is a link to another run's; an export that was changed since is refused.
 A stage that was interrupted goes on where it stopped. One that fails ends the run with its exit code.
@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from itertools import product
 from multiprocessing import get_context
 from operator import attrgetter
 from pathlib import Path
@@ -31,8 +32,6 @@ from typing import NoReturn
 
 import torch
 from hydra import compose
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -65,12 +64,12 @@ def main(config: PipelineConfig) -> None:
     hydra = HydraConfig.get()
     if hydra.mode is RunMode.MULTIRUN:
         if hydra.job.num == 0:
-            check_variants(get_args_parser().parse_args().overrides)
+            check_variants([each for each in sys.argv[1:] if "=" in each and not each.startswith("-")])
         print(f"\n==== {config.run_dir}", flush=True)
     if config.plan:
         print_plan(config)
         return
-    print_stages(config)
+    print_stages(config, is_planned=not has_ended(config))
     durations: list[tuple[str, str]] = []
     done_at = 0.0
     if not torch.cuda.is_available():
@@ -81,7 +80,7 @@ def main(config: PipelineConfig) -> None:
             durations.append((name, f"no engine has a class for head {config.head.name}"))
             continue
         output = output_of(name, stage, config)
-        if is_finished(name, output, done_at, config) and (name != "choose-head" or chose_with(output, config)):
+        if is_finished(name, output, done_at, config):
             durations.append((name, "done before"))
         else:
             print(f"\n== mtptrain {name}: {what_it_does(stage)}", flush=True)
@@ -117,7 +116,14 @@ def check_variants(arguments: Sequence[str]) -> None:
     """Refuse the variants of `--multirun` if a setting of one is wrong, or if two write to the same folder."""
     overrides = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(arguments))
     made_by: dict[tuple[str, Path], str] = {}
-    for variant in BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]:
+    choices = {
+        each.get_key_element(): each.sweep_string_iterator()
+        if each.is_sweep_override()
+        else [each.get_value_element_as_str()]
+        for each in overrides
+    }
+    for values in product(*choices.values()):
+        variant = [f"{name}={value}" for name, value in zip(choices, values, strict=True)]
         config, described = load_config(compose("pipeline", variant)), " ".join(variant)
         check(config)
         for setting in ("run_dir", "acceptance.output_dir", "export.output_dir"):
@@ -154,7 +160,20 @@ def is_finished(name: str, output: Path, done_at: float, config: PipelineConfig)
     stage_dir = run_dir / output.relative_to(run_dir).parts[0] if in_run_dir else output.parent
     made_with_these = StageDir(output.parent).was_made_with(config, settings_of(name))
     is_made = stage_dir.is_symlink() or output.parent.is_symlink() or made_with_these
-    return output.is_file() and output.stat().st_mtime >= done_at and is_made
+    is_new = output.is_file() and output.stat().st_mtime >= done_at
+    return is_new and is_made and (name != "choose-head" or chose_with(output, config))
+
+
+def has_ended(config: PipelineConfig) -> bool:
+    """Returns whether all stages are finished, but perhaps training, which only training itself knows."""
+    done_at = 0.0
+    for name, stage, _ in stages_of(config):
+        output = output_of(name, stage, config)
+        is_exempt = name == "train" or (name == "export" and not has_format(config.head.name))
+        if not (is_exempt or is_finished(name, output, done_at, config)):
+            return False
+        done_at = max(done_at, output.stat().st_mtime) if output.is_file() else done_at
+    return True
 
 
 def chose_with(choice: Path, config: PipelineConfig) -> bool:
@@ -226,14 +245,16 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def print_stages(config: PipelineConfig) -> None:
-    """Print what will be run, and how long the stages that can be planned will take on this machine.
+def print_stages(config: PipelineConfig, is_planned: bool) -> None:
+    """Print what will be run and, with `is_planned`, how long stages will take on this machine.
 
     Another process plans, because measuring the machine starts threads, which stages that are forks of this one could
     not use, or takes memory of a GPU. CUDA does not work in forks.
     """
-    with ProcessPoolExecutor(1, get_context("spawn" if torch.cuda.is_available() else "fork")) as pool:
-        planned = pool.submit(planned_seconds, config).result()
+    planned: dict[str, float] = {}
+    if is_planned:
+        with ProcessPoolExecutor(1, get_context("spawn" if torch.cuda.is_available() else "fork")) as pool:
+            planned = pool.submit(planned_seconds, config).result()
     table = Table("stage", "what it does", "estimated", title=f"{config.run_dir}: head {config.head.name}")
     for name, stage, _ in stages_of(config):
         table.add_row(name, what_it_does(stage), duration(planned[name]) if name in planned else "")

@@ -30,7 +30,6 @@ from mtptrain.settings.evaluation import (
     ExportEngine,
     ServingBenchConfig,
     ServingConfig,
-    ServingEngine,
     check_acceptance,
     check_export,
     check_serving,
@@ -51,36 +50,24 @@ __all__ = [
     "Baseline",
     "ConversationSchema",
     "Dtype",
-    "ExportConfig",
     "ExportEngine",
     "HiddenStatesConfig",
     "LossPart",
     "PipelineConfig",
-    "PlannerConfig",
     "PromptSource",
     "PromptsConfig",
     "ResponsesConfig",
     "Resume",
-    "ServingBenchConfig",
-    "ServingConfig",
-    "ServingEngine",
     "StoreDtype",
-    "TargetConfig",
     "Tracker",
     "TrainConfig",
     "load_config",
-    "register",
 ]
 
 
-def _recipes_dir() -> str:
-    """Returns `recipes/` inside the installed package, or at the top of a checkout."""
-    package_dir = Path(__file__).parent
-    installed = package_dir / "recipes"
-    return str(installed if installed.is_dir() else package_dir.parent / "recipes")
-
-
-RECIPES = _recipes_dir()
+_PACKAGE = Path(__file__).parent
+RECIPES = str(next(each for each in (_PACKAGE / "recipes", _PACKAGE.parent / "recipes") if each.is_dir()))
+"""`recipes/` inside the installed package, or at the top of a checkout."""
 
 
 @dataclass
@@ -92,9 +79,9 @@ class PipelineConfig:
     seed: int = random_seed()
     """Seed of a head's random weights, of the order of the training data, and of sampled responses."""
     plan: bool = False
-    """Whether mtptrain run or mtptrain hidden-states only prints what the run will need, then exits."""
+    """Whether only to print what the run will need: what `mtptrain plan` does."""
     verify: bool = False
-    """Whether mtptrain hidden-states only checks every byte of the finished store against its hashes, then exits."""
+    """Whether only to check every byte of the finished hidden states: what `mtptrain verify` does."""
     distributed_timeout_hours: float = between(1 / 3600, 10_000, default=24.0)
     """How long ranks wait for each other before the run fails: extraction may finish hours earlier on one rank than on
     another. A rank that fails ends the run at once, regardless of the timeout."""
@@ -144,14 +131,10 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, PipelineConfig)
     check_bounds(config)
-    if config.head.name not in HEAD_CONFIGS:
-        raise UserError(
-            f"head.name: must be one of {', '.join(HEAD_CONFIGS)}, but is {config.head.name!r}; set head=NAME"
-        )
-    if type(config.head) is not HEAD_CONFIGS[config.head.name]:
+    if HEAD_CONFIGS.get(config.head.name) is not type(config.head):
         raise UserError(
             f"head.name: must be {type(config.head)().name}, the head whose settings are chosen, but is "
-            f"{config.head.name}; set head={config.head.name} instead"
+            f"{config.head.name!r}; choose another head with head=NAME, where NAME is one of {', '.join(HEAD_CONFIGS)}"
         )
     _check_relations(config)
     check_acceptance(config.acceptance)

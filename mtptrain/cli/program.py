@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import get_args_parser  # nothing public tells Hydra's options from settings
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.cli.mistakes import CONFIG_GROUPS, OPEN_SECTIONS, mistake, setting_names, unknown_name
-from mtptrain.cli.stages import KEPT_STAGES, STAGES
+from mtptrain.cli.stages import KEPT_STAGES, STAGES, VERBS
 from mtptrain.config import RECIPES, PipelineConfig, load_config
 from mtptrain.settings.hardware import announce_hardware
 from mtptrain.utils.errors import (
@@ -37,9 +37,6 @@ from mtptrain.utils.errors import (
     show_warning,
 )
 from mtptrain.utils.startup import guarded_imports, imports_are_done, start_stage, started_stage
-
-READ_BY = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
-"""The stages that can do something else than run, by the setting that tells them to."""
 
 
 def run_stage(name: str) -> None:
@@ -71,7 +68,7 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
             run_dir = None
         with errors_as_lines(lambda: after_ctrl_c(run_dir), run_dir):
             try:
-                refuse_unread(cfg, started_stage())
+                set_verbs(cfg, started_stage())
             except UserError as error:
                 exit_with_error(error, str(error), EXIT_MISTAKE)
             try:
@@ -93,7 +90,7 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
     try:
         options, unknown = get_args_parser().parse_known_args()
         refuse_dashes(unknown)
-        if options.multirun and started_stage() != "run":
+        if options.multirun and started_stage() not in ("run", "plan"):
             raise UserError(
                 "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but "
                 "is given to another program; leave it out"
@@ -110,14 +107,23 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
         exit_with_error(error, refusal(error, None), EXIT_MISTAKE)
 
 
-def refuse_unread(config: DictConfig, stage: str | None) -> None:
-    """Raises UserError if the stage would run although it is told to do something else that it cannot."""
-    for name, stages in READ_BY.items():
-        if stage is not None and stage not in stages and OmegaConf.select(config, name) is True:
-            raise UserError(
-                f"{name}: must be false for mtptrain {stage}, but is true; leave it out, or type mtptrain "
-                f"{' or mtptrain '.join(stages)}"
-            )
+def set_verbs(config: DictConfig, stage: str | None) -> None:
+    """Make the program of `mtptrain plan` plan, and that of `mtptrain verify` verify.
+
+    The settings of these names, which earlier versions had instead, still do so for the same programs.
+
+    Raises:
+        UserError: the stage would run although such a setting tells it to do something else.
+    """
+    for verb in VERBS:
+        if stage == verb:
+            OmegaConf.update(config, verb, True)
+        elif OmegaConf.select(config, verb) is True and stage is not None:
+            if stage not in VERBS[verb]:
+                raise UserError(
+                    f"{verb}: must be false for mtptrain {stage}, but is true; leave it out, or type mtptrain {verb}"
+                )
+            warnings.warn(f"{verb}=true will be removed: type mtptrain {verb} instead", stacklevel=2)
 
 
 def refuse_additions(arguments: Sequence[str]) -> None:

@@ -112,6 +112,8 @@ STAGES = {
         "export/{engine}/serving.json",
         ("export",),
     ),
+    "plan": Stage("mtptrain.all_stages", "print the disk, memory and hours that a run needs; run nothing"),
+    "verify": Stage("data_prep.hidden_states", "check every byte of the stored hidden states against its hash"),
     "compare": Stage(
         "eval.compare",
         "compare measurements on one page; takes directories of runs instead of settings",
@@ -121,6 +123,11 @@ STAGES = {
     "serving-bench": Stage("eval.serving_bench", "measure latency and tokens/s of an engine with and without the head"),
 }
 """All stages by the name that users type. Those of a whole run are in the order in which it runs them."""
+
+
+VERBS = {"plan": ("run", "hidden-states"), "verify": ("hidden-states",)}
+"""The stages that are something else done by another stage's program. Earlier versions had a setting of the same name
+for these other stages instead, which still works for them."""
 
 
 def stages_of(config: "PipelineConfig") -> list[tuple[str, Stage, Runner]]:

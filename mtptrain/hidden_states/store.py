@@ -10,7 +10,7 @@ values (`fp8.py`). While the store is being filled, it holds `plan.json` instead
 `shard_*.json` for each finished shard. Both are deleted once the manifest is written.
 
 Three checks detect damage. Mapping a shard compares its length, and the checksum of its header, tables and loss mask,
-with the manifest. Reading a document compares its checksum. `verify=true` compares the sha256 of every shard.
+with the manifest. Reading a document compares its checksum. `mtptrain verify` compares the sha256 of every shard.
 """
 
 import signal
@@ -231,7 +231,7 @@ class HiddenStates(ABC):
 class HiddenStore(HiddenStates):
     """A finished store."""
 
-    more_advice = "; run it with verify=true to check the whole store"
+    more_advice = "; run mtptrain verify to check the whole store"
 
     def __init__(self, directory: Path, manifest: StoreManifest) -> None:
         super().__init__(directory, [record.num_documents for record in manifest.shards])

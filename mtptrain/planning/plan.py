@@ -2,9 +2,9 @@
 
 It reads the target's config.json (the only file downloaded for a hub name) and, if mtptrain prompts has been run, the
 documents that it wrote. It loads no weights and writes nothing, except that a GGUF file is first dequantised into the
-cache. `plan=true` prints the plan instead of running the program:
+cache. `mtptrain plan` prints the plan instead of running the program:
 
-    mtptrain hidden-states recipe=llama3_1_8b_mtp plan=true
+    mtptrain plan recipe=llama3_1_8b_mtp
 
 Until mtptrain prompts has been run, upper bounds stand in for unknown numbers: every document has
 `prompts.max_document_tokens` tokens, all supervised. The number of tokens is a guess (`UNKNOWN_TOKENS`) if

@@ -7,7 +7,7 @@ from mtptrain.utils.setting_bounds import at_least, share
 
 @dataclass
 class PlannerConfig:
-    """The hardware that `plan=true` plans for, and the programs' speed on it, as measured or as a share of its peak."""
+    """The hardware that `mtptrain plan` plans for, and its speed, as measured or as a share of its peak."""
 
     num_gpus: int = at_least(1, default=8)
     """Number of GPUs of the run; a machine without a GPU counts as one."""

@@ -137,7 +137,7 @@ def test_the_full_check_names_every_damaged_shard_and_computes_nothing(
         path = config.stage_dir("hidden_states") / f"shard_0000{index}.safetensors"
         flip_bit(path, path.stat().st_size // 2)
     before = read_store(config.stage_dir("hidden_states"))
-    damaged = run_program("hidden-states", *overrides_of(config), "verify=true", num_ranks=2)
+    damaged = run_program("verify", *overrides_of(config), num_ranks=2)
     assert damaged.returncode != 0 and read_store(config.stage_dir("hidden_states")) == before
     for index, count in ((0, 1), (1, 0), (3, 1)):
         message = f"shard_0000{index}.safetensors: the sha256 of shard {index} must be"

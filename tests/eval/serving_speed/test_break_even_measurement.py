@@ -29,7 +29,7 @@ def test_our_own_loop_is_measured_without_prompts_export_or_engine_and_the_plan_
     tiny_target: Path, tmp_path: Path
 ) -> None:
     settings = [f"target.path={tiny_target}", f"run_dir={tmp_path}/run", "head=hydra", "head.ttt_steps=3", *BREAK_EVEN]
-    before = run_program("hidden-states", "plan=true", *settings)
+    before = run_program("plan", *settings)
     assert "mtptrain serving-bench recipe=quickstart" in " ".join(before.stdout.replace("│", " ").split())
     result = run_program("serving-bench", *settings)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -48,7 +48,7 @@ def test_our_own_loop_is_measured_without_prompts_export_or_engine_and_the_plan_
     assert "vllm was not measured: head: must be one of" in result.stdout, "no engine has a class for hydra"
     assert "mtptrain, batch 3: " in result.stdout
     assert "<svg" in (directory / "plot.svg").read_text() and (directory / "stage.json").is_file()
-    after = run_program("hidden-states", "plan=true", *settings)
+    after = run_program("plan", *settings)
     assert "mtptrain, batch 1: " in after.stdout and "not measured" not in after.stdout
 
 

@@ -216,7 +216,7 @@ def test_an_engine_gets_the_copy_or_the_snapshot_of_a_revision(file: Path, tmp_p
 def test_the_stages_run_on_a_gguf_file(tmp_path: Path, file: Path) -> None:
     overrides = [*TINY_SETTINGS, f"run_dir={tmp_path}/run", f"target.path={file}"]
     overrides.append(f"prompts.paths=[{write_text_files(tmp_path / 'files')}]")
-    for module, more in (("prompts", ""), ("hidden-states", "plan=true"), ("hidden-states", ""), ("train", "")):
+    for module, more in (("prompts", ""), ("plan", ""), ("hidden-states", ""), ("train", "")):
         result = run_program(module, *overrides, "train.max_steps=2", *more.split())
         assert result.returncode == 0, result.stderr[-3000:]
     assert str(file) in (tmp_path / "run/hidden_states/manifest.json").read_text()
