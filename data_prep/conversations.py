@@ -40,11 +40,7 @@ class Rows:
         return f"{self.path}:{self.numbers[index]}"
 
     def row(self, index: int) -> Row:
-        """Returns a row, without the nulls that parquet fills into tools and calls.
-
-        Raises:
-            UserError: the row cannot be decoded, for example because a text in a parquet file is not UTF-8.
-        """
+        """Returns a row, without the nulls that parquet fills into tools and calls."""
         try:
             row = self.rows[index]
         except ValueError as error:
@@ -87,10 +83,6 @@ class UsableRows:
             split: split of hub data sets.
             identify: returns the name and the group of a row, and the names of the columns and message keys that are
                 passed over, or raises ConversationRefused.
-
-        Raises:
-            UserError: a path is neither a file nor a hub data set, or a path is given twice or is a directory, a file
-                cannot be read or has another suffix than those of `READERS`, or has no usable row.
         """
         refuse_duplicate_paths(paths)
         for rows in [_read_rows(path, split) for path in paths]:
@@ -148,9 +140,6 @@ def conversation_name(row: Row, messages: Sequence[Message]) -> str:
     """Returns the row's `id` or `conversation_id`, or else a hash of its messages.
 
     The name does not affect the split into training and validation.
-
-    Raises:
-        ConversationRefused: the id is not valid Unicode.
     """
     for key in ID_COLUMNS:
         if row.get(key) not in (None, ""):

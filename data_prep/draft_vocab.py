@@ -64,11 +64,7 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
 
 
 def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
-    """Returns the number of tokens to choose.
-
-    Raises:
-        UserError: the size is out of range, or the head starts from a head with its own vocabulary.
-    """
+    """Returns the number of tokens to choose."""
     size = getattr(head, "draft_vocab_size", None)
     if size is None or size >= vocab_size:
         raise UserError(
@@ -108,11 +104,7 @@ def is_predictable(documents: Documents) -> NDArray[np.bool_]:
 
 
 def choose_tokens(counts: NDArray[np.int64], size: int, always: set[int]) -> NDArray[np.int64]:
-    """Returns the ids of `always` and of the most frequent tokens, i64[size], ascending. Ties go to the lower id.
-
-    Raises:
-        UserError: `always` has more than `size` tokens.
-    """
+    """Returns the ids of `always` and of the most frequent tokens, i64[size], ascending. Ties go to the lower id."""
     if len(always) > size:
         raise UserError(
             f"head.draft_vocab_size: must hold the {len(always)} special tokens of the target, but is {size}; set it "

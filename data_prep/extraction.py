@@ -89,11 +89,7 @@ def prepare_extraction(run: Run) -> Extraction:
 
 
 def check_training_prompts(documents: Documents, path: Path, target_config: PreTrainedConfig) -> None:
-    """Refuse prompts that the target cannot read.
-
-    Raises:
-        UserError: a document is too long, or a token is outside the vocabulary.
-    """
+    """Refuse prompts that the target cannot read."""
     context_tokens, vocab_size = target_config.max_position_embeddings, target_config.vocab_size
     longest, largest_id = int(documents.lengths.max()), int(documents.input_ids.max())
     if longest > context_tokens:

@@ -15,14 +15,12 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from mtptrain.cli.stages import settings_of
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
@@ -61,13 +59,10 @@ def main(config: PipelineConfig) -> None:
 
 
 def extract_hidden_states(run: Run, ranks: Ranks) -> None:
-    """Fill `run_dir/hidden_states` with the missing shards of this part (`hidden_states.part`).
-
-    Every rank must call this.
+    """Fill `run_dir/hidden_states` with the missing shards of this part (`hidden_states.part`), on all ranks.
 
     Raises:
-        UserError: one of the errors of `prepare_extraction`, the weights do not fit the devices or differ from the
-            hub's, the folder holds states of other settings or inputs, or the disk is too small.
+        UserError: inputs and settings do not fit each other or what the folder holds, or the disk is too small.
         OSError: the disk became full; finished shards are kept.
     """
     config = run.config
@@ -107,12 +102,8 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
         hidden_size, num_shards = run.target.config.hidden_size, len(extraction.shards)
         shard_tokens = config.hidden_states.shard_tokens
         manifest = finish_store(extraction.store_dir, extraction.identity, shard_tokens, hidden_size, num_shards)
-        report(
-            extraction,
-            manifest,
-            num_tokens(extraction.documents, extraction.select(missing)),
-            time.monotonic() - started,
-        )
+        computed_tokens = num_tokens(extraction.documents, extraction.select(missing))
+        report(extraction, manifest, computed_tokens, time.monotonic() - started)
 
 
 def begin_unless_finished(extraction: Extraction, ranks: Ranks) -> bool:
@@ -142,16 +133,8 @@ def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks
     """Compute and write the given shards on this rank."""
     shards = dict(zip(indices, extraction.select(indices), strict=True))
     who, num_threads = f"rank {ranks.rank} of {ranks.world_size}", extraction.config.hidden_states.writer_threads
-    fill_shards(
-        streams,
-        extraction.documents,
-        shards,
-        extraction.store_dir,
-        *extraction.layout,
-        who,
-        ranks.is_first,
-        num_threads,
-    )
+    where = (extraction.store_dir, *extraction.layout)
+    fill_shards(streams, extraction.documents, shards, *where, who, ranks.is_first, num_threads)
 
 
 def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
@@ -253,9 +236,6 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
 
     With streaming, training deletes the shards that it has read, so only the fullest windows must fit, and the space of
     shards already on the disk counts as free.
-
-    Raises:
-        UserError: too little space is free.
     """
     store_dir, documents, own = extraction.store_dir, extraction.documents, extraction.own
     num_shards = len(extraction.shards)
@@ -300,7 +280,6 @@ def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> 
 def report(extraction: Extraction, manifest: StoreManifest | None, computed_tokens: int, seconds: float) -> None:
     """Print a short table of the store. `manifest` is None if other parts are unfinished."""
     store_dir, settings, num_shards = extraction.store_dir, extraction.config.hidden_states, len(extraction.shards)
-    speed = f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s"
     if manifest is None:
         left = set(range(num_shards)) - finished_shards(store_dir, range(num_shards))
         parts = ", ".join(str(part) for part in sorted({index % settings.num_parts for index in left}))
@@ -308,45 +287,39 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
             "this part": f"{settings.part} of {settings.num_parts}, finished",
             "shards": f"{num_shards:,}, {len(left):,} still missing; the last part to finish completes the store",
             "unfinished parts": f"{parts}; to rerun a failed one, set hidden_states.part=N and the same num_parts",
-            "computed now": speed,
         }
     else:
-        num_bytes = sum(record.num_bytes for record in manifest.shards)
-        rows = {
-            "target": f"{extraction.target.directory}, weights {manifest.identity.target.weights_sha256[:12]}",
-            "documents": f"{manifest.num_documents:,}",
-            "tokens": f"{manifest.num_tokens:,}",
-            "supervised tokens": f"{manifest.num_supervised_tokens:,}",
-            "shards": f"{len(manifest.shards):,}",
-            "size": f"{num_bytes / 1e9:.3f} GB, {manifest.identity.dtype}",
-            "computed now": speed,
-        }
-    print(f"{store_dir}", *(f"  {name:<18} {value}" for name, value in rows.items()), sep="\n", flush=True)
+        rows = rows_of(manifest)
+    speed = f"{computed_tokens:,} tokens in {seconds:.1f} s, {computed_tokens / seconds:,.0f} tokens/s"
+    print_rows(str(store_dir), rows | {"computed now": speed})
+
+
+def print_rows(title: str, rows: Mapping[str, str]) -> None:
+    print(title, *(f"  {name:<18} {value}" for name, value in rows.items()), sep="\n", flush=True)
+
+
+def rows_of(manifest: StoreManifest) -> dict[str, str]:
+    """Returns the counts of a finished store, for tables."""
+    return {
+        "documents": f"{manifest.num_documents:,}",
+        "tokens": f"{manifest.num_tokens:,}",
+        "supervised tokens": f"{manifest.num_supervised_tokens:,}",
+        "shards": f"{len(manifest.shards):,}",
+        "size": f"{sum(record.num_bytes for record in manifest.shards) / 1e9:.3f} GB, {manifest.identity.dtype}",
+    }
 
 
 def verify_store(directory: Path, ranks: Ranks) -> None:
-    """Compare every shard of a store with its hash in the manifest, and print a table. Every rank must call this.
-
-    Raises:
-        UserError: the store does not exist or is unfinished, or, on the first rank only, shards are changed, missing or
-            truncated; the message names each.
-    """
+    """Compare every shard of a store with its hash in the manifest, and print a table. Every rank must call this."""
     store, started = HiddenStore.open(directory), time.monotonic()
     shards = range(ranks.rank, len(store.manifest.shards), ranks.world_size)
     damage_by_rank = ranks.gather(find_damage(store, shards, show_progress=ranks.is_first))
     damaged = {index: problem for damage in damage_by_rank for index, problem in damage.items()}
     if ranks.is_first:
-        print_check(store, len(damaged), time.monotonic() - started)
+        rows = rows_of(store.manifest) | {
+            "damaged": f"{len(damaged):,}",
+            "read in": f"{time.monotonic() - started:.1f} s",
+        }
+        print_rows(f"verify {directory}", rows)
         if damaged:
             raise UserError("\n".join(damaged[index] for index in sorted(damaged)))
-
-
-def print_check(store: HiddenStore, num_damaged: int, seconds: float) -> None:
-    num_bytes = sum(record.num_bytes for record in store.manifest.shards)
-    table = Table(title=f"verify {store.directory}", show_header=False)
-    table.add_row("shards", f"{len(store.manifest.shards):,}")
-    table.add_row("damaged", f"{num_damaged:,}")
-    table.add_row("documents", f"{store.manifest.num_documents:,}")
-    table.add_row("tokens", f"{store.manifest.num_tokens:,}")
-    table.add_row("read", f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.2f} GB/s")
-    Console().print(table)

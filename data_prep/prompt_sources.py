@@ -61,11 +61,6 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
         target: the target, which must have generated the responses.
         responses_dir: output of mtptrain responses, which replaces the conversations of the paths if the source is
             `responses`.
-
-    Raises:
-        UserError: no path is given; with source `responses`: mtptrain responses has not finished, or the responses are
-            those of another target or of other `prompts.paths`; with any other source: a path does not exist or a file
-            has an unknown format; with conversations or responses: the chat template cannot be used.
     """
     if not prompts.paths:
         raise UserError(
@@ -143,10 +138,6 @@ def read_tokens(row: Row, metadata: Collection[str] = ()) -> tuple[Encoding, set
     Args:
         row: the columns of the row.
         metadata: names of columns that only describe a row.
-
-    Raises:
-        ConversationRefused: the row lacks one of them, their lengths differ, a value is out of range, no token is
-            supervised, or a further column cannot be passed over.
     """
     columns = given_columns(row, metadata)
     ids = _numbers("input_ids", columns, 2**31 - 1)

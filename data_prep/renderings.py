@@ -16,7 +16,8 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -104,20 +105,12 @@ class EncodedItem:
 def render_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_generated: bool = False
 ) -> RenderedConversation:
-    """Renders a conversation.
+    """Renders a conversation, whose answers need no check if the target generated them.
 
     The first text contains the last assistant turn that can be located and is to be trained.
 
-    Args:
-        tokenizer: the target's tokenizer.
-        messages: the conversation.
-        is_generated: whether the target generated the answers, which need no check then.
-
     Raises:
-        ConversationRefused: there is no assistant turn to train, one is empty, holds a special token or is rendered
-            otherwise than written, the template drops a prompt, rejects the messages or fails, or no assistant turn can
-            be located in the text.
-        UserError: the tokenizer has no chat template.
+        ConversationRefused: an answer cannot be supervised as it is written, or the template drops a prompt or fails.
     """
     special = set(special_tokens(tokenizer).values())
     trained = _trained_answers(messages, () if is_generated else special)
@@ -149,22 +142,18 @@ def encode_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[RenderedConversation]
 ) -> list[EncodedItem]:
     """Returns token ids and loss masks. An answer with a token across its border that cannot be split is left out."""
-    encodings = iter(_encode(tokenizer, [text for each in conversations for text in each.renderings]))
-    items = []
+    renderings = [rendering for each in conversations for rendering in each.renderings]
+    batch = iter(_tokenize(tokenizer, [rendering.text for rendering in renderings]) if renderings else [])
+    items, special_ids = [], list(special_tokens(tokenizer))
     for each in conversations:
-        own = list(islice(encodings, len(each.renderings)))
+        own = [_encode(tokenizer, special_ids, rendering, next(batch)) for rendering in each.renderings]
         left_out = each.trained - sum(encoding.answers for encoding in own)
         items.append(EncodedItem(own, left_out, each.untrained, each.inserted))
     return items
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render short conversations, to find errors before processing the data.
-
-    Raises:
-        UserError: the chat template is missing or renders no answer of `_PROBES` that could be supervised, or the
-            tokenizer cannot map tokens to characters.
-    """
+    """Render short conversations, to find errors of the template and the tokenizer before processing the data."""
     require_chat_template(tokenizer)
     if not tokenizer.is_fast:
         raise UserError(
@@ -202,9 +191,7 @@ class _Turn:
 def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) -> list[int]:
     """Returns the numbers, from 1, of the assistant turns to be trained, if there are any and all have text.
 
-    Args:
-        messages: the conversation.
-        forbidden: special tokens, which no answer may hold, because the target does not generate them within one.
+    No answer may hold one of the `forbidden` special tokens, because the target does not generate them within one.
     """
     answers = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
     trained = [number for number in answers if "weight" not in messages[number - 1]]
@@ -365,58 +352,45 @@ def _cover(whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
     return renderings
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, renderings: Sequence[Rendering]) -> list[Encoding]:
-    if not renderings:
-        return []
-    texts = [rendering.text for rendering in renderings]
-    special_ids = list(special_tokens(tokenizer))
-    encodings = []
-    for rendering, tokens in zip(renderings, _tokenize(tokenizer, texts), strict=True):
-        mask = _loss_mask(rendering, tokens, special_ids)
-        is_text = (mask == 1) & ~np.isin(tokens.ids, special_ids)  # [S], whether a token is generated text
-        borders, left_out = _crossed_borders(rendering.spans, tokens, is_text), 0
-        if borders:
-            pieces = [rendering.text[start:end] for start, end in pairwise([0, *borders, len(rendering.text)])]
-            split = _Tokens.join(pieces, _tokenize(tokenizer, pieces))
-            if tokenizer.decode(split.ids) == tokenizer.decode(tokens.ids):
-                tokens, mask = split, _loss_mask(rendering, split, special_ids)
-            else:
-                crossed = [span for span in rendering.spans if _crossed_borders([span], tokens, is_text)]
-                left_out = min(len(crossed), rendering.answers)  # an answer may have several spans
-                for start, end in crossed:
-                    mask[(tokens.starts < end) & (tokens.ends > start)] = 0
-        encodings.append(Encoding(tokens.ids, mask, rendering.turn, rendering.answers - left_out))
-    return encodings
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, special_ids: Sequence[int], rendering: Rendering, tokens: "_Tokens"
+) -> Encoding:
+    mask = _loss_mask(rendering, tokens, special_ids)
+    is_text = (mask == 1) & ~np.isin(tokens.ids, special_ids)  # [S], whether a token is generated text
+    borders, left_out = _crossed_borders(rendering.spans, tokens, is_text), 0
+    if borders:
+        pieces = [rendering.text[start:end] for start, end in pairwise([0, *borders, len(rendering.text)])]
+        shifts = np.cumsum([0, *map(len, pieces[:-1])])
+        parts = zip(_tokenize(tokenizer, pieces), shifts, strict=True)
+        shifted = [(part.ids, part.starts + shift, part.ends + shift) for part, shift in parts]
+        split = _Tokens(*map(np.concatenate, zip(*shifted, strict=True)))
+        if tokenizer.decode(split.ids) == tokenizer.decode(tokens.ids):
+            tokens, mask = split, _loss_mask(rendering, split, special_ids)
+        else:
+            crossed = [span for span in rendering.spans if _crossed_borders([span], tokens, is_text)]
+            left_out = min(len(crossed), rendering.answers)  # an answer may have several spans
+            for start, end in crossed:
+                mask[(tokens.starts < end) & (tokens.ends > start)] = 0
+    return Encoding(tokens.ids, mask, rendering.turn, rendering.answers - left_out)
 
 
-@dataclass(frozen=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """The tokens of a text, with the characters [start, end) of each."""
 
     ids: NDArray[np.int32]  # [S]
     starts: NDArray[np.int64]  # [S]
     ends: NDArray[np.int64]  # [S]
 
-    @staticmethod
-    def join(pieces: Sequence[str], tokens: Sequence["_Tokens"]) -> "_Tokens":
-        """Returns the tokens of a text from those of its pieces."""
-        shifts = np.cumsum([0, *map(len, pieces[:-1])])
-        return _Tokens(
-            np.concatenate([part.ids for part in tokens]),
-            np.concatenate([part.starts + shift for part, shift in zip(tokens, shifts, strict=True)]),
-            np.concatenate([part.ends + shift for part, shift in zip(tokens, shifts, strict=True)]),
-        )
-
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[_Tokens]:
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    found = []
+    texts_tokens = []
     for token_ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
         # Some tokenizers exclude the leading space of a token from its offsets.
         starts = np.minimum(starts, np.concatenate([[0], ends[:-1]]))
-        found.append(_Tokens(np.asarray(token_ids, np.int32), starts, ends))
-    return found
+        texts_tokens.append(_Tokens(np.asarray(token_ids, np.int32), starts, ends))
+    return texts_tokens
 
 
 def _loss_mask(rendering: Rendering, tokens: _Tokens, special_ids: Sequence[int]) -> NDArray[np.uint8]:

@@ -24,9 +24,6 @@ def read_text_files(
         directories: paths, or `standard_library` for the running Python's standard library.
         pattern: a glob for the file's name, such as `*.py`.
         exclude: globs for the path relative to the listed directory, such as `site-packages/*`.
-
-    Raises:
-        UserError: a path is not a directory.
     """
     texts: dict[str, str] = {}
     refused: dict[str, str] = {}

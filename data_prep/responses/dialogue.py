@@ -203,9 +203,6 @@ class Dialogue:
         A generation prompt may contain the beginning of the response (`<think>`). Some templates expect that beginning
         in the message too and others do not, so both contents are tried. If neither reproduces the response, the
         content is the generated text.
-
-        Raises:
-            TemplateError: the template rejects the response.
         """
         prompt, expected = self._prompt, [*self._prompt_ids, *(response.token_ids or ()), *response.end_ids]
         response_start = prompt[len(commonprefix([prompt, self._render(_PROBE)])) :]  # noqa: RUF071 (texts, not paths)

@@ -173,11 +173,7 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
 
 
 def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sampling:
-    """Returns the sampling settings.
-
-    Raises:
-        UserError: no token ends a response, so every response would be cut off.
-    """
+    """Returns the sampling settings."""
     stop_token_ids = eos_token_ids(target.config, read_generation_config(target.directory))
     if not stop_token_ids:
         raise UserError(
@@ -236,11 +232,7 @@ class ResponsesBar(ProgressBar):
 def fill_from_server(
     server: CompletionServer, dialogues: Iterable[Dialogue], concurrency: int, journal: TextIO, bar: ResponsesBar
 ) -> dict[int, str]:
-    """Regenerate conversations with requests to the server. Returns why a conversation failed, by row.
-
-    Raises:
-        UserError: too many consecutive conversations failed.
-    """
+    """Regenerate conversations with requests to the server. Returns why a conversation failed, by row."""
     failed, failures_in_a_row = dict[int, str](), 0
 
     def save(conversation: RegeneratedConversation) -> None:

@@ -106,11 +106,7 @@ class CompletionServer:
         return None
 
     def check(self, prompt_ids: list[int]) -> None:
-        """Check that the server completes a prompt given as token ids, by requesting one token.
-
-        Raises:
-            UserError: it does not, or not with the target's tokenizer.
-        """
+        """Check that the server completes a prompt given as token ids, by requesting one token."""
         prompt = Prompt(prompt_ids, 0)
         try:
             content = asyncio.run(self._fetch("/completions", self._request(prompt, 1)))
@@ -166,11 +162,7 @@ class CompletionServer:
         }
 
     def _parse(self, content: Any, prompt: Prompt, max_new_tokens: int) -> Response:
-        """Parse a completion. A server that does not know `return_token_ids` returns only text.
-
-        Raises:
-            RequestFailed: the content is not a completion by the target.
-        """
+        """Parse a completion. A server that does not know `return_token_ids` returns only text."""
         try:
             [choice] = content["choices"]
             reason, token_ids, text = choice["finish_reason"], choice.get("token_ids"), choice["text"]
@@ -206,9 +198,6 @@ class CompletionServer:
         Args:
             path: the path below the address, or beside its `/v1` if `is_beside`.
             request: the content of a POST.
-
-        Raises:
-            RequestFailed: there is no answer within `responses.timeout_s`, or it is an error or not JSON.
         """
         base, mark, query = self._url.partition("?")
         url = address_below((base.rstrip("/").removesuffix("/v1") if is_beside else base) + mark + query, path)
@@ -243,11 +232,7 @@ class CompletionServer:
 
 
 def secrets_of(url: str, api_key: str) -> list[str]:
-    """Returns what a server is sent to identify the user, in each form in which its messages may repeat it.
-
-    Raises:
-        UserError: the address has an `@` that does not end its user and password.
-    """
+    """Returns what a server is sent to identify the user, in each form in which its messages may repeat it."""
     try:
         user_info = httpx.URL(url).userinfo.decode()
     except httpx.InvalidURL:

@@ -135,11 +135,7 @@ class ResponsesStore:
         return (self.directory / MANIFEST).exists() and not (self.directory / PLAN).exists()
 
     def begin(self, identity: ResponsesIdentity, server_version: str | None) -> None:
-        """Find the finished rows, and truncate partial lines left by a killed run. Only one process may call this.
-
-        Raises:
-            UserError: the existing responses are damaged, or are from a different target, data or settings.
-        """
+        """Find the finished rows, and truncate partial lines left by a killed run. Only one process may call this."""
         self.directory.mkdir(parents=True, exist_ok=True)
         stored = [path for path in (self.directory / CONVERSATIONS, *self._journals()) if path.exists()]
         plans = [path for path in (self.directory / PLAN, self.directory / MANIFEST) if path.exists()]
@@ -177,9 +173,6 @@ class ResponsesStore:
             failed: why a conversation failed, by row.
             refused: why a row cannot be used, by location.
             location_of: returns the location of a row, for messages.
-
-        Raises:
-            UserError: a stored conversation was changed or damaged.
         """
         for path in self._journals():
             self._index(path)
@@ -251,12 +244,7 @@ def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str
 
 
 def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Conversations:
-    """Reads the responses of a finished run, and prints how many conversations failed, if any did.
-
-    Raises:
-        UserError: mtptrain responses has not finished or has no response, or the responses are those of another target
-            or of other `prompts.paths`, or a file has changed since.
-    """
+    """Reads the responses of a finished run, and prints how many conversations failed, if any did."""
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST
     manifest = ResponsesManifest.read(require(path, "mtptrain responses"))

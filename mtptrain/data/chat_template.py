@@ -78,26 +78,16 @@ def render_spans(
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], is_prompt: bool = False
 ) -> str:
-    """Returns the text of messages, followed by the generation prompt if `is_prompt`.
-
-    Raises:
-        TemplateError: the template rejects the messages, or fails.
-    """
+    """Returns the text of messages, followed by the generation prompt if `is_prompt`."""
     return render_spans(tokenizer, messages, is_prompt)[0]
 
 
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str = "messages"
 ) -> str:
-    """Returns a conversation as text, followed by the generation prompt.
+    """Returns a conversation, which does not end with an assistant message, followed by the generation prompt.
 
-    Args:
-        tokenizer: the target's tokenizer.
-        messages: dicts with `role` and `content`; the last one is not an assistant message.
-        where: where the messages come from, such as a file and line, for error messages.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or the template rejects the messages.
+    An error names `where` the messages come from, such as a file and line.
     """
     require_chat_template(tokenizer)
     try:
@@ -122,14 +112,10 @@ def render_prompt(
 
 
 def refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
-    """Raises ConversationRefused if the template leaves out a tool, or a text that is not an answer.
+    """Raises ConversationRefused if the whole rendered text leaves out a tool, or a text that is not an answer.
 
     White space may differ, and a tool's result may be written as a JSON string. Each message needs a place of its own:
     a short text may also occur within another one.
-
-    Args:
-        whole: the rendered conversation.
-        messages: its messages.
     """
     rest = _squeeze(whole)
     with_text = [message for message in messages if message["content"].strip()]

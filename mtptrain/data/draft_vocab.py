@@ -99,22 +99,13 @@ def write_draft_vocab(directory: Path, d2t: torch.Tensor, manifest: DraftVocabMa
 
 
 def require_draft_vocab(directory: Path) -> Path:
-    """Returns the file of a run's draft vocabulary.
-
-    Raises:
-        StageMissing: mtptrain draft-vocab has not been run.
-    """
+    """Returns the file of a run's draft vocabulary."""
     require(directory / MANIFEST, PROGRAM)
     return require(directory / DRAFT_VOCAB, PROGRAM)
 
 
 def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, prompts_sha256: str) -> torch.Tensor:
-    """Returns a run's `d2t` i64[D].
-
-    Raises:
-        UserError: mtptrain draft-vocab has not been run, or its size, target vocabulary or prompts differ from the
-            run's, or a file is damaged.
-    """
+    """Returns a run's `d2t` i64[D]."""
     tensors, path = require_draft_vocab(directory), directory / MANIFEST
     manifest = read_manifest(DraftVocabManifest, path, PROGRAM, f"run {PROGRAM} again")
     found = {
@@ -137,9 +128,6 @@ def initialise_own_vocabulary(head: Head, parts: FrozenParts, draft_vocab_dir: P
     """Copy the target's lm_head rows into the head's own lm_head: all of them, or only those of its draft vocabulary.
 
     The draft vocabulary, if the head has one, is read from `draft_vocab_dir` first.
-
-    Raises:
-        UserError: the draft vocabulary has not been chosen, or was chosen for other prompts or sizes, or is damaged.
     """
     if head.d2t is not None:
         vocab_size = len(parts.lm_head)

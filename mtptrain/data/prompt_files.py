@@ -85,12 +85,7 @@ class Documents:
 
     @staticmethod
     def load(path: Path) -> "Documents":
-        """Read a split.
-
-        Raises:
-            OSError: the file does not exist, or cannot be opened.
-            UserError: the file is not a split of prompts.
-        """
+        """Read a split."""
         refuse_unopenable(path)
         try:
             return Documents(**load_file(path))
@@ -160,21 +155,13 @@ class PromptsManifest:
 
         Args:
             files: names of the files in `directory` that the caller reads next.
-
-        Raises:
-            UserError: another version of mtptrain wrote it, or it or one of the files was changed or damaged.
         """
         path = directory / "manifest.json"
         return read_manifest(PromptsManifest, path, "mtptrain prompts", AGAIN, SCHEMA_VERSION, files)
 
 
 def require_prompts(directory: Path, name: str) -> Path:
-    """Returns a file of finished prompts, after checking that all its bytes are as they were written.
-
-    Raises:
-        StageMissing: mtptrain prompts has not been run.
-        UserError: the manifest or a file was changed or damaged since.
-    """
+    """Returns a file of finished prompts, after checking that all its bytes are as they were written."""
     require(directory / "manifest.json", "mtptrain prompts")
     PromptsManifest.read(directory, [name])
     return directory / name

@@ -81,23 +81,18 @@ ANY_SCHEMA = RowFormat()
 def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], set[str]]:
     """Returns the messages of a row, and the names of the columns and message keys that are passed over.
 
-    Args:
-        row: the columns of the row.
-        form: how the row is read. Schema `auto` is recognised by the keys of the first message.
-
     Raises:
-        ConversationRefused: the messages cannot be read, or something beside them cannot be passed over. The message is
-            the reason.
+        ConversationRefused: the messages cannot be read, or something beside them cannot be passed over.
     """
     columns = given_columns(row, form.metadata)
     if not any(name in row for name in MESSAGE_COLUMNS):
         raise ConversationRefused(f"no column {' or '.join(MESSAGE_COLUMNS)}, but {', '.join(sorted(row)) or 'none'}")
     lists = [_listed(name, columns.pop(name)) for name in MESSAGE_COLUMNS if name in columns]
-    parsed = [_parse_messages(listed, form) for listed in lists if listed]
+    parsed = [[_parse_message(message, form) for message in listed] for listed in lists if listed]
     if not parsed:
         raise ConversationRefused("no messages")
-    messages, keys = parsed[0]
-    if any(each != messages for each, _ in parsed):
+    messages = [message for message, _ in parsed[0]]
+    if any([message for message, _ in each] != messages for each in parsed):
         raise ConversationRefused("different messages in two columns")
     system = [text_of(name, columns.pop(name)) for name in SYSTEM_COLUMNS if name in columns]
     if any(MEDIA_IN_TEXT.search(text) for text in system):
@@ -108,7 +103,8 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], se
         raise ConversationRefused("different tools in two places")
     if any("tools" in message for message in messages):
         raise ConversationRefused("tools in a message after the first")
-    passed_over = keys | pass_over("column", columns) - {*ID_COLUMNS}
+    passed_over = pass_over("column", columns) - {*ID_COLUMNS}
+    passed_over = passed_over.union(*(keys for _, keys in parsed[0]))
     for text in system:
         messages = _with_system(messages, text)
     messages, found = read_hermes(messages, tools[0] if tools else [])
@@ -127,15 +123,11 @@ def given_columns(row: Row, metadata: Collection[str]) -> dict[str, Any]:
 
 
 def pass_over(what: str, items: Row) -> set[str]:
-    """Returns the names of those items that nobody reads.
-
-    Args:
-        what: `column` or `message key`.
-        items: values by name.
+    """Returns the names of those items, each a `column` or `message key`, that nobody reads.
 
     Raises:
-        ConversationRefused: a flag says that a row is not to be trained, or a name is one of `REFUSED_NAMES`, as a
-            column or key, or inside one, also in lists and JSON text.
+        ConversationRefused: a flag says that a row is not to be trained, or a name is one of `REFUSED_NAMES`, also
+            inside a value, in lists and JSON text.
     """
     passed_over = set()
     for name, value in items.items():
@@ -201,11 +193,6 @@ def _listed(column: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ConversationRefused(f"column {column} must be a list of messages, but is {kind(value)}")
     return value
-
-
-def _parse_messages(listed: list[Any], form: RowFormat) -> tuple[list[Message], set[str]]:
-    parsed = [_parse_message(message, form) for message in listed]
-    return [message for message, _ in parsed], set().union(*(keys for _, keys in parsed))
 
 
 def _parse_message(message: Any, form: RowFormat) -> tuple[Message, set[str]]:

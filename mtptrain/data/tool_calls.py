@@ -28,13 +28,9 @@ HERMES_SYSTEM = re.compile(
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """Returns tools as `{"type": "function", "function": {"name": ...}}`.
+    """Returns tools as `{"type": "function", "function": {"name": ...}}`, or raises ConversationRefused.
 
-    Args:
-        value: a tool or a list of them. The list, a tool and its parameters may each be JSON text.
-
-    Raises:
-        ConversationRefused: a tool has no name, is not an object, or is not a function.
+    The value is a tool or a list of them. The list, a tool and its parameters may each be JSON text.
     """
     tools = []
     for each in _listed(value, "tools"):
@@ -54,12 +50,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 def read_calls(value: Any) -> list[dict[str, Any]]:
     """Returns calls as `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with their `id` if any.
 
-    Args:
-        value: a call or a list of them, as an object or as its JSON text.
-
-    Raises:
-        ConversationRefused: there is no call, or one has no name, its arguments are not an object or stand in it twice,
-            or it has a key that is not read.
+    The value is a call or a list of them, as an object or as its JSON text. Raises ConversationRefused if it is
+    something else, or has a key that is not read.
     """
     calls = []
     for call in _listed(value, "a tool call"):
@@ -89,14 +81,7 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
     """Returns the messages with the calls and results that their texts hold between tags, and the tools.
 
     The system prompt of Hermes' data is left out, because the chat template describes the tools in its own words.
-
-    Args:
-        messages: the conversation.
-        tools: those of the row's columns; if there are none, they are read from Hermes' system prompt.
-
-    Raises:
-        ConversationRefused: a call cannot be read, is not closed, or stands before text, or another system prompt
-            describes the tools, or text follows Hermes'.
+    Tools are read from it if the row's columns have none. Raises ConversationRefused if anything would be lost.
     """
     preambles = [HERMES_SYSTEM.fullmatch(message["content"]) for message in messages if message["role"] == "system"]
     if any(preamble[2] for preamble in preambles if preamble):
