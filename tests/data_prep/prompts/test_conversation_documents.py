@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
+from data_prep import conversations
 from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import DuplicatesReport, RewrittenReport
 from data_prep.responses.regenerate import prepare_responses
-from mtptrain.config import PipelineConfig
 from mtptrain.data.conversation import question_group
 from mtptrain.data.prompt_files import Split, is_held_out
 from mtptrain.run import Run
@@ -32,20 +33,14 @@ def test_the_training_limit_stops_the_tokenizing_of_a_large_source(chat_config: 
     assert validation == prepare_prompts(Run(chat_config(rows))).splits[Split.validation], "it is complete"
 
 
-def splits_of_questions(config: PipelineConfig) -> dict[str, set[Split]]:
-    """Returns, for each first question as the target reads it, the splits that its documents are in."""
-    sides, texts = defaultdict[str, set[Split]](set), read_texts(config)
-    for name, windows in read_output(config).items():
-        for (entry, _, _), (text, _) in zip(windows, texts[name], strict=True):
-            sides[text.split("<assistant>")[0]].add(entry.split)
-    return sides
-
-
 def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(chat_config: ConfigFor) -> None:
     """Regression test: rows used to be split by their ids (abc_0, ...), which put 20 questions into both splits."""
     config = chat_config([chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)])
     prepare_prompts(Run(config))
-    sides = splits_of_questions(config)
+    sides, texts = defaultdict[str, set[Split]](set), read_texts(config)
+    for name, windows in read_output(config).items():
+        for (entry, _, _), (text, _) in zip(windows, texts[name], strict=True):
+            sides[text.split("<assistant>")[0]].add(entry.split)
     assert len(sides) == 20 and all(len(split) == 1 for split in sides.values())
     assert {split for side in sides.values() for split in side} == set(Split)
 
@@ -106,10 +101,11 @@ BEGINNINGS = [
 GENERATED = len(ANSWERS[0]) + 1
 
 
-def test_rewritten_answers_are_written_beside_their_conversation_and_counted(
+def test_rewritten_answers_are_written_beside_their_conversation_counted_cut_and_limited_as_it_is(
     chat_config: ConfigFor, rewriting_target: Path
 ) -> None:
-    config = chat_config(REASONED, f"target.path={rewriting_target}")
+    target = f"target.path={rewriting_target}"
+    config = chat_config(REASONED, target)
     report = prepare_prompts(Run(config))
     output, texts = read_output(config), read_texts(config)
     for i, row in enumerate(REASONED):
@@ -130,15 +126,8 @@ def test_rewritten_answers_are_written_beside_their_conversation_and_counted(
     assert report.answers_left_out == 0
     total = sum(split.tokens for split in report.splits.values())
     assert total == report.rewritten.tokens + 20 * (BEGINNINGS[2] + GENERATED)
-    config = chat_config(REASONED)  # with a template that rewrites nothing
-    assert prepare_prompts(Run(config)).rewritten == RewrittenReport()
-    assert all(len(documents) == 1 for documents in read_output(config).values())
 
-
-def test_rewritten_answers_are_cut_and_limited_as_their_conversation_is(
-    chat_config: ConfigFor, rewriting_target: Path
-) -> None:
-    settings = (f"target.path={rewriting_target}", "prompts.max_document_tokens=100")
+    settings = (target, "prompts.max_document_tokens=100")
     config = chat_config(REASONED, *settings)
     report = prepare_prompts(Run(config))
     lengths = [beginning + GENERATED for beginning in BEGINNINGS]
@@ -196,3 +185,31 @@ def test_a_question_without_an_answer_ends_a_conversation_and_gets_one_from_the_
         prepare_responses(Run(config), ONE_RANK)
     roles = ["user", "assistant", "user", "assistant"]
     assert [[message["role"] for message in row["messages"]] for row in answered(config)] == [roles] * 12
+
+
+def turns(i: int) -> list[dict[str, Any]]:
+    return said(("human", f"question {i}"), ("gpt", f"answer {i}"), keys=("from", "value"))
+
+
+SHARED = [{"from": ("human", "bing")[i % 2], "value": f"turn {i}", "markdown": None} for i in range(4)]
+MAGPIE: dict[str, Any] = {
+    **dict.fromkeys(("model", "task_category", "knowledge", "input_quality", "llama_guard_2", "language"), "x"),
+    **{"instruction": "question", "response": "answer", "other_task_category": [], "instruct_reward": 0.5},
+    "gen_input_configs": {"temperature": 1.0, "input_generator": "x", "seed": None, "pre_query_template": "<|x|>"},
+}
+SCHEMAS: dict[str, Any] = {
+    "sharegpt": lambda i: {"id": f"c_{i}", "conversations": turns(i) if i % 2 else [*turns(i), *SHARED]},
+    "magpie": lambda i: {"uuid": f"u{i}", **MAGPIE, "conversations": turns(i)},
+    "nemotron": lambda i: {"uuid": f"u{i}", "reasoning": "on" if i % 2 else "off", "conversations": turns(i)},
+}
+"""Rows by number, for the choices of `prompts` whose data sets have columns of their own."""
+
+
+def test_no_row_of_a_data_set_of_the_hub_is_refused(config_for: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, schema in SCHEMAS.items():
+        rows, asked = Dataset.from_list([schema(i) for i in range(20)]), []
+        monkeypatch.setattr(conversations, "load_dataset", lambda path, split: (asked.append((path, split)), rows)[1])  # noqa: B023
+        config = config_for(f"prompts={name}", "prompts.source=conversations", "prompts.validation_fraction=0.3")
+        report = prepare_prompts(Run(config))
+        assert (report.refused, report.items) == ([], 20)
+        assert asked == [(config.prompts.paths[0], config.prompts.split)] and "/" in asked[0][0]

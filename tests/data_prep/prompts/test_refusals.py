@@ -20,15 +20,10 @@ def refusal(config: PipelineConfig) -> str:
     return str(refused.value)
 
 
-def test_refused_conversations_are_counted_by_reason(chat_config: ChatConfig) -> None:
-    odd = [{"messages": [{"role": "narrator", "content": "once"}]}, chat("unanswered", "hello?")]
-    report = prepare_prompts(Run(chat_config([*CHATS, *odd])))
-    reasons = {group.reason: group.count for group in report.refused}
-    assert (reasons, report.items) == ({"unknown role 'narrator'": 1, "no assistant turn": 1}, 22)
-    assert report.refused[0].first[0].endswith("chats.jsonl:21")
-
-
-def test_settings_that_leave_nothing_or_a_split_without_text_are_refused(text_config: ConfigFor) -> None:
+def test_settings_and_targets_that_leave_nothing_or_a_split_without_text_are_refused(
+    text_config: ConfigFor, tmp_path: Path
+) -> None:
+    small = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
     for override, message in (
         ("prompts.pattern='*.rs'", "must hold at least one file with text that matches '*.rs', but "),
         ("prompts.validation_fraction=1e-6", "the validation split must hold at least one document, but holds none"),
@@ -38,6 +33,7 @@ def test_settings_that_leave_nothing_or_a_split_without_text_are_refused(text_co
             "and prompts.max_train_tokens=3: 0 windows without a supervised token, 1 refused (not UTF-8)",
         ),
         ("prompts.paths=[]", "must name at least one path with prompts.source=text_files, but is empty; set"),
+        (f"target.path={small}", "target.path: token ids must be below the model's vocab_size 100, but file_"),
     ):
         assert message in refusal(text_config(override))
 
@@ -47,10 +43,7 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatCo
     failing = make_target(tmp_path / "target", chat_template=template)
     none = "none of 20 has one: 0 windows without a supervised token, 20 refused ("
     for turns, message in (
-        (
-            ("hello?", "answer {}"),
-            ": none of 20 documents (1 different questions, near-duplicates counted once) belongs",
-        ),
+        (("hello?", "answer {}"), ": none of 20 documents (1 different questions, near-duplicates counted once) belon"),
         (("hello {}?",), f"{none}no assistant turn); correct the data or the template, or let the target answer ("),
         (("hello {}?", ""), f"{none}an answer without text)"),
         (("hello {}?", "yes"), f"with the chat template of {failing} {none}the chat template fails: ZeroDivisionErr"),
@@ -60,14 +53,13 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatCo
         assert message in refusal(chat_config(rows, *target))
 
 
-@pytest.mark.parametrize("num_files", [2, 40])
-def test_files_without_usable_text_are_counted_by_reason(tmp_path: Path, config_for: ConfigFor, num_files: int) -> None:
-    for i in range(num_files):
+def test_files_without_usable_text_are_counted_by_reason(tmp_path: Path, config_for: ConfigFor) -> None:
+    for i in range(40):
         (tmp_path / f"{i}.py").touch()
     (tmp_path / "latin.py").write_bytes(b"# gr\xf6\xdfe\n")
     assert refusal(config_for(f"prompts.paths=[{tmp_path}]")) == (
         f"prompts.paths: must hold at least one file with text that matches '*.py', but {tmp_path} holds none, "
-        f"{num_files} refused (empty), 1 refused (not UTF-8); correct the paths, prompts.pattern or the data"
+        "40 refused (empty), 1 refused (not UTF-8); correct the paths, prompts.pattern or the data"
     )
 
 
@@ -81,13 +73,17 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
     assert sum(split.without_drafts for split in report.splits.values()) == 20
 
 
-def test_answers_that_are_not_trained_or_have_inserted_text_and_dates_are_reported(
+def test_refused_and_untrained_answers_inserted_text_and_dates_are_reported(
     chat_config: ChatConfig, tmp_path: Path
 ) -> None:
     row = chat("mixed", "a?", "SKIP", "b?", "keep")
     row["messages"][1]["weight"] = 0
-    config = chat_config([*CHATS, row])
+    odd = [{"messages": [{"role": "narrator", "content": "once"}]}, chat("unanswered", "hello?")]
+    config = chat_config([*CHATS, *odd, row])
     report = prepare_prompts(Run(config))
+    reasons = {group.reason: group.count for group in report.refused}
+    assert (reasons, report.items) == ({"unknown role 'narrator'": 1, "no assistant turn": 1}, 23)
+    assert report.refused[0].first[0].endswith("chats.jsonl:21")
     [(whole, supervised)] = read_texts(config)["mixed"]
     assert "SKIP" in whole and supervised == "keep<|end|>"
     assert (report.answers_untrained, report.answers_inserted, report.is_dated) == (1, 0, False)
@@ -95,10 +91,3 @@ def test_answers_that_are_not_trained_or_have_inserted_text_and_dates_are_report
     target_dir = make_target(tmp_path / "target", chat_template="{{ strftime_now('%Y') }}" + template)
     report = prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
     assert (report.answers_untrained, report.answers_inserted, report.is_dated) == (0, 20, True)
-
-
-def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, text_config: ConfigFor) -> None:
-    target_dir = make_target(tmp_path / "target", vocab_size=100, eos_token_id=1)
-    message = refusal(text_config(f"target.path={target_dir}"))
-    assert message.startswith("target.path: token ids must be below the model's vocab_size 100, but file_")
-    assert "the tokenizer, or the data of prompts.source=tokens, belongs to another model: correct" in message

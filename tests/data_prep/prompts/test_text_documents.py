@@ -1,6 +1,5 @@
 """Tests that text files become complete, distinct and ordered documents within the configured limits."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,23 +19,38 @@ DATA_FILES = [
 ]
 
 
-def test_every_token_of_every_file_is_written_in_windows_on_the_side_of_its_name(text_config: ConfigFor) -> None:
+def test_every_token_of_every_file_is_written_in_windows_on_the_side_of_its_name(
+    text_config: ConfigFor, tiny_target: Path
+) -> None:
     config = text_config()
     report = prepare_prompts(Run(config))
     texts, windows = read_texts(config), read_output(config)
     assert texts.keys() == FILES.keys() - {"empty.py"}
-    for name, found in texts.items():
-        assert "".join(text for text, _ in found) == "".join(text for _, text in found) == FILES[name]
+    for name, parts in texts.items():
+        assert "".join(text for text, _ in parts) == "".join(text for _, text in parts) == FILES[name]
         side = Split.validation if is_held_out(name, 0.2) else Split.train
         assert {entry.split for entry, _, _ in windows[name]} == {side}
     lengths = {name: len(text) for name, text in FILES.items() if len(text) > 128}
     assert (report.items_cut, report.windows_cut) == (len(lengths), sum(-(-each // 128) for each in lengths.values()))
     entries = [(entry.window, entry.tokens) for entry, _, _ in windows["sub/long.py"]]
     assert entries == [*((i, 128) for i in range(4)), (4, 28)]
-    assert {(group.reason, group.count, *group.first) for group in report.refused} == {
-        ("not UTF-8", 1, "latin.py"),
-        ("empty", 1, "empty.py"),
-    }
+    refused = {(group.reason, group.count, *group.first) for group in report.refused}
+    assert refused == {("not UTF-8", 1, "latin.py"), ("empty", 1, "empty.py")}
+
+    manifest = PromptsManifest.read(config.stage_dir("prompts"))
+    all_entries = DocumentEntry.read_all(config.stage_dir("prompts"))
+    assert [entry.id for entry in all_entries] == list(range(len(all_entries)))
+    for split, counts in (
+        (Split.train, (manifest.train_documents, manifest.train_tokens)),
+        (Split.validation, (manifest.validation_documents, manifest.validation_tokens)),
+    ):
+        written, reported = Documents.load(config.stage_dir("prompts") / split.filename), report.splits[split]
+        assert np.all(np.diff(written.document_ids) > 0)
+        assert (len(written), len(written.input_ids)) == counts == (reported.documents, reported.tokens)
+        assert (reported.supervised_tokens, reported.longest) == (counts[1], max(written.lengths))
+        assert counts[1] == sum(entry.tokens for entry in all_entries if entry.split is split)
+    assert manifest.tokenizer == TokenizerIdentity.of(load_tokenizer(tiny_target))
+    assert (manifest.vocab_size, manifest.max_document_tokens) == (260, 128)
 
 
 def test_the_beginning_of_text_token_stands_before_a_file_once(tmp_path: Path, text_config: ConfigFor) -> None:
@@ -51,53 +65,25 @@ def test_the_beginning_of_text_token_stands_before_a_file_once(tmp_path: Path, t
         assert all(all(mask) for _, _, mask in windows)
 
 
-def test_documents_stand_in_the_order_of_their_ids_and_report_and_manifest_agree_with_the_files(
-    text_config: ConfigFor, tiny_target: Path
+def test_a_second_run_replaces_the_first_with_the_same_bytes_and_one_killed_meanwhile_leaves_no_manifest(
+    text_config: ConfigFor, capsys: pytest.CaptureFixture[str], interrupt_after_config: Callable[[], None]
 ) -> None:
-    config = text_config()
-    prepare_prompts(Run(config))
-    stage_dir = config.stage_dir("prompts")
-    report = json.loads((stage_dir / "report.json").read_text())
-    manifest = PromptsManifest.read(stage_dir)
-    entries = DocumentEntry.read_all(stage_dir)
-    assert [entry.id for entry in entries] == list(range(len(entries)))
-    for split, counts in (
-        (Split.train, (manifest.train_documents, manifest.train_tokens)),
-        (Split.validation, (manifest.validation_documents, manifest.validation_tokens)),
-    ):
-        written, reported = Documents.load(stage_dir / f"{split}.safetensors"), report["splits"][split]
-        assert np.all(np.diff(written.document_ids) > 0)
-        assert (len(written), len(written.input_ids)) == counts == (reported["documents"], reported["tokens"])
-        assert reported["supervised_tokens"] == counts[1] and reported["longest"] == max(written.lengths)
-        assert counts[1] == sum(entry.tokens for entry in entries if entry.split is split)
-    assert manifest.tokenizer == TokenizerIdentity.of(load_tokenizer(tiny_target))
-    assert (manifest.vocab_size, manifest.max_document_tokens) == (260, 128)
-
-
-def test_a_second_run_replaces_the_first_with_the_same_bytes(text_config: ConfigFor) -> None:
     config = text_config()
     stage_dir = config.stage_dir("prompts")
     prepare_prompts(Run(text_config("prompts.pattern=file_*.py")))
     other = (stage_dir / "train.safetensors").read_bytes()
-    prepare_prompts(Run(config))
+    main(config)
+    printed = capsys.readouterr().out
+    assert "supervised tokens" in printed and f"written to {stage_dir}" in printed
     first = {name: (stage_dir / name).read_bytes() for name in DATA_FILES}
     prepare_prompts(Run(config))
     assert {name: (stage_dir / name).read_bytes() for name in DATA_FILES} == first
     assert first["train.safetensors"] != other
-    assert sorted(path.name for path in stage_dir.iterdir()) == sorted([*DATA_FILES, "stage.json"])
-
-
-def test_a_kill_after_the_new_settings_are_written_leaves_no_manifest(
-    text_config: ConfigFor, interrupt_after_config: Callable[[], None]
-) -> None:
-    """Otherwise `mtptrain run` would take what the old settings made for what the new ones make."""
-    config = text_config()
-    prepare_prompts(Run(config))
-    interrupt_after_config()
+    interrupt_after_config()  # otherwise `mtptrain run` would take what the old settings made for that of the new ones
     with pytest.raises(KeyboardInterrupt):
         prepare_prompts(Run(text_config("seed=5")))
-    assert '"seed": 5' in (config.stage_dir("prompts") / "stage.json").read_text()
-    assert not (config.stage_dir("prompts") / "manifest.json").exists()
+    assert '"seed": 5' in (stage_dir / "stage.json").read_text()
+    assert not (stage_dir / "manifest.json").exists()
 
 
 def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_validation_split(
@@ -126,12 +112,3 @@ def test_equal_files_are_kept_once_and_never_trained_on_if_one_is_held_out(text_
     report = prepare_prompts(Run(config))
     [(name, [(entry, _, _)])] = [item for item in read_output(config).items() if item[0].startswith("license_")]
     assert entry.split is Split.validation and is_held_out(name, 0.2) and report.duplicates.dropped == 39
-
-
-def test_the_program_prints_the_report_and_where_it_wrote(
-    text_config: ConfigFor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = text_config()
-    main(config)
-    printed = capsys.readouterr().out
-    assert "supervised tokens" in printed and f"written to {config.stage_dir('prompts')}" in printed
