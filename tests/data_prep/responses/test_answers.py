@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.dialogue import Prompt, Sampling
-from data_prep.responses.regenerate import ResponsesBar
 from data_prep.responses.target import generate
 from mtptrain.config import PipelineConfig
 from mtptrain.data.chat_template import render_prompt
@@ -106,7 +105,9 @@ def test_requests_depend_on_settings_rows_and_turns_and_not_on_the_order_in_whic
     assert server.requests[-1]["top_k"] == -1, "top_k=-1 allows all tokens in both engines"
 
 
-def test_a_server_that_returns_only_text_is_enough(by_server: ConfigFor, server: FakeServer) -> None:
+def test_a_server_that_returns_only_text_is_enough_and_a_cut_character_is_no_part_of_an_answer(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path
+) -> None:
     def in_text(request: dict[str, Any]) -> Any:
         status, content = answer_by_prompt(request)
         del content["choices"][0]["token_ids"]
@@ -117,6 +118,14 @@ def test_a_server_that_returns_only_text_is_enough(by_server: ConfigFor, server:
     server.behave = in_text
     respond(text)
     assert output(ids) == output(text)
+
+    tokenizer = load_tokenizer(speaking_target)
+    whole, end = tokenizer("ok \U0001f600")["input_ids"], len(tokenizer("ok ")["input_ids"])
+    assert len(whole) == end + 4, "the tokenizer must have one token for each byte"
+    server.behave = lambda request: completion(request["prompt"], whole[:-2], "length", "ok \ufffd")
+    config = by_server(rows=[chat(f"chat{i}", 1) for i in range(8)])
+    respond(config)
+    assert {answers_of(row)[0] for row in answered(config)} == {"ok "} == set(supervised_texts(config).values())
 
 
 def test_cut_empty_and_too_long_conversations_end_there_and_rows_without_a_question_are_refused(
@@ -235,35 +244,6 @@ def test_an_answer_that_was_cut_in_its_reasoning_is_not_supervised(
     assert (refused.count, refused.reason) == (6, "the chat template renders no answer as it was generated")
 
 
-def test_a_character_that_was_cut_is_no_part_of_its_answer(
-    by_server: ConfigFor, server: FakeServer, speaking_target: Path
-) -> None:
-    tokenizer = load_tokenizer(speaking_target)
-    whole, end = tokenizer("ok \U0001f600")["input_ids"], len(tokenizer("ok ")["input_ids"])
-    assert len(whole) == end + 4, "the tokenizer must have one token for each byte"
-    server.behave = lambda request: completion(request["prompt"], whole[:-2], "length", "ok \ufffd")
-    config = by_server(rows=[chat(f"chat{i}", 1) for i in range(8)])
-    respond(config)
-    assert {answers_of(row)[0] for row in answered(config)} == {"ok "} == set(supervised_texts(config).values())
-
-
-def test_the_prompts_supervise_exactly_what_the_target_generated(configure: ConfigFor, speaking_target: Path) -> None:
-    config = configure(max_new_tokens=16)
-    manifest = respond(config)
-    assert manifest.counts.texts_changed == manifest.counts.tokens_changed == 0
-    supervised, tokenizer, ends = supervised_tokens(config), load_tokenizer(speaking_target), Counter[str]()
-    rows = [row for row in answered(config) if answers_of(row)]
-    assert supervised.keys() == {row["id"] for row in rows}
-    for row in rows:
-        generated: list[int] = []
-        for answer, reason in zip(answers_of(row), row["finish_reasons"], strict=True):
-            generated += [*tokenizer(answer)["input_ids"], *([EOS] if reason == "stop" else [])]
-            ends[reason] += 1
-        assert supervised[row["id"]] == generated
-        assert sum(row["answer_tokens"]) == len(generated)
-    assert ends["stop"] > 5 and ends["length"] > 3
-
-
 def test_prompts_refuse_answers_that_are_missing_or_others_and_go_on_without_the_conversations(
     by_server: ConfigFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,15 +270,18 @@ def test_prompts_refuse_answers_that_are_missing_or_others_and_go_on_without_the
     assert "chats.jsonl cannot be read now, so the responses are not checked against it: prompts.paths: " in printed
 
 
-def test_transformers_answers_greedily_as_one_prompt_at_a_time_would(
+def test_transformers_answers_greedily_as_one_prompt_at_a_time_would_and_exactly_that_is_supervised(
     configure: ConfigFor, speaking_target: Path
 ) -> None:
-    config = configure(rows=CHATS[:12])
-    respond(config)
+    config = configure()
+    manifest = respond(config)
+    assert manifest.counts.texts_changed == manifest.counts.tokens_changed == 0
     model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
-    tokenizer, num_checked = load_tokenizer(speaking_target), 0
-    for row in answered(config):
-        ends = zip(row["finish_reasons"], row["answer_tokens"], strict=True)
+    tokenizer, supervised, endings = load_tokenizer(speaking_target), supervised_tokens(config), Counter[str]()
+    rows = [row for row in answered(config) if answers_of(row)]
+    assert supervised.keys() == {row["id"] for row in rows}
+    for row in rows:
+        ends, generated = zip(row["finish_reasons"], row["answer_tokens"], strict=True), list[int]()
         for index, message in enumerate(row["messages"]):
             if message["role"] != "assistant":
                 continue
@@ -307,11 +290,13 @@ def test_transformers_answers_greedily_as_one_prompt_at_a_time_would(
             with torch.no_grad():
                 while len(tokens) < start + 24 and (len(tokens) == start or tokens[-1] != EOS):
                     tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-            has_stopped = tokens[-1] == EOS
-            assert next(ends) == ("stop" if has_stopped else "length", len(tokens) - start)
-            assert message["content"] == tokenizer.decode(tokens[start : -1 if has_stopped else None])
-            num_checked += 1
-    assert num_checked > 10 and {row["ended_by"] for row in answered(config)} >= {"length", "complete"}
+            reason = "stop" if tokens[-1] == EOS else "length"
+            assert next(ends) == (reason, len(tokens) - start)
+            assert message["content"] == tokenizer.decode(tokens[start : -1 if reason == "stop" else None])
+            generated += tokens[start:]
+            endings[reason] += 1
+        assert supervised[row["id"]] == generated
+    assert endings["stop"] > 5 and endings["length"] > 3
 
 
 def test_sampling_follows_its_settings_and_its_seed_and_nothing_of_the_checkpoint(
@@ -334,20 +319,3 @@ def test_sampling_follows_its_settings_and_its_seed_and_nothing_of_the_checkpoin
     hot, greedy = answers(), answers(temperature=0.0)
     assert hot == answers() != answers(seed=1)
     assert hot != greedy == answers(top_k=1) == answers(top_p=1e-6) == answers(temperature=0.0, path=penalised)
-
-
-def test_the_bar_counts_the_tokens_of_unfinished_answers(
-    configure: ConfigFor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished_rows, add_tokens = [], ResponsesBar.add_tokens
-
-    def watch(bar: ResponsesBar, num_tokens: int) -> None:
-        finished_rows.append(bar.n)
-        add_tokens(bar, num_tokens)
-
-    monkeypatch.setattr(ResponsesBar, "add_tokens", watch)
-    config = configure(rows=CHATS[:6], batch_size=1000)
-    respond(config)
-    assert len(finished_rows) > 24 and set(finished_rows) == {0}  # a single batch, of several turns
-    num_tokens = sum(sum(row["answer_tokens"]) for row in answered(config))
-    assert f", {num_tokens:,} tokens, " in capsys.readouterr().err.split("\r")[-1]
