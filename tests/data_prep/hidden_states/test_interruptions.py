@@ -1,15 +1,10 @@
 """Tests that resumed runs and concurrent parts write the same store as an undisturbed run, and the check of a store."""
 
-import errno
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +13,9 @@ from data_prep import hidden_states
 from data_prep.extraction import Extraction, prepare_extraction
 from data_prep.hidden_states import extract_hidden_states, scratch_bytes
 from mtptrain.config import PipelineConfig
-from mtptrain.hidden_states.extraction import fill
 from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
 from mtptrain.hidden_states.stream import missing_open_shards
-from mtptrain.hidden_states.writer import finished_shards
 from mtptrain.run import Run
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
@@ -30,12 +23,6 @@ from tests.conftest import run_program, start_program
 from tests.data_prep.hidden_states.stage import ONE_RANK, ConfigFor, overrides_of, read_store
 from tests.programs import StartedProgram
 from tests.sealed import flip_bit
-
-
-def extract(config: PipelineConfig, num_ranks: int) -> str:
-    result = run_program("hidden-states", *overrides_of(config), num_ranks=num_ranks)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def undisturbed(config: PipelineConfig) -> dict[str, bytes]:
@@ -73,7 +60,8 @@ def test_a_killed_run_resumes_with_other_ranks_to_the_bytes_of_an_undisturbed_ru
     kill_after(config, num_ranks=1, num_shards=30)
     trusted = {path.stem for path in store_dir.glob("shard_*.json")}
     kept = {path.name: path.stat().st_mtime_ns for path in shards_of(config) if path.stem in trusted}
-    assert len(kept) > 20 and "computed now" in extract(config, num_ranks=2)
+    resumed = run_program("hidden-states", *overrides_of(config), num_ranks=2)
+    assert len(kept) > 20 and "computed now" in resumed.stdout, resumed.stderr
     assert read_store(store_dir) == files
     assert {name: (store_dir / name).stat().st_mtime_ns for name in kept} == kept
 
@@ -90,7 +78,7 @@ def test_runs_killed_at_ten_random_moments_with_changing_ranks_leave_an_undistur
         num_shards = len(shards_of(config)) + int(rng.integers(0, len(files) // 15))
         kill_after(config, int(rng.integers(1, 4)), num_shards, float(rng.uniform(0, 0.03)))
     assert 10 < len(shards_of(config)) < len(files) - 1
-    extract(config, 2)
+    run_program("hidden-states", *overrides_of(config), num_ranks=2)
     assert read_store(config.stage_dir("hidden_states")) == files
 
 
@@ -109,17 +97,6 @@ def test_parts_run_concurrently_and_the_last_one_finishes_the_store(
         parts.append(start_program("hidden-states", *overrides_of(config), *settings))
     assert [part.result().returncode for part in parts] == [0, 0, 0]
     assert read_store(config.stage_dir("hidden_states")) == files
-
-
-def test_a_finished_store_is_not_computed_again(
-    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = prepared()
-    extract_hidden_states(Run(config), ONE_RANK)
-    assert "supervised tokens" in capsys.readouterr().out
-    monkeypatch.delattr(hidden_states, "load_target")
-    extract_hidden_states(Run(config), ONE_RANK)
-    assert "is finished already: 10 documents, 267 tokens" in capsys.readouterr().out
 
 
 def test_the_full_check_names_every_damaged_shard_and_computes_nothing(
@@ -144,65 +121,15 @@ def test_the_full_check_names_every_damaged_shard_and_computes_nothing(
         assert damaged.stderr.count(message) == count, "the first rank alone must report"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mounts a separate file system of one megabyte."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
-    yield directory
-    subprocess.run(["umount", directory], check=True)
-
-
-def test_a_disk_that_fills_up_stops_the_run_and_after_space_is_made_it_resumes(
-    prepared: ConfigFor, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = prepared(lengths=[50] * 60)
-    store_dir, tokens_of_shard = config.stage_dir("hidden_states"), fill.tokens_of_shard
-    extract_hidden_states(Run(config), ONE_RANK)
-    undisturbed = read_store(store_dir)
-    shutil.rmtree(store_dir)
-    store_dir.symlink_to(small_disk, target_is_directory=True)
-    theirs = small_disk / "of_somebody_else"
-
-    def fill_the_disk_first(*args: Any) -> Any:
-        """Fills the disk once at least five shards exist."""
-        if len(list(store_dir.glob("shard_*.safetensors"))) >= 5 and not theirs.exists():
-            with theirs.open("wb") as file, suppress(OSError):
-                while True:
-                    file.write(bytes(4096))
-        return tokens_of_shard(*args)
-
-    monkeypatch.setattr(fill, "tokens_of_shard", fill_the_disk_first)
-    message = (
-        r"must have room for 0\.000 GB of hidden states .*, but is full; finished shards are kept: free some .* run"
-    )
-    with pytest.raises(OSError, match=message) as raised:
-        extract_hidden_states(Run(config), ONE_RANK)
-    assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(store_dir)
-    assert not list(store_dir.glob("*.tmp"))
-    shards = sorted(store_dir.glob("shard_*.safetensors"))  # the full disk may lack the record of the last shard
-    kept = {shards[i].name: shards[i].stat().st_mtime_ns for i in finished_shards(store_dir, range(len(shards)))}
-    assert len(kept) >= 5
-
-    monkeypatch.undo()
-    theirs.unlink()
-    extract_hidden_states(Run(config), ONE_RANK)
-    assert read_store(store_dir) == undisturbed
-    assert {name: (store_dir / name).stat().st_mtime_ns for name in kept} == kept
-
-
 def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=num_bytes))
 
 
-def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
+def test_only_what_is_missing_is_computed_and_needs_free_disk(
     prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = prepared()
-    needed = 267 * (2 * 64 + 5) + 10 * DOCUMENT_BYTES
+    store_dir, needed = config.stage_dir("hidden_states"), 267 * (2 * 64 + 5) + 10 * DOCUMENT_BYTES
     set_free(monkeypatch, needed - 1)
     message = (
         r"hidden_states: 0.000 GB must be free for the hidden states, but only 0.000 GB are; free more, .* delete \S+ "
@@ -211,10 +138,18 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_computed(
     with pytest.raises(UserError, match=message):
         extract_hidden_states(Run(config), ONE_RANK)
     assert "267 tokens x 133 bytes" in capsys.readouterr().out
-    written = sorted(path.name for path in config.stage_dir("hidden_states").iterdir())
-    assert written == ["plan.json", "stage.json"]
+    assert sorted(path.name for path in store_dir.iterdir()) == ["plan.json", "stage.json"]
     set_free(monkeypatch, needed)
     extract_hidden_states(Run(config), ONE_RANK)
+    undisturbed = read_store(store_dir)
+    (store_dir / "shard_00000.safetensors").unlink()
+    set_free(monkeypatch, (5 + 40 + 17) * 133 + 3 * DOCUMENT_BYTES)
+    extract_hidden_states(Run(config), ONE_RANK)
+    assert read_store(store_dir) == undisturbed
+    assert "supervised tokens" in capsys.readouterr().out
+    monkeypatch.delattr(hidden_states, "load_target")
+    extract_hidden_states(Run(config), ONE_RANK)
+    assert "is finished already: 10 documents, 267 tokens" in capsys.readouterr().out
 
 
 def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
@@ -229,19 +164,6 @@ def test_the_temporary_files_of_vllm_must_fit_too(prepared: ConfigFor) -> None:
     config.hidden_states.scratch_dir = "/dev/shm"
     assert scratch_bytes(extraction, two_ranks) == 0
     assert scratch_bytes(by_transformers, two_ranks) == 0
-
-
-def test_a_deleted_shard_is_computed_again_and_finished_ones_need_no_free_disk(
-    prepared: ConfigFor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = prepared()
-    extract_hidden_states(Run(config), ONE_RANK)
-    undisturbed = read_store(config.stage_dir("hidden_states"))
-    (config.stage_dir("hidden_states") / "shard_00000.safetensors").unlink()
-    one_shard = (5 + 40 + 17) * 133 + 3 * DOCUMENT_BYTES
-    set_free(monkeypatch, one_shard)
-    extract_hidden_states(Run(config), ONE_RANK)
-    assert read_store(config.stage_dir("hidden_states")) == undisturbed
 
 
 def test_streamed_shards_on_the_disk_make_room_for_later_ones(

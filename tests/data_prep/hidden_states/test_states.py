@@ -14,7 +14,6 @@ from mtptrain.heads import HEADS
 from mtptrain.hidden_states.extraction.transformers_streams import TransformersStreams, residual_streams
 from mtptrain.hidden_states.store import HiddenStore, find_damage
 from mtptrain.run import Run
-from mtptrain.target.hub import load_tokenizer
 from mtptrain.target.loading import load_target
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_target
@@ -92,26 +91,17 @@ def test_states_of_another_target_other_prompts_or_layers_are_refused_and_kept(
     assert read_store(config.stage_dir("hidden_states")) == before
 
 
-def test_prompts_of_another_tokenizer_or_template_are_refused(prepared: ConfigFor, tmp_path: Path) -> None:
-    config = prepared()
-    message = r"prompts/manifest.json: {} must be \w+, but is \w+; run mtptrain prompts again with target {}"
-    config.target.path = str(make_target(tmp_path / "template", chat_template="{{ messages }}"))
-    refused(config, message.format("chat_template_sha256", config.target.path))
-    config.target.path = str(make_target(tmp_path / "tokenizer"))
-    tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    refused(config, message.format("tokenizer_sha256", config.target.path))
-
-
-def test_documents_tokens_and_dtypes_that_do_not_fit_the_target_and_the_head_are_refused(
-    prepared: ConfigFor, tiny_target: Path
+def test_prompts_and_dtypes_that_do_not_fit_the_target_and_the_head_are_refused(
+    prepared: ConfigFor, tiny_target: Path, tmp_path: Path
 ) -> None:
     message = r"at most 512 tokens, .* but the longest has 513; set prompts.max_document_tokens=512 or less"
     refused(prepared(lengths=[5, 513]), message)
     message = "store_dtype: must be bfloat16 or fp8 for a head that captures no layers, but is fp8_aux"
     refused(prepared("hidden_states.store_dtype=fp8_aux"), message)
     config = prepared()
+    other = str(make_target(tmp_path / "template", chat_template="{{ messages }}"))
+    message = r"prompts/manifest.json: chat_template_sha256 must be \w+, but is \w+; run mtptrain prompts again with t"
+    refused(prepared(f"target.path={other}"), message)
     write_prompts(Path(config.run_dir), tiny_target, Documents.from_list([(0, [1, 260], [1, 1])]))
     refused(config, r"token ids must be below 260, the target's vocab_size, but the largest is 260; .*mtptrain")
 
