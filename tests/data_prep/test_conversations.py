@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
@@ -67,6 +66,7 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "object.json").write_text("{}")
     Dataset.from_list([MESSAGES]).select([]).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "bits.parquet").write_bytes(Path(write(tmp_path / "good.parquet", MESSAGES)).read_bytes()[:-9])
     (tmp_path / "chats.csv").write_text("a,b\n")
     for name, message in (
         ("broken.jsonl", r"broken\.jsonl:2: must be JSON, but is not \(Expecting value.*; correct or remove it"),
@@ -74,6 +74,7 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
         ("empty.jsonl", r"every file must hold at least one usable row, but .*empty\.jsonl holds no row at all; conv"),
         ("object.json", r"object\.json: must hold one array of rows, but holds an object"),
         ("rows.parquet", r"rows\.parquet: must be a parquet file with rows, but cannot be read"),
+        ("bits.parquet", r"bits\.parquet: must be a parquet file with rows, but cannot be read"),
         ("chats.csv", r"files must end in \.jsonl, \.json, \.parquet, but '.*chats\.csv' does not"),
         (".", r"prompts\.paths: must name files or hub data sets, but .* is a directory; list its files"),
         ("missing.parquet", r"must name files or hub data sets, but '.*missing\.parquet' does not exist"),
@@ -83,20 +84,6 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
             read_conversations([str(tmp_path / name)])
     with pytest.raises(UserError, match=r"must name each path once, but names a\.jsonl more than once"):
         read_conversations(["a.jsonl", "a.jsonl"])
-
-
-def test_a_flipped_byte_in_a_parquet_file_is_read_or_refused_by_name(tmp_path: Path) -> None:
-    content = Path(write(tmp_path / "good.parquet", *[MESSAGES] * 50)).read_bytes()
-    refused = 0
-    for place in range(0, len(content), len(content) // 40):
-        path = tmp_path / f"{place}.parquet"
-        path.write_bytes(content[:place] + bytes([content[place] ^ 0x81]) + content[place + 1 :])
-        try:
-            read_conversations([str(path)])
-        except ValueError as error:
-            refused += 1
-            assert str(error).startswith(str(path))
-    assert refused > 10
 
 
 def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: Path) -> None:
@@ -118,39 +105,28 @@ def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: P
         )
 
 
-def test_a_system_prompt_in_a_column_distinguishes_questions(tmp_path: Path) -> None:
+def test_a_system_prompt_in_a_column_distinguishes_questions_and_a_named_schema_is_required(tmp_path: Path) -> None:
     column, message = {"system_prompt": "Be kind."}, {"from": "system", "value": "Be kind."}
     inside = {"conversations": [message, *SHAREGPT["conversations"]]}
     path = write(tmp_path / "chats.jsonl", SHAREGPT, {**SHAREGPT, **column}, inside)
-    plain, by_column, by_message = read_conversations([path]).groups
+    plain, by_column, by_message = read_conversations([path], RowFormat(ConversationSchema.sharegpt)).groups
     assert plain != by_column == by_message
-
-
-def test_a_schema_that_the_config_names_is_required(tmp_path: Path) -> None:
-    path = write(tmp_path / "chats.jsonl", SHAREGPT)
     with pytest.raises(ValueError, match="messages must have keys role, content, but one has keys from, value"):
         read_conversations([path], RowFormat(ConversationSchema.messages))
-    assert len(read_conversations([path], RowFormat(ConversationSchema.sharegpt)).names) == 1
 
 
 def test_a_data_set_that_cannot_be_loaded_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    unloadable = r"'nobody/no-such-set' is not a file, and its split 'test' cannot be loaded from the hub: "
-    advice = r"; correct prompts\.paths .*, log in with .*, or download it as parquet"
-    with monkeypatch.context() as offline:
-        offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(UserError, match=f"{unloadable}.*{advice}"):
-            read_conversations(["nobody/no-such-set"], split="test")
     for error, reason in (
         (RuntimeError("Dataset scripts are no longer supported"), "Dataset scripts are no longer supported"),
         (DatasetGenerationError("rows differ"), "rows differ"),
         (OSError("401 Client Error.\n\nCannot access the set."), r"401 Client Error\. Cannot access the set\."),
         (HTTPError("403 Forbidden"), "403 Forbidden"),
-        (TimeoutError(), "TimeoutError"),
     ):
 
         def load_dataset(path: str, split: str, error: Exception = error) -> Dataset:
             raise error
 
         monkeypatch.setattr(conversations, "load_dataset", load_dataset)
-        with pytest.raises(UserError, match=f"{unloadable}{reason}{advice}"):
-            read_conversations(["nobody/no-such-set"], split="test")
+        message = rf"'nobody/set' is not a file, and its split 'test' cannot be loaded from the hub: {reason}; correct"
+        with pytest.raises(UserError, match=message):
+            read_conversations(["nobody/set"], split="test")

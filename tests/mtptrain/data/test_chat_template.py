@@ -17,35 +17,26 @@ def test_a_prompt_ends_where_the_assistant_begins_to_answer() -> None:
     assert tokenizer.decode(render_prompt(tokenizer, messages)) == prompt
 
 
-@pytest.mark.parametrize(
-    ("template", "has"), [(None, "none"), ({"tool_use": "", "rag": ""}, "only rag, tool_use, no default")]
-)
-def test_a_prompt_without_a_chat_template_is_refused(template: Any, has: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"the tokenizer must have a chat template .* has {has}; choose an instruction-tuned"
-    ):
-        render_prompt(make_tokenizer(template), QUESTION)
-
-
-@pytest.mark.parametrize(
-    ("template", "reported"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError: "),
-        ("{{ messages[5].role }}", "list object has no element 5"),
-        ("{% if %}", "Expected an expression"),
-        (r"{{ '\ud800' }}", "UnicodeEncodeError: "),
-    ],
-)
-def test_a_template_that_fails_is_refused_by_name(template: str, reported: str) -> None:
-    tokenizer = make_tokenizer(template)
-    tokenizer.name_or_path = "some/target"
-    with pytest.raises(
-        ValueError, match=r"^a\.jsonl:3: the messages must be accepted by the chat template of some/target,"
-    ) as error:
-        render_prompt(tokenizer, QUESTION, "a.jsonl:3")
-    assert f"the template reports: {reported}" in str(error.value)
+def test_a_template_that_is_missing_or_fails_is_refused_by_name() -> None:
+    lacks = "the tokenizer must have a chat template to render messages, but that of some/target has"
+    rejected = (
+        r"^a\.jsonl:3: the messages must be accepted by the chat template of some/target, but the template reports:"
+    )
+    cases: list[tuple[Any, str]] = [
+        (None, f"{lacks} none; choose an instruction-tuned"),
+        ({"tool_use": "", "rag": ""}, f"{lacks} only rag, tool_use, no default; choose"),
+        ("{{ raise_exception('roles must alternate') }}", f"{rejected} roles must alternate"),
+        ("{{ 1 // 0 }}", f"{rejected} ZeroDivisionError: "),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", f"{rejected} RecursionError: "),
+        ("{{ messages[5].role }}", f"{rejected} list object has no element 5"),
+        ("{% if %}", f"{rejected} Expected an expression"),
+        (r"{{ '\ud800' }}", f"{rejected} UnicodeEncodeError: "),
+    ]
+    for template, message in cases:
+        tokenizer = make_tokenizer(template)
+        tokenizer.name_or_path = "some/target"
+        with pytest.raises(ValueError, match=message):
+            render_prompt(tokenizer, QUESTION, "a.jsonl:3")
 
 
 def test_tools_are_rendered_by_the_template_for_tools() -> None:

@@ -1,6 +1,7 @@
 """Tests which columns and message keys of a row are read, passed over or refuse it."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,17 @@ def refusal(odd: dict[str, Any], form: RowFormat | None = None) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_in_its_own_key_is_kept_under_the_name_that_templates_read(key: str) -> None:
-    messages = [{**QUESTION, key: None}, {**ANSWER, key: "it is"}, QUESTION, {**ANSWER, key: ""}]
-    assert parse_row({"messages": messages})[0] == [
-        QUESTION,
-        {**ANSWER, "reasoning_content": "it is"},
-        QUESTION,
-        ANSWER,
-    ]
+def test_reasoning_in_its_own_key_is_kept_under_the_name_that_templates_read() -> None:
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        messages = [{**QUESTION, key: None}, {**ANSWER, key: "it is"}, QUESTION, {**ANSWER, key: ""}]
+        answer = {**ANSWER, "reasoning_content": "it is"}
+        assert parse_row({"messages": messages})[0] == [QUESTION, answer, QUESTION, ANSWER]
 
 
 def test_sharegpt_names_become_roles() -> None:
-    roles = {
-        "system": "system", "developer": "developer", "human": "user", "user": "user", "gpt": "assistant",
-        "chatgpt": "assistant", "assistant": "assistant", "tool": "tool", "observation": "tool",
-        "function_response": "tool",
-    }  # fmt: skip
+    roles = dict.fromkeys(("human", "user"), "user") | dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant")
+    roles |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
+    roles |= {"system": "system", "developer": "developer"}
     messages, _ = parse_row({"conversations": [{"from": name, "value": name} for name in roles]})
     assert {message["content"]: message["role"] for message in messages} == roles
 
@@ -78,34 +73,29 @@ def test_what_is_empty_or_not_read_changes_nothing(odd: dict[str, Any], passed_o
     assert parse_row(odd) == (PARSED, passed_over)
 
 
-@pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss", "loss_weight"])
-def test_an_answer_that_is_not_to_be_trained_is_marked(flag: str) -> None:
-    for value in (0, 0.0, False):
+def test_an_answer_that_is_not_to_be_trained_is_marked() -> None:
+    for flag, value in product(("weight", "train", "training", "trainable", "loss", "loss_weight"), (0, 0.0, False)):
         assert parse_row(chat({flag: value}, {flag: value}))[0] == [QUESTION, {**ANSWER, "weight": "0"}]
         assert refusal(row(**{flag: value})) == "a row that is not to be trained"
-    assert parse_row(chat(None, {flag: 1}))[0] == PARSED
+        assert parse_row(chat(None, {flag: 1}))[0] == PARSED
 
 
-@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
-def test_a_system_prompt_in_a_column_becomes_the_first_message(column: str) -> None:
-    assert parse_row(row(**{column: "Be brief."}))[0] == [SYSTEM, *PARSED]
-    for role in ("system", "developer"):
+def test_a_system_prompt_in_a_column_becomes_the_first_message() -> None:
+    for column, role in product(("system", "system_prompt", "system_message"), ("system", "developer")):
+        assert parse_row(row(**{column: "Be brief."}))[0] == [SYSTEM, *PARSED]
         inside = [{**SYSTEM, "role": role}, *PARSED]
         assert parse_row({"messages": inside, column: "Be brief.\n"})[0] == inside
-    differs = {"messages": [SYSTEM, *PARSED], column: "Be long."}
-    assert refusal(differs) == "a system prompt in a column that differs from that of the messages"
+        differs = {"messages": inside, column: "Be long."}
+        assert refusal(differs) == "a system prompt in a column that differs from that of the messages"
 
 
 def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
     cases = {
         "no messages": [{"messages": []}, {"messages": None}, {"messages": "[ ]"}],
         "unknown role 'narrator'": [{"messages": [{"role": "narrator", "content": "hi"}]}],
-        "unknown role 'bing'": [{"conversations": [{"from": "bing", "value": "hi"}]}],
         "unknown role ['user']": [{"messages": [{"role": ["user"], "content": "hi"}]}],
         "text that is not valid Unicode": [chat({"content": "bad \ud83d"}), chat(None, {"thinking": "\ud83d"})],
         "content must be text, but is null": [chat({"content": None})],
-        "content must be text, but is an object": [chat({"content": {"text": "hi"}})],
-        "content must be text, but is a number": [chat({"content": 7})],
         "content in parts, of which only a single part of text is read": [
             chat({"content": parts})
             for parts in ([PART, PART], ["hi"], [{**PART, "cache": 1}], [{**PART, "type": ["text"]}])
@@ -116,10 +106,8 @@ def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
         "messages must have keys role, content or from, value, but one has keys role": [
             {"messages": [QUESTION, {"role": "assistant"}]}
         ],
-        "messages must have keys role, content or from, value, but one is text": [{"messages": [QUESTION, "yes"]}],
         "messages must have keys role, content or from, value, but one is an object": [{"messages": [{}]}],
         "different messages in two columns": [{"messages": PARSED, "conversation": [QUESTION]}],
-        "reasoning must be text, but is a list": [chat(None, {"reasoning": ["it is"]})],
         "different reasoning in reasoning_content, reasoning, thinking": [
             chat(None, {"reasoning": "a", "thinking": "b"})
         ],
@@ -131,7 +119,6 @@ def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
         ],
         "weight must be 0, 1, true or false, but is 0.5": [chat(None, {"weight": 0.5}), row(weight=0.5)],
         "train must be 0, 1, true or false, but is text": [chat(None, {"train": "false"})],
-        "system must be text, but is a number": [row(system=7)],
         "a message of type 'thinking', which is not read": [chat(None, {"type": "thinking"})],
         MEDIA: [
             chat({"content": [IMAGE, PART]}),
@@ -174,22 +161,16 @@ def test_a_name_that_says_what_changes_the_training_refuses_the_row(may: str, it
         assert parse_row(row(**{name: value}), RowFormat(metadata=[name])) == (PARSED, set())
 
 
-@pytest.mark.parametrize(
-    ("hidden", "name", "may"),
-    [
-        ({"train": False}, "train", TRAINED),
-        ('{"train": false}', "train", TRAINED),
-        ({"sft": {"train": False}}, "train", TRAINED),
-        ([[{"weight": 0}]], "weight", TRAINED),
-        ('[[{"finish_reason": "length"}]]', "finish_reason", TRAINED),
-        ({"system_prompt": "Talk like a pirate."}, "system_prompt", PROMPT),
-        (['{"tools": [{"name": "f"}]}'], "tools", TOOLS),
-    ],
-)
-def test_such_a_name_inside_a_column_or_key_refuses_the_row(hidden: Any, name: str, may: str) -> None:
+def test_such_a_name_inside_a_column_or_key_refuses_the_row() -> None:
     advice = "(add meta to prompts.metadata to pass it over)"
-    assert refusal(row(meta=hidden)) == f"{name} inside column meta, which may {may} {advice}"
-    assert refusal(chat(None, {"meta": hidden})) == f"{name} inside message key meta, which may {may} {advice}"
+    for hidden, name, may in (
+        ({"sft": {"train": False}}, "train", TRAINED),
+        ('[[{"finish_reason": "length"}]]', "finish_reason", TRAINED),
+        ([{"system_prompt": "Talk like a pirate."}], "system_prompt", PROMPT),
+        (['{"tools": [{"name": "f"}]}'], "tools", TOOLS),
+    ):
+        assert refusal(row(meta=hidden)) == f"{name} inside column meta, which may {may} {advice}"
+        assert refusal(chat(None, {"meta": hidden})) == f"{name} inside message key meta, which may {may} {advice}"
 
 
 def test_keys_that_parquet_adds_to_every_message_are_empty(tmp_path: Path) -> None:

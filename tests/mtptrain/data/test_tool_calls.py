@@ -64,33 +64,32 @@ ARGUMENTS: dict[str, Any] = {"city": "Rome", "days": 2}
 TWICE, SURROGATE = '{"a": 1, "a": 2}', r'{"a": "\ud800"}'
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        openai_row(),
-        openai_row(tool_calls=[CALL]),
-        openai_row(content="", tool_calls=[{"function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}]),
-        openai_row(content=None, tool_calls=json.dumps([CALL])),
-        calling(**CALL, index=0, id=None),
-        openai_row(content=None, function_call={"name": "weather", "arguments": json.dumps(ARGUMENTS)}),
-        calling(name="weather", parameters=ARGUMENTS),
-        calling(function={"name": "weather", "arguments": None, "parameters": ARGUMENTS}),
-        *map(openai_row, (json.dumps([FUNCTION]), json.dumps([TOOL]), [{"type": "function", **FUNCTION}])),
-        *map(openai_row, ([{"function": FUNCTION}], [json.dumps(TOOL)], [TEXT_PARAMETERS])),
-        openai_row([{"type": "function", "function": TEXT_PARAMETERS}]),
-        {**openai_row(None), "functions": [FUNCTION]},
-        sharegpt_row(TEXT_CALL, json.dumps([FUNCTION])),
-        sharegpt_row(f"[{TEXT_CALL}]", [TOOL], answer="function_response"),
-        sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call>", [TOOL], "gpt", "tool"),
-        answering(f"<tool_call>{CALL['function']}</tool_call>"),
-        hermes_row(),
-        hermes_row(TOOLS_AFTER_CALLS),
-        hermes_row(tools=json.dumps([TOOL])),
-        {"messages": PARSED},
-    ],
-)
-def test_the_schemas_of_tool_calls_give_the_same_messages(row: dict[str, Any]) -> None:
-    assert parse_row(row)[0] == PARSED
+SAME_CALLS: list[dict[str, Any]] = [
+    openai_row(),
+    openai_row(tool_calls=[CALL]),
+    openai_row(content="", tool_calls=[{"function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}]),
+    openai_row(content=None, tool_calls=json.dumps([CALL])),
+    calling(**CALL, index=0, id=None),
+    openai_row(content=None, function_call={"name": "weather", "arguments": json.dumps(ARGUMENTS)}),
+    calling(name="weather", parameters=ARGUMENTS),
+    calling(function={"name": "weather", "arguments": None, "parameters": ARGUMENTS}),
+    *map(openai_row, (json.dumps([FUNCTION]), json.dumps([TOOL]), [{"type": "function", **FUNCTION}])),
+    *map(openai_row, ([{"function": FUNCTION}], [json.dumps(TOOL)], [TEXT_PARAMETERS])),
+    openai_row([{"type": "function", "function": TEXT_PARAMETERS}]),
+    {**openai_row(None), "functions": [FUNCTION]},
+    sharegpt_row(TEXT_CALL, json.dumps([FUNCTION])),
+    sharegpt_row(f"[{TEXT_CALL}]", [TOOL], answer="function_response"),
+    sharegpt_row(f"<tool_call>{TEXT_CALL}</tool_call>", [TOOL], "gpt", "tool"),
+    answering(f"<tool_call>{CALL['function']}</tool_call>"),
+    hermes_row(),
+    hermes_row(TOOLS_AFTER_CALLS),
+    hermes_row(tools=json.dumps([TOOL])),
+    {"messages": PARSED},
+]
+
+
+def test_the_schemas_of_tool_calls_give_the_same_messages() -> None:
+    assert [parse_row(row)[0] for row in SAME_CALLS] == [PARSED] * len(SAME_CALLS)
 
 
 def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_and_the_text_before_them() -> None:
@@ -113,11 +112,11 @@ def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_
     assert (answer["tool_calls"][0]["id"], result["tool_call_id"], result["name"]) == ("c1", "c1", "weather")
 
 
-@pytest.mark.parametrize("result", ["", "see <tool_response>a</tool_response>"])
-def test_a_result_that_is_not_all_between_tags_is_kept_as_it_is(result: str) -> None:
+def test_a_result_that_is_not_all_between_tags_is_kept_as_it_is() -> None:
     row = openai_row()
-    row["messages"][2] = {**RESULT, "content": result}
-    assert parse_row(row)[0] == [*PARSED[:2], {**RESULT, "content": result}, SAID]
+    for result in ("", "see <tool_response>a</tool_response>"):
+        row["messages"][2] = {**RESULT, "content": result}
+        assert parse_row(row)[0] == [*PARSED[:2], {**RESULT, "content": result}, SAID]
     row["messages"][1]["content"] = "Like <tool_call>"  # beside calls in their own key
     assert parse_row(row)[0][1] == {**CALLING, "content": "Like <tool_call>"}
 
