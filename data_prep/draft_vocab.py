@@ -34,13 +34,7 @@ def main(config: PipelineConfig) -> None:
 
 
 def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
-    """Choose the vocabulary, and write it with its manifest.
-
-    Raises:
-        UserError: the target does not exist, or stage 1 has not been run, or the head needs no draft vocabulary or
-            keeps that of `head.init_from`, or the size is out of range or too small for the special tokens, or the
-            prompts were made with another tokenizer.
-    """
+    """Choose the vocabulary, and write it with its manifest."""
     head, target = run.config.head, run.target
     vocab_size = target.config.vocab_size
     size = draft_vocab_size(head, vocab_size)
@@ -60,7 +54,8 @@ def prepare_draft_vocab(run: Run) -> DraftVocabManifest:
         filled_up_tokens=int(np.count_nonzero(counts[Split.train][token_ids] == 0)),
         coverage={split.value: coverage(counts[split], token_ids) for split in Split},
     )
-    return write_draft_vocab(stage_dir, d2t, manifest)
+    write_draft_vocab(stage_dir, d2t, manifest)
+    return manifest
 
 
 def draft_vocab_size(head: HeadConfig, vocab_size: int) -> int:
@@ -124,11 +119,7 @@ def print_summary(manifest: DraftVocabManifest) -> None:
     table = Table(title="mtptrain draft-vocab", show_header=False)
     table.add_row("draft vocabulary", f"{manifest.draft_vocab_size:,} of {manifest.vocab_size:,} tokens")
     table.add_row("distinct tokens that a draft can predict", f"{manifest.distinct_tokens:,}")
+    table.add_row("chosen although no draft can predict them", f"{manifest.filled_up_tokens:,}: special, or lowest ids")
     for split, share in manifest.coverage.items():
         table.add_row(f"coverage, {split}", f"{share:.2%}")
     Console().print(table)
-    if manifest.filled_up_tokens:
-        print(
-            f"{manifest.filled_up_tokens:,} of the chosen tokens never occur in the training split where a draft can "
-            "predict them: they are special tokens, or those with the lowest ids, which fill up the vocabulary"
-        )

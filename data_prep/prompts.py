@@ -45,16 +45,7 @@ def main(config: PipelineConfig) -> None:
 
 
 def prepare_prompts(run: Run) -> PromptsReport:
-    """Read, tokenize, split and write the prompts.
-
-    Raises:
-        UserError: one of these is true.
-            - The target, a directory, a file or a hub data set does not exist, or no file matches.
-            - A file has an unknown format.
-            - The tokenizer belongs to another model, or its chat template is missing or fails.
-            - No token is supervised, no answer is long enough for a draft, or a split would be empty.
-            - `run_dir/prompts` holds files of somebody else.
-    """
+    """Read, tokenize, split and write the prompts."""
     prompts, vocab_size, tokenizer = run.config.prompts, int(run.target.config.vocab_size), run.target.tokenizer
     source = read_source(prompts, run.target, run.stage_dir("responses"))
     check_source(source, prompts)

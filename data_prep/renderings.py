@@ -114,15 +114,15 @@ def render_conversation(
     """
     special = set(special_tokens(tokenizer).values())
     trained = _trained_answers(messages, () if is_generated else special)
-    template = require_chat_template(tokenizer, messages)
+    require_chat_template(tokenizer, messages)
     try:
-        whole, turns = _render_all(tokenizer, messages, trained)
-        if "strftime_now" in template and render_text(tokenizer, messages) != whole:
-            whole, turns = _render_all(tokenizer, messages, trained)  # the date changed between two renderings
+        whole = render_text(tokenizer, messages)
+        located = [_generated_turn(tokenizer, messages[:number]) for number in trained]
     except TemplateError as error:
         reason = printable(str(error)) or "it gives no reason"
         raise ConversationRefused(f"the chat template fails: {reason}") from error
     refuse_dropped_prompts(whole, messages)
+    turns = [turn for turn in located if turn is not None]
     if not turns:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
     num_inserted = 0
@@ -267,15 +267,6 @@ def _has_inserted_text(turn: _Turn, special: Collection[str]) -> bool:
     for token in (*special, *((OPEN, CLOSE) if _has_reasoning(turn.message) else ())):
         generated, written = generated.replace(token, ""), written.replace(token, "")
     return "".join(generated.split()) != "".join(written.split())
-
-
-def _render_all(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ends: Sequence[int]
-) -> tuple[str, list[_Turn]]:
-    """Returns the rendered conversation, and the turns with these numbers as generated, where they can be located."""
-    text = render_text(tokenizer, messages)
-    turns = [_generated_turn(tokenizer, messages[:end]) for end in ends]
-    return text, [turn for turn in turns if turn is not None]
 
 
 def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Turn | None:

@@ -198,8 +198,6 @@ class Dialogue:
     def _content_of(self, response: Response, text: str) -> tuple[str, bool, bool]:
         """Returns the content of the assistant message, whether its rendering has the text, and whether the tokens.
 
-        Without token ids, the rendering counts as having the tokens if it has the text.
-
         A generation prompt may contain the beginning of the response (`<think>`). Some templates expect that beginning
         in the message too and others do not, so both contents are tried. If neither reproduces the response, the
         content is the generated text.

@@ -65,11 +65,6 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
 
     Returns:
         The manifest on the first rank, None on the others.
-
-    Raises:
-        UserError: the target or a file does not exist, or the settings do not fit, or no conversation is usable, or the
-            server does not respond or does not serve the target, or the directory holds responses from a different
-            target, data or settings, or too many conversations failed in a row, or none has a response.
     """
     # 1. Check the settings, the target and the server.
     config, settings, prompts, target = run.config, run.config.responses, run.config.prompts, run.target

@@ -48,12 +48,7 @@ class CompletionServer:
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
     ) -> None:
-        """Ask the server for its models.
-
-        Raises:
-            UserError: no OpenAI-compatible server responds, or it rejects the API key or does not serve
-                `settings.model`, or several if that is None; or the key, or the address's password, cannot be sent.
-        """
+        """Ask the server for its models."""
         api_key = os.environ.get(settings.api_key_variable, "")
         if not all("!" <= character <= "~" for character in api_key):
             raise UserError(

@@ -21,11 +21,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Returns the chat template of a tokenizer: of several, the one for conversations with or without tools.
-
-    Raises:
-        UserError: the tokenizer has none, or none of several is the default.
-    """
+    """Returns the chat template of a tokenizer: of several, the one for conversations with or without tools."""
     given = tokenizer.chat_template
     if not given or (isinstance(given, dict) and "default" not in given):
         has = f"only {', '.join(sorted(given))}, no default" if given else "none"

@@ -8,7 +8,7 @@ target's token i + d2t[i], and these ids ascend; t2d is True for the target's to
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from mtptrain.heads.base import Head
 from mtptrain.stage_dir import require
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256, read_manifest, save_tensors, write_sealed
+from mtptrain.utils.files import read_manifest, save_tensors, write_sealed
 
 DRAFT_VOCAB = "draft_vocab.safetensors"
 MANIFEST = "manifest.json"
@@ -45,8 +45,6 @@ class DraftVocabManifest:
     coverage: dict[str, float]
     """By split: of the tokens that drafts have to predict, counted with repetitions, the share that is in the draft
     vocabulary."""
-    draft_vocab_sha256: str = ""
-    """Hash of draft_vocab.safetensors."""
 
 
 def offsets(token_ids: torch.Tensor) -> torch.Tensor:
@@ -90,12 +88,10 @@ def check_draft_token_ids(
         )
 
 
-def write_draft_vocab(directory: Path, d2t: torch.Tensor, manifest: DraftVocabManifest) -> DraftVocabManifest:
-    """Write the offsets i64[D], then the manifest, which is returned, with the hash of the file."""
+def write_draft_vocab(directory: Path, d2t: torch.Tensor, manifest: DraftVocabManifest) -> None:
+    """Write the offsets i64[D], then the manifest, which has the hash of the file."""
     save_tensors(directory / DRAFT_VOCAB, {"d2t": d2t, "t2d": membership(d2t, manifest.vocab_size)})
-    manifest = replace(manifest, draft_vocab_sha256=file_sha256(directory / DRAFT_VOCAB))
-    write_sealed(directory / MANIFEST, asdict(manifest))
-    return manifest
+    write_sealed(directory / MANIFEST, asdict(manifest), [DRAFT_VOCAB])
 
 
 def require_draft_vocab(directory: Path) -> Path:
@@ -105,17 +101,16 @@ def require_draft_vocab(directory: Path) -> Path:
 
 
 def read_draft_vocab(directory: Path, draft_vocab_size: int, vocab_size: int, prompts_sha256: str) -> torch.Tensor:
-    """Returns a run's `d2t` i64[D]."""
+    """Returns a run's `d2t` i64[D], which must have been chosen for these sizes and prompts."""
     tensors, path = require_draft_vocab(directory), directory / MANIFEST
-    manifest = read_manifest(DraftVocabManifest, path, PROGRAM, f"run {PROGRAM} again")
-    found = {
+    manifest = read_manifest(DraftVocabManifest, path, PROGRAM, f"run {PROGRAM} again", files=[DRAFT_VOCAB])
+    stored = {
         "head.draft_vocab_size": manifest.draft_vocab_size,
         "the target's vocab_size": manifest.vocab_size,
         "the hash of the prompts (train.safetensors)": manifest.prompts_sha256,
-        f"the sha256 of {DRAFT_VOCAB}": manifest.draft_vocab_sha256,
     }
-    expected = dict(zip(found, (draft_vocab_size, vocab_size, prompts_sha256, file_sha256(tensors)), strict=True))
-    refuse_different_facts(path, expected, found, f"run {PROGRAM} again with the same recipe and run_dir")
+    expected = dict(zip(stored, (draft_vocab_size, vocab_size, prompts_sha256), strict=True))
+    refuse_different_facts(path, expected, stored, f"run {PROGRAM} again with the same recipe and run_dir")
     return load_file(tensors)["d2t"]
 
 

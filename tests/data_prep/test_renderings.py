@@ -1,14 +1,12 @@
 """Tests that every answer is supervised once, after the prompt that a server sends, in the fewest texts."""
 
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.utils import chat_template_utils
 
 from data_prep.renderings import encode_conversations, render_conversation
 from mtptrain.data.conversation import Message
@@ -190,18 +188,3 @@ def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own()
         template = "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}" + answer
         parts = generated_parts(template + "{% endif %}{% endfor %}", messages)
         assert parts == [["two<|im_end|>", "three<|im_end|>"], ["one<|im_end|>"]]
-
-
-def test_a_conversation_rendered_at_midnight_has_one_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    times: list[datetime] = []
-
-    class Clock:
-        @staticmethod
-        def now() -> datetime:
-            return times.pop() if times else datetime(2026, 1, 2)
-
-    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    for renderings_before_midnight in range(1, 8):
-        times += [datetime(2026, 1, 1)] * renderings_before_midnight
-        [rendering] = render_conversation(TOKENIZERS["llama3"], chat("1?", "one", "2?", "two")).renderings
-        assert "Today: 0" in rendering.text and rendering.answers == 2

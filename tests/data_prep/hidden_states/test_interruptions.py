@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from data_prep import hidden_states
-from data_prep.extraction import Extraction, prepare_extraction
-from data_prep.hidden_states import extract_hidden_states, scratch_bytes
+from data_prep.hidden_states import Extraction, extract_hidden_states, prepare_extraction, scratch_bytes
 from mtptrain.config import PipelineConfig
 from mtptrain.hidden_states.extraction.fill import Streams
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES
