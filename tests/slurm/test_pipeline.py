@@ -91,15 +91,6 @@ def test_a_requeued_task_of_the_extraction_goes_on_and_the_store_is_byte_for_byt
     assert len(alone) >= 8 and alone == shared
 
 
-def test_a_job_gets_the_eight_gpus_that_its_script_asks_for(slurm: Slurm) -> None:
-    script = slurm.directory / "gpus.sbatch"
-    script.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES"\n')
-    options = re.search(r"--gpus-per-node=\d+", (ROOT / "slurm/train.sbatch").read_text())
-    assert options
-    slurm.run("sbatch", "--wait", options[0], f"--output={slurm.directory}/gpus.txt", script)
-    assert (slurm.directory / "gpus.txt").read_text() == "0,1,2,3,4,5,6,7\n"
-
-
 def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_metrics(
     slurm: Slurm, chain: Chain
 ) -> None:

@@ -61,22 +61,12 @@ def test_merged_attention_and_all_its_gradients_equal_dense_attention(
     packing: Packing, depths: int, kv_heads: int, short_tokens: int, block_rows: int, block_keys: int, seed: int
 ) -> None:
     sizes = {"SHORT_TOKENS": short_tokens, "BLOCK_ROWS": block_rows, "BLOCK_KEYS": block_keys, "BLOCK_SCORES": 100}
+    sizes["BATCH_TOKENS"] = 3 * block_rows
     sizes |= dict.fromkeys(("BACKWARD_ROWS", "MIN_BLOCK_ROWS"), 4 * block_rows)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(cpu_blocks, name, value)
         assert_attention_is_dense(packing, depths, kv_heads, seed, 5e-6)
-
-
-@pytest.mark.parametrize("is_fused", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_attention_of_documents_of_several_blocks_equals_dense_attention(
-    is_fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Packs a document of several blocks, one of a block and a token, and three equal ones in several batches."""
-    monkeypatch.setattr(fusing, "_is_on", is_fused)
-    monkeypatch.setattr(cpu_blocks, "BATCH_TOKENS", 300)
-    spans = [(0, 0, 300), (1, 0, 129), *((i, 2, 128) for i in (2, 3, 4))]
-    assert_attention_is_dense(Packing.of_spans([300, 129, 130, 130, 130, 5], spans), 1, 2, 0, 1e-5)
 
 
 def bf16_errors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
