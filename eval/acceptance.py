@@ -69,31 +69,31 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     """Measure the head and the baselines on all ranks, and write and print the report on the first."""
     config, settings = run.config, run.config.acceptance
     dtype = getattr(torch, settings.dtype)
-    found = run.head(dtype, ranks.device)
-    trained_on = training_facts(found)  # refuses damaged records before the measurement
+    run_head = run.head(dtype, ranks.device)
+    trained_on = training_facts(run_head)  # refuses damaged records before the measurement
     prompts = run.measured_prompts()
     model = None
     if settings.draft_model is not None:
         model = load_draft_model(
             settings.draft_model, run.target, dtype, ranks.device, setting="acceptance.draft_model"
         )
-    for setting, head in {"head": found.head, "acceptance.draft_model": model}.items():
+    for setting, head in {"head": run_head.head, "acceptance.draft_model": model}.items():
         if head is not None:
             lengths = settings.max_new_tokens, settings.num_speculative_tokens
             check_head_context(head, prompts.input_ids.values(), *lengths, setting)
     target = load_target(run.target.directory, dtype, ranks.device)
 
-    candidates = candidates_of(settings, found, target, model, ranks.rank)
+    candidates = candidates_of(settings, run_head, target, model, ranks.rank)
     tokenizer = run.target.tokenizer
-    longest = longest_prompt(target, [found.head, model], settings)
+    longest = longest_prompt(target, [run_head.head, model], settings)
     measured = Measurement(settings, target, tokenizer, prompts, ranks, longest).run(candidates)
-    held_out = held_out_losses_of(config, found, target, prompts, measured["head"], ranks)
+    held_out = held_out_losses_of(config, run_head, target, prompts, measured["head"], ranks)
     if ranks.is_first:
         StageDir(output_dir).record(config, "report.json")
         remove_generations(output_dir)
         for name, each in measured.items():
             write_generations(generations_file(output_dir, name), each)
-        described = report(run, found, prompts, ranks, measured) | trained_on
+        described = report(run, run_head, prompts, ranks, measured) | trained_on
         described["held_out"] = None if held_out is None else asdict(held_out)
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
@@ -104,8 +104,8 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
             figures = {name: described[name] for name in ("acceptance_length", "acceptance_rate_at", "tokens_per_step")}
             files = [path for path in (output_dir / "report.html", output_dir / "report.json") if path.is_file()]
             track_report(output_dir, config, figures, files)
-        if not found.is_trained:
-            print(f"head: {found.directory}, unchanged from head.init_from; this run has not trained a head")
+        if not run_head.is_trained:
+            print(f"head: {run_head.directory}, unchanged from head.init_from; this run has not trained a head")
 
 
 def longest_prompt(target: Target, heads: Sequence[Head | None], settings: AcceptanceConfig) -> int:
@@ -119,7 +119,7 @@ def longest_prompt(target: Target, heads: Sequence[Head | None], settings: Accep
 
 
 def held_out_losses_of(
-    config: PipelineConfig, found: RunHead, target: Target, prompts: Prompts, measured: Measured, ranks: Ranks
+    config: PipelineConfig, run_head: RunHead, target: Target, prompts: Prompts, measured: Measured, ranks: Ranks
 ) -> HeldOutLosses | None:
     """Returns the head's losses on the target's answers to the first turn of each prompt.
 
@@ -127,11 +127,11 @@ def held_out_losses_of(
     """
     own = list(prompts.input_ids.items())[ranks.rank :: ranks.world_size]
     answered = [(list(prompt), measured.answers[prompt_id, 1].generation) for prompt_id, prompt in own]
-    return held_out_losses(found.head, target, answered, config.head.ttt_steps, LossSettings.of(config.train), ranks)
+    return held_out_losses(run_head.head, target, answered, config.head.ttt_steps, LossSettings.of(config.train), ranks)
 
 
 def candidates_of(
-    settings: AcceptanceConfig, found: RunHead, target: Target, model: Head | None, rank: int
+    settings: AcceptanceConfig, run_head: RunHead, target: Target, model: Head | None, rank: int
 ) -> dict[str, Candidate]:
     """Returns the candidates by name: the head, the baselines, and the head at other temperatures and thresholds.
 
@@ -144,7 +144,7 @@ def candidates_of(
             "again for each branch, but does; remove it"
         )
     depths, vocab_size = settings.num_speculative_tokens, len(target.parts.lm_head)
-    own_size = vocab_size if found.head.lm_head is None else found.head.lm_head.out_features
+    own_size = vocab_size if run_head.head.lm_head is None else run_head.head.lm_head.out_features
     if Baseline.tree in settings.baselines and settings.tree_top_k > own_size:
         raise UserError(
             f"acceptance.tree_top_k: must be at most {own_size}, the number of tokens that the head can draft, but is "
@@ -155,27 +155,27 @@ def candidates_of(
         return Sampler(temperature, settings.seed + rank, settings.top_p, settings.top_k)
 
     def head_candidate(temperature: float, sample_drafts: bool) -> Candidate:
-        quality = DraftQuality(found.head, sampler(temperature), vocab_size, depths)
-        drafter = HeadDrafter(found.head, target.parts, depths, sample_drafts)
+        quality = DraftQuality(run_head.head, sampler(temperature), vocab_size, depths)
+        drafter = HeadDrafter(run_head.head, target.parts, depths, sample_drafts)
         return Candidate(drafter, sampler(temperature), quality)
 
     head = head_candidate(settings.temperature, settings.sample_drafts)
     candidates = {"head": head}
     for name in settings.baselines:
         candidates[name] = Candidate(
-            baseline_drafter(name, settings, found, target, model), sampler(settings.temperature)
+            baseline_drafter(name, settings, run_head, target, model), sampler(settings.temperature)
         )
     for temperature in settings.temperatures:
         candidates[f"temperature_{temperature:g}"] = head_candidate(temperature, sample_drafts=False)
         candidates[f"temperature_{temperature:g}_sampled_drafts"] = head_candidate(temperature, sample_drafts=True)
     for threshold in settings.confidence_thresholds:
-        drafter = HeadDrafter(found.head, target.parts, depths, settings.sample_drafts, threshold)
+        drafter = HeadDrafter(run_head.head, target.parts, depths, settings.sample_drafts, threshold)
         candidates[f"confidence_{threshold:g}"] = Candidate(drafter, sampler(settings.temperature))
     return candidates
 
 
 def baseline_drafter(
-    name: Baseline, settings: AcceptanceConfig, found: RunHead, target: Target, model: Head | None
+    name: Baseline, settings: AcceptanceConfig, run_head: RunHead, target: Target, model: Head | None
 ) -> Drafter:
     depths = settings.num_speculative_tokens
     if name == Baseline.none:
@@ -186,12 +186,14 @@ def baseline_drafter(
         assert model is not None
         return HeadDrafter(model, target.parts, depths, settings.sample_drafts)
     if name == Baseline.tree:
-        return TreeDrafter(found.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k)
-    head = HeadDrafter(found.head, target.parts, depths, settings.sample_drafts)
+        return TreeDrafter(run_head.head, target.parts, depths, settings.tree_nodes, settings.tree_top_k)
+    head = HeadDrafter(run_head.head, target.parts, depths, settings.sample_drafts)
     return HybridDrafter(head, settings.hybrid_min_match)
 
 
-def report(run: Run, found: RunHead, prompts: Prompts, ranks: Ranks, measured: dict[str, Measured]) -> dict[str, Any]:
+def report(
+    run: Run, run_head: RunHead, prompts: Prompts, ranks: Ranks, measured: dict[str, Measured]
+) -> dict[str, Any]:
     settings = run.config.acceptance
     described = {name: each.describe() for name, each in measured.items()}
     return {
@@ -205,9 +207,9 @@ def report(run: Run, found: RunHead, prompts: Prompts, ranks: Ranks, measured: d
         "model": settings.draft_model,
         "target": run.target.path,
         "target_weights_sha256": run.target.weights_sha256,
-        "head": str(found.directory),
+        "head": str(run_head.directory),
         "head_name": run.config.head.name,
-        "head_sha256": found.sha256,
+        "head_sha256": run_head.sha256,
         "prompts_file": settings.prompts_file,
         "prompts_sha256": prompts.sha256,
         "baselines": described,
@@ -217,12 +219,12 @@ def report(run: Run, found: RunHead, prompts: Prompts, ranks: Ranks, measured: d
     }
 
 
-def training_facts(found: RunHead) -> dict[str, int | None]:
+def training_facts(run_head: RunHead) -> dict[str, int | None]:
     """Returns the number of tokens that a head was trained on in this run, and the seed; None if it was not."""
-    if not found.is_trained:
+    if not run_head.is_trained:
         return {"train_tokens": None, "train_seed": None}
-    facts = read_sealed(found.directory / "head.json", RESTORE, ["step"])
-    records = [record for _, record in read_metrics(found.directory.parent / METRICS)]
+    facts = read_sealed(run_head.directory / "head.json", RESTORE, ["step"])
+    records = [record for _, record in read_metrics(run_head.directory.parent / METRICS)]
     tokens = sum(each.get("tokens", 0) for each in records if each["step"] <= facts["step"])
     return {"train_tokens": int(tokens) or None, "train_seed": facts.get("seed")}
 
@@ -266,8 +268,11 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
             f"{each.tokens_per_s:,.0f}",
             *(f"{each.seconds.get(phase, 0) / each.seconds['all']:.0%}" for phase in ("draft", "verify")),
         ]
-        shown = head if name == "head" else name.replace("_", " ")
-        for label, acceptance, more in ((shown, each.pooled, speed), ("  no loops", each.without_loops, ["", "", ""])):
+        row_name = head if name == "head" else name.replace("_", " ")
+        for label, acceptance, more in (
+            (row_name, each.pooled, speed),
+            ("  no loops", each.without_loops, ["", "", ""]),
+        ):
             rates = acceptance.acceptance_rate_at or [0.0 for _ in depths]
             figures = [acceptance.acceptance_length, acceptance.acceptance_rate, *rates, acceptance.tokens_per_step]
             table.add_row(label, *(f"{figure:.3f}" for figure in figures), str(acceptance.prompts), *more)

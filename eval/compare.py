@@ -71,11 +71,11 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
             with other settings than the first.
     """
     reports: dict[str, dict[str, Any]] = {}
-    for given in paths:
-        path = given
-        if given.is_dir():
-            in_output_dir = given / "report.json"
-            in_run_dir = given / "acceptance/report.json"
+    for place in paths:
+        path = place
+        if place.is_dir():
+            in_output_dir = place / "report.json"
+            in_run_dir = place / "acceptance/report.json"
             path = in_output_dir if in_output_dir.is_file() else require(in_run_dir, "mtptrain acceptance")
         if not path.is_file():
             raise UserError(

@@ -65,7 +65,7 @@ def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[t
     A piece is what its tokens add to the text of all tokens before them: decoded alone, they could lose a space at
     their beginning. A character whose bytes are in several pieces belongs to the last of them.
     """
-    found: list[tuple[str, bool]] = []
+    parts: list[tuple[str, bool]] = []
     end = num_shown = 0
     for accepted, run in groupby(accepted_flags(generation)):
         end += len(list(run))
@@ -73,9 +73,9 @@ def pieces(generation: Generation, tokenizer: PreTrainedTokenizerBase) -> list[t
         if end < len(generation.tokens):
             text = text.rstrip(INCOMPLETE)
         if len(text) > num_shown:
-            found.append((text[num_shown:], accepted))
+            parts.append((text[num_shown:], accepted))
             num_shown = len(text)
-    return found
+    return parts
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -107,10 +107,12 @@ def plot_positions(axes: Axes, drafters: Drafters) -> bool:
 
 def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
     groups = list(dict.fromkeys(name for each in drafters.values() for name in each[key]))
-    shown = {name: each for name, each in drafters.items() if each["drafted"]}
-    width = 0.8 / max(len(shown), 1)
-    for index, (name, each) in enumerate(shown.items()):
-        centers = [i + (index - (len(shown) - 1) / 2) * width for i, group in enumerate(groups) if group in each[key]]
+    drafting = {name: each for name, each in drafters.items() if each["drafted"]}
+    width = 0.8 / max(len(drafting), 1)
+    for index, (name, each) in enumerate(drafting.items()):
+        centers = [
+            i + (index - (len(drafting) - 1) / 2) * width for i, group in enumerate(groups) if group in each[key]
+        ]
         lengths = [each[key][group]["acceptance_length"] for group in groups if group in each[key]]
         axes.bar(centers, lengths, width * 0.92, label=name, color=colours_of(drafters)[name])
     counts = {

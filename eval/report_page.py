@@ -290,10 +290,10 @@ def drafters_of(reports: Mapping[str, ReportFigures]) -> dict[str, ReportFigures
     for name, report in reports.items():
         prefix = f"{name}: " if len(reports) > 1 else ""
         for drafter, figures in {"head": report, **report["baselines"]}.items():
-            shown = {"head": f"head {report['head_name']}", "none": "no drafts"}.get(drafter, drafter.replace("_", " "))
+            label = {"head": f"head {report['head_name']}", "none": "no drafts"}.get(drafter, drafter.replace("_", " "))
             setting = f" ({report[drafter]})" if drafter in ("tree", "hybrid", "model") else ""
             of_run = {"run": name, "drafter": drafter}
-            drafters[prefix + shown + setting] = {**figures, **report["speed"][drafter], **of_run}
+            drafters[prefix + label + setting] = {**figures, **report["speed"][drafter], **of_run}
     return drafters
 
 

@@ -45,8 +45,8 @@ class FollowedTarget(Target):
         Past the end of a text, they are infinite for the target's own choice.
         """
         logits = super().logits(states)
-        wanted = self._next.reshape(len(self._texts), -1)
-        known = self._texts.gather(1, wanted.clamp(max=self._texts.shape[1] - 1))
-        known = torch.where(wanted < self._texts.shape[1], known, UNKNOWN).view(states.shape[:-1])
+        indices = self._next.reshape(len(self._texts), -1)
+        known = self._texts.gather(1, indices.clamp(max=self._texts.shape[1] - 1))
+        known = torch.where(indices < self._texts.shape[1], known, UNKNOWN).view(states.shape[:-1])
         chosen = torch.where(known == UNKNOWN, logits.argmax(-1), known)
         return logits.scatter(-1, chosen[..., None], torch.inf)

@@ -52,10 +52,10 @@ def read_prompts(
         return prompts
     documents = held_out_documents(prompts_dir, HeldOut.reporting)
     lengths = settings.prompt_tokens, settings.max_new_tokens
-    found = held_out_prompts(documents, settings.num_prompts, *lengths, context_tokens, spare_tokens)
-    check_num_drafts(found, settings.num_speculative_tokens, context_tokens, spare_tokens)
+    held_out = held_out_prompts(documents, settings.num_prompts, *lengths, context_tokens, spare_tokens)
+    check_num_drafts(held_out, settings.num_speculative_tokens, context_tokens, spare_tokens)
     entries = DocumentEntry.read_all(prompts_dir)
-    return Prompts(found, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in found})
+    return Prompts(held_out, sources={prompt_id: entries[int(prompt_id)].group for prompt_id in held_out})
 
 
 def check_num_drafts(
@@ -150,8 +150,8 @@ def held_out_documents(prompts_dir: Path, part: HeldOut) -> Documents:
             f"lines of {DOCUMENTS_FILE}, but one is {unknown[0]}; run mtptrain prompts again"
         )
     entries = [every_entry[document_id] for document_id in ids]
-    wanted = groups_of(part, {entry.group for entry in entries})
-    indices = [index for index, entry in enumerate(entries) if entry.group in wanted]
+    chosen = groups_of(part, {entry.group for entry in entries})
+    indices = [index for index, entry in enumerate(entries) if entry.group in chosen]
     if not documents.loss_mask.all():
         indices = first_answers(documents, entries, indices)
     return Documents.from_list(
@@ -170,14 +170,14 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     in_order = sorted(groups, key=_choosing_hash)
     num_choosing = sum(_choosing_hash(group) < CHOOSING_FRACTION for group in groups)
     num_choosing = min(max(num_choosing, 1), len(groups) - 1)
-    wanted = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
-    if not wanted:
+    chosen = set(in_order[:num_choosing] if part is HeldOut.choosing else in_order[num_choosing:])
+    if not chosen:
         raise UserError(
             "prompts.validation_fraction: must hold out at least 2 files or questions, one to choose the best head by "
             f"and one to report on, but holds out {len(groups)}; raise it and run mtptrain prompts and "
             "mtptrain hidden-states again; or train with train.validation_prompts=0 and run no mtptrain choose-head"
         )
-    return wanted
+    return chosen
 
 
 def _choosing_hash(group: str) -> float:

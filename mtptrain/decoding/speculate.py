@@ -95,15 +95,15 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     ratio = target_probs[:, :-1].gather(2, chosen)[..., 0].double() / draft_probs.gather(2, chosen)[..., 0].double()
     is_kept = (sampler.uniform_like(ratio) < ratio) & draft.is_proposed
     num_accepted = is_kept.long().cumprod(1).sum(1)  # [B]
-    wanted = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
+    probs = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1]))[:, 0]  # [B, V]
     # If all proposed tokens were accepted, nothing is subtracted: the bonus token comes from the target's distribution.
     rejected_probs = torch.cat(
         [draft_probs * draft.is_proposed[..., None], torch.zeros_like(draft_probs[:, :1])], dim=1
     )
-    rejected = rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, wanted.shape[-1]))[:, 0]
-    residual = (wanted - rejected).clamp(min=0.0)
+    rejected = rejected_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, probs.shape[-1]))[:, 0]
+    residual = (probs - rejected).clamp(min=0.0)
     # If draft and target are equal up to rounding, a rejection may leave no mass; then sample from the target.
-    bonus = sampler.sample(torch.where(residual.sum(-1, keepdim=True) > 0, residual, wanted))
+    bonus = sampler.sample(torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs))
     return Accepted(
         num_accepted, bonus, torch.arange(draft.tokens.shape[1] + 1, device=bonus.device).expand(len(bonus), -1)
     )

@@ -8,8 +8,8 @@ from mtptrain.settings.heads import HEAD_CONFIGS
 
 def _class_at(path: str) -> type[Head]:
     module, _, name = path.partition(":")
-    found: type[Head] = getattr(import_module(module), name)
-    return found
+    kind: type[Head] = getattr(import_module(module), name)
+    return kind
 
 
 HEADS = {name: _class_at(config.implementation) for name, config in HEAD_CONFIGS.items()}

@@ -204,20 +204,20 @@ def model_config(
             quantised or has a larger vocabulary than the target, or sizes are invalid or contradict `init_from`.
     """
     if config.init_from is None:
-        found = _random_config(config, target_config)
+        model = _random_config(config, target_config)
     else:
-        found = published_config(config.init_from, target_config, setting)
+        model = published_config(config.init_from, target_config, setting)
         for name in (*SIZES, "tie_word_embeddings"):
-            wanted, there = getattr(config, name), getattr(found, name)
-            if wanted not in (None, there):
+            value, published = getattr(config, name), getattr(model, name)
+            if value not in (None, published):
                 raise UserError(
-                    f"head.{name}: must be left out or {there}, as in head.init_from={config.init_from}, but is "
-                    f"{wanted}; remove it"
+                    f"head.{name}: must be left out or {published}, as in head.init_from={config.init_from}, but is "
+                    f"{value}; remove it"
                 )
-    found.vocab_size = target_config.vocab_size
+    model.vocab_size = target_config.vocab_size
     # transformers would not train the embedding of a padding token.
-    found.pad_token_id = None
-    return found
+    model.pad_token_id = None
+    return model
 
 
 def published_config(path: str, target_config: PreTrainedConfig, setting: str = "head.init_from") -> PreTrainedConfig:
@@ -241,8 +241,8 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
         return model_config(config_of(DraftModelConfig, stored, Path(path) / "head.json"), target_config, setting)
     directory = config_dir(path, setting=setting)
     try:
-        found = read_target_config(directory)
-        form = find_form(found)
+        config = read_target_config(directory)
+        form = find_form(config)
     except UserError as error:
         reason = str(error).removeprefix("target.path: ").replace("choose another target", "choose another model")
         raise UserError(
@@ -251,19 +251,19 @@ def published_config(path: str, target_config: PreTrainedConfig, setting: str = 
     if form.keeps_states or form.has_lm_head_bias or (form.decoder, form.norm) != ("model", "model.norm"):
         raise UserError(
             f"{setting}: a draft model must have plain decoder layers, no bias in lm_head, and tensors named model.* "
-            f"with model.norm.weight, but {directory}, a {found.model_type}, lacks one of these; choose another model"
+            f"with model.norm.weight, but {directory}, a {config.model_type}, lacks one of these; choose another model"
         )
-    if getattr(found, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{setting}: must be an unquantised model, whose weights can be trained, but {directory} has a "
             "quantization_config; choose the unquantised checkpoint"
         )
-    if found.vocab_size > target_config.vocab_size:
+    if config.vocab_size > target_config.vocab_size:
         raise UserError(
             f"{setting}: the vocabulary must have at most {target_config.vocab_size} rows, as many as the target's, "
-            f"but {directory} has vocab_size {found.vocab_size}; choose a model with the target's vocabulary"
+            f"but {directory} has vocab_size {config.vocab_size}; choose a model with the target's vocabulary"
         )
-    return found
+    return config
 
 
 def _random_config(config: DraftModelConfig, target: PreTrainedConfig) -> PreTrainedConfig:

@@ -80,8 +80,8 @@ def kept_head(stage_dir: Path, step: int) -> Path:
 def kept_heads(stage_dir: Path) -> dict[int, Path]:
     """Returns the directories of all complete kept heads by step, in rising order."""
     directories = (facts.parent for facts in stage_dir.glob("heads/step_*/head.json"))
-    found = {int(each.name.removeprefix("step_")): each for each in directories if re.fullmatch(STEP_NAME, each.name)}
-    return dict(sorted(found.items()))
+    heads = {int(each.name.removeprefix("step_")): each for each in directories if re.fullmatch(STEP_NAME, each.name)}
+    return dict(sorted(heads.items()))
 
 
 def remove_stale_heads(stage_dir: Path, step: int) -> None:
@@ -144,10 +144,10 @@ def check_head_target(directory: Path, target: TargetFiles) -> None:
     Raises:
         UserError: the directory has no head, or the head was trained for other weights; the message has both hashes.
     """
-    stored, found = _read_facts(directory, TARGET_WEIGHTS)[TARGET_WEIGHTS], target.weights_sha256
-    if stored != found:
+    stored, expected = _read_facts(directory, TARGET_WEIGHTS)[TARGET_WEIGHTS], target.weights_sha256
+    if stored != expected:
         raise UserError(
-            f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {found}, that of {target.directory}, but is "
+            f"{directory / 'head.json'}: {TARGET_WEIGHTS} must be {expected}, that of {target.directory}, but is "
             f"{stored}: the head belongs to another target; set target.path to that target, or train again"
         )
 

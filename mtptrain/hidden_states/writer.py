@@ -121,15 +121,15 @@ def finished_shards(directory: Path, indices: Iterable[int]) -> set[int]:
     This does not check the shards' bytes, which were on disk before their records were written. Training checks every
     document that it reads, and `verify` checks every shard.
     """
-    wanted = set(indices)
-    finished = {index for index in wanted if read_record(directory, index) is not None}
-    if finished == wanted or not (directory / MANIFEST).exists():
+    shards = set(indices)
+    finished = {index for index in shards if read_record(directory, index) is not None}
+    if finished == shards or not (directory / MANIFEST).exists():
         return finished
     # Another part has finished the store in the meantime. A store of other settings, which `begin_store` refuses later,
     # may have fewer shards.
     records = dict(enumerate(StoreManifest.read(directory).shards))
     return finished | {
-        i for i in wanted - finished if i in records and has_length(directory / records[i].file, records[i])
+        i for i in shards - finished if i in records and has_length(directory / records[i].file, records[i])
     }
 
 

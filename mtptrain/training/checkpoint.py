@@ -85,8 +85,8 @@ def _is_unfinished(folder: Path) -> bool:
 
 def _folders(directory: Path, prefix: str = "") -> list[Path]:
     """Returns the folders with the name of a checkpoint after `prefix`, oldest first, whatever is in them."""
-    found = directory.glob(f"{prefix}step_*/")
-    return sorted((folder for folder in found if re.fullmatch(prefix + STEP_NAME, folder.name)), key=step_of)
+    folders = directory.glob(f"{prefix}step_*/")
+    return sorted((folder for folder in folders if re.fullmatch(prefix + STEP_NAME, folder.name)), key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -248,11 +248,10 @@ def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
     """
     path = folder / STATE
     with safe_open(path, framework="pt") as file:
-        held = set(file.keys())
-        wanted = {name + suffix for name, _ in engine.module.named_parameters() for suffix in STATE_SUFFIXES} | set(RUN)
-        if held != wanted:
+        names = {name + suffix for name, _ in engine.module.named_parameters() for suffix in STATE_SUFFIXES}
+        if different := sorted(set(file.keys()) ^ (names | set(RUN)))[:5]:
             raise UserError(
-                f"{path}: must hold the weights and moments of this head, but differs in {sorted(held ^ wanted)[:5]}; "
+                f"{path}: must hold the weights and moments of this head, but differs in {different}; "
                 f"remove {folder} to resume from an older checkpoint, or from step 0 if there is none"
             )
         rng, step, best = (file.get_tensor(name) for name in RUN)

@@ -34,7 +34,7 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
         UserError: a line is not the record of a step.
     """
     lines = path.read_bytes().splitlines() if path.is_file() else []
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line.endswith(b"}"):
             break
@@ -44,8 +44,8 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
         for name, value in record.items():
             if not all(isinstance(each, int | float) for each in (value if isinstance(value, list) else [value])):
                 raise UserError(f"{path}:{number}: {name} must hold numbers, but is {value!r}; remove the line")
-        found.append((line.decode(), record))
-    return found
+        records.append((line.decode(), record))
+    return records
 
 
 class Tracking:

@@ -152,8 +152,8 @@ def _attend(
         return attend_on_cpu(query, key, value, segments)
     if len(segments.lengths) > MAX_SEGMENTS:
         runs = segments.runs(MAX_SEGMENTS)
-        found = (_attend(query[run.queries], key[run.keys], value[run.keys], run)[:2] for run in runs)
-        out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+        results = (_attend(query[run.queries], key[run.keys], value[run.keys], run)[:2] for run in runs)
+        out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
         return out, lse, None
     rows = _rows_per_query(query, key, segments)
     tensors, sizes = (_heads_to_rows(query, rows), key, value), _flash_sizes(segments, rows)
@@ -176,11 +176,11 @@ def _attend_backward(
     if row_max is not None:
         return attend_on_cpu_backward(grad_out, query, key, value, out, lse, row_max, segments)
     if len(segments.lengths) > MAX_SEGMENTS:
-        found = []
+        results = []
         for run in segments.runs(MAX_SEGMENTS):
             q, k = run.queries, run.keys
-            found.append(_attend_backward(grad_out[q], query[q], key[k], value[k], out[q], lse[q], None, run))
-        grad_query, grad_key, grad_value = (torch.cat(parts) for parts in zip(*found, strict=True))
+            results.append(_attend_backward(grad_out[q], query[q], key[k], value[k], out[q], lse[q], None, run))
+        grad_query, grad_key, grad_value = (torch.cat(parts) for parts in zip(*results, strict=True))
         return grad_query, grad_key, grad_value
     rows = _rows_per_query(query, key, segments)
     grad_rows, query_rows, out_rows, lse_rows = (_heads_to_rows(x, rows) for x in (grad_out, query, out, lse))

@@ -130,8 +130,8 @@ def check_streams(target: Target) -> None:
             with target.attention("eager"), target.capturing(layers) as own:
                 target.model(input_ids=document[None], use_cache=False)
             for layer in layers:
-                wanted = own[layer][0].to(target.device)
-                refuse_difference(target, f"states of documents after {layer} layers", streams[:, layer], wanted)
+                expected = own[layer][0].to(target.device)
+                refuse_difference(target, f"states of documents after {layer} layers", streams[:, layer], expected)
 
 
 @torch.inference_mode()
