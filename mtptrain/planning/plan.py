@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.config import Backend, Dtype, PipelineConfig, StoreDtype
+from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.export_proof import proof_bytes
 from mtptrain.engines.table import describe_engines, warn_of_limits
@@ -242,29 +242,24 @@ class Plan:
             self.rows["serving"] = f"{_gb(num_parameters * width)} of weights, and {cached}"
         exporting = proof_bytes(vocab_size, hidden_size, num_parameters, num_tables)
         self.rows["export"] = f"{_gb(exporting)} of host memory; the target's decoder layers are not loaded"
-        advice = "" if train.activation_checkpointing else "set train.activation_checkpointing=true, or "
-        ways = ["acceptance.dtype=bfloat16"] * (config.acceptance.dtype != Dtype.bfloat16)
-        smaller = " or ".join([*ways, *["a lower train.batch_tokens"] * (held < available)])
+        must = f"must fit into {_gb(available)} of each GPU, but takes"
         if training > available:
             self.warnings.append(
-                f"train.batch_tokens: training must fit into {_gb(available)} of each GPU, but takes {_gb(training)}, "
-                f"{_gb(activations)} of them for activations; {advice}lower train.batch_tokens from "
-                f"{train.batch_tokens:,} (and prompts.max_document_tokens with it), or lower head.ttt_steps from "
-                f"{config.head.ttt_steps}"
+                f"train.batch_tokens: training {must} {_gb(training)}, {_gb(activations)} of them for activations; "
+                f"set train.activation_checkpointing=true, or lower train.batch_tokens from {train.batch_tokens:,} "
+                f"(and prompts.max_document_tokens with it) or head.ttt_steps from {config.head.ttt_steps}"
             )
         elif training + target > available:
             self.warnings.append(
                 "train.validation_prompts: for validation, the target must fit on every GPU next to training, but "
-                f"takes {_gb(target)}, and only {_gb(available - training)} are left; "
-                f"{f'set {smaller}; or ' if smaller else ''}set train.validation_prompts=0 and run mtptrain "
-                "choose-head after training; or use GPUs with more memory"
+                f"takes {_gb(target)} in {config.acceptance.dtype}, and only {_gb(available - training)} are left; "
+                "lower train.batch_tokens, or set train.validation_prompts=0 and run mtptrain choose-head afterwards"
             )
         elif held + validating > available:
             self.warnings.append(
-                f"acceptance.batch_tokens: validation must fit into {_gb(available)} of each GPU, but takes "
-                f"{_gb(held + validating)}, {_gb(validating)} of them for KV caches and the forward pass over the "
-                f"prompts; lower acceptance.batch_tokens from {config.acceptance.batch_tokens:,}, lower "
-                "acceptance.batch_size, or set train.validation_prompts=0"
+                f"acceptance.batch_tokens: validation {must} {_gb(held + validating)}, {_gb(validating)} of them for "
+                f"KV caches and the forward pass over the prompts; lower acceptance.batch_tokens from "
+                f"{config.acceptance.batch_tokens:,} or acceptance.batch_size, or set train.validation_prompts=0"
             )
         self._check_steps()
 
@@ -273,26 +268,18 @@ class Plan:
         train, gpus, num_documents = self.config.train, self.config.planner.num_gpus, len(self.lengths)
         context, per_step = self.target_config.max_position_embeddings, train.micro_batches_per_step
         again, longest = " and run mtptrain prompts again" if num_documents else "", self.longest_tokens
-        if longest > context:
-            self.warnings.append(
-                f"prompts.max_document_tokens: documents must have at most {context:,} tokens, the target's "
-                f"max_position_embeddings, but have up to {longest:,}; lower it{again}"
-            )
-        if longest > train.batch_tokens:
-            self.warnings.append(
-                f"train.batch_tokens: must be at least the {longest:,} tokens of the longest document, but is "
-                f"{train.batch_tokens:,}; raise it, or lower prompts.max_document_tokens{again}"
-            )
-        if 0 < num_documents < per_step:
-            self.warnings.append(
-                f"train.micro_batches_per_step: must be at most the {num_documents:,} documents, but is {per_step}; "
-                "lower it, or train on more documents"
-            )
-        if per_step % gpus:
-            self.warnings.append(
-                f"train.micro_batches_per_step: must be a multiple of the {gpus} GPUs of planner.num_gpus, but is "
-                f"{per_step}; set it to {-(-per_step // gpus) * gpus}"
-            )
+        documents, micro_batches = "prompts.max_document_tokens", "train.micro_batches_per_step: must be"
+        checks = {
+            f"{documents}: documents must have at most {context:,} tokens, the target's max_position_embeddings, but "
+            f"have up to {longest:,}; lower it{again}": longest > context,
+            f"train.batch_tokens: must be at least the {longest:,} tokens of the longest document, but is "
+            f"{train.batch_tokens:,}; raise it, or lower {documents}{again}": longest > train.batch_tokens,
+            f"{micro_batches} at most the {num_documents:,} documents, but is {per_step}; lower it, or train on more "
+            "documents": 0 < num_documents < per_step,
+            f"{micro_batches} a multiple of the {gpus} GPUs of planner.num_gpus, but is {per_step}; set it to "
+            f"{-(-per_step // gpus) * gpus}": per_step % gpus > 0,
+        }
+        self.warnings += [warning for warning, is_wrong in checks.items() if is_wrong]
 
     @property
     def num_steps(self) -> int:

@@ -188,7 +188,7 @@ TOO_MUCH = {
         "weights must fit into 64 GB of one GPU for all GPUs to work at once, but take 141 GB; start mtptrain",
         "set hidden_states.backend=vllm hidden_states.tensor_parallel_size=8",
         "for validation, the target must fit on every GPU next to training, but takes 141 GB",
-        "are left; set train.validation_prompts=0 and run mtptrain choose-head after training; or use GPUs",
+        "are left; lower train.batch_tokens, or set train.validation_prompts=0 and run mtptrain choose-head afterwards",
     ],
     f"{VLLM}=1": ["weights must fit into 64 GB of each GPU in extraction, but take 141 GB"],
     f"{VLLM}=4 prompts.max_document_tokens=1024": [
@@ -196,7 +196,6 @@ TOO_MUCH = {
         "set hidden_states.tensor_parallel_size=8, a lower hidden_states.batch_tokens, a lower prompts.max_document_to",
     ],
     f"{VLLM}=8 hidden_states.batch_tokens=32768": ["does not divide; set a lower hidden_states.batch_tokens"],
-    "planner.gpu_memory_gb=165": ["GB are left; set a lower train.batch_tokens; or set train.validation"],
     "planner.gpu_memory_gb=170 acceptance.batch_tokens=500000 acceptance.batch_size=99 train.validation_prompts=999": [
         "acceptance.batch_tokens: validation must fit into 170 GB of each GPU, but takes",
     ],

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, dequantize, quantize
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -51,15 +51,10 @@ def file(tmp_path: Path, target: Path) -> Path:
 
 
 def round_matrices(target: Path) -> None:
-    """Replace each matrix of a target by what its blocks in Q8_0 stand for: 32 bytes and a scale in fp16."""
+    """Replace each matrix of a target by what its blocks in Q8_0 stand for."""
     weights = load_file(target / "model.safetensors")
-    for name, matrix in weights.items():
-        if matrix.ndim == 2:
-            block = matrix.reshape(-1, 32)
-            scale = np.abs(block).max(-1, keepdims=True) / 127
-            rounded = np.round(block / scale) * scale.astype(np.float16).astype(np.float32)
-            weights[name] = rounded.reshape(matrix.shape).astype(np.float32)
-    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    rounded = {name: dequantize(quantize(x, Q8), Q8) if x.ndim == 2 else x for name, x in weights.items()}
+    save_file(rounded, target / "model.safetensors", {"format": "pt"})
 
 
 def logits_of(directory: Path, **settings: Any) -> torch.Tensor:
