@@ -93,18 +93,6 @@ def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_pat
     torch.testing.assert_close(logits[:, 260:], logits[:, :260].mean(1, keepdim=True).expand(-1, 64))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "deepseek_v2"])
-def test_a_model_that_is_not_trained_here_drafts_as_it_is(family: str, tmp_path: Path) -> None:
-    """The model drafts for itself, so all drafts are accepted."""
-    directory = make_target(tmp_path, *FAMILIES[family])
-    target = load_target(directory, torch.float32, CPU)
-    drafter = HeadDrafter(load(directory, directory), target.parts, 3)
-    settings: dict[str, Any] = {"num_speculative_tokens": 3, "max_new_tokens": 12, "sampler": Sampler()}
-    (generation,) = speculate(target, drafter, [[1, 2, 3]], **settings)
-    assert generation.accepted_at == [generation.rounds] * 3
-
-
 def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
     # The files of an image model name the language model's tensors otherwise than transformers' model does.
     image_model = write_image_model(tmp_path / "image", *IMAGE_MODELS["qwen3_vl"])

@@ -151,10 +151,7 @@ REFUSED: dict[str, list[tuple[Callable[[Tensors], Tensors], str]]] = {
     ],
     "glm4_moe": [
         (without(EXPERT), r"but lacks model\.layers\.4\.mlp\.experts\.3\.up_proj\.weight; download"),
-        (
-            lambda x: {**x, f"{BEHIND}eh_proj.weight": E8},
-            r"have floating-point .*eh_proj\.weight has torch\.float8_e4m3f",
-        ),
+        (lambda x: {**x, f"{BEHIND}eh_proj.weight": E8}, r"have floating-point .*eh_proj\.weight has torch\.float8_e4"),
         (
             lambda x: {**without(EXPERT)(x), f"{EXPERT}_packed": torch.ones(32, 8, dtype=torch.int32)},
             r"must have floating-point numbers of 16 bits or more, .*up_proj\.weight_packed has torch\.int32; choose",

@@ -110,6 +110,7 @@ def test_greedy_speculation_of_ragged_prompts_equals_plain_decoding(
             **{"num_speculative_tokens": 3, "max_new_tokens": 32, "sampler": Sampler(), "eos_token_ids": [256]},
         )
         assert [generation.tokens for generation in found] == plain, type(drafter).__name__
+    assert all(generation.accepted_at == [generation.rounds] * 3 for generation in found), "it drafts as it is"
 
 
 @pytest.mark.parametrize("family", SOME)
