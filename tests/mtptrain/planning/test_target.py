@@ -7,16 +7,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mtptrain.config import PipelineConfig
+from mtptrain.config import PipelineConfig, TrainConfig
 from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.heads.files import build_head
+from mtptrain.heads.packing import Packing
+from mtptrain.planning.step import step_flops
 from mtptrain.planning.target import cached_values, state_values, target_costs, validation_bytes
+from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.target.model import Target, Verified
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.target.state_cache import StateCache
+from mtptrain.training.losses import LossSettings
 from tests.conftest import FAMILIES, make_config
 from tests.cuda.meter import Meter
-from tests.families import EXACT, KEEPS_STATES, SIZES
+from tests.families import EXACT, EXPERTS, KEEPS_STATES, SIZES
 from tests.published_targets import PUBLISHED_TARGETS
 
 LLAMA_8B = {
@@ -49,6 +53,18 @@ def test_a_token_meets_few_of_the_experts() -> None:
     config = PUBLISHED_TARGETS["qwen3_30b_a3b"].config()
     tables = 2 * config.vocab_size * config.hidden_size
     assert target_costs(config).active_parameters + tables == pytest.approx(3.3e9, rel=0.02)
+
+
+def test_a_token_of_a_step_meets_few_of_the_experts() -> None:
+    """Each of them has three matrices, whose products a step computes three times: 6 FLOPs a value."""
+    packing, flops = Packing.of_spans([9], [(0, 0, 8)], None), {}
+    for used in (2, 4):
+        sizes = {**SIZES, **EXPERTS, "num_experts_per_tok": used}
+        config = AutoConfig.for_model("qwen3_moe", **sizes)
+        with torch.device("meta"):
+            head = build_head(NativeMtpConfig(ttt_steps=1), config)
+        flops[used] = step_flops(head, config, LossSettings.of(TrainConfig())).of(packing)
+    assert flops[4] - flops[2] == 6 * 9 * 2 * 3 * SIZES["hidden_size"] * EXPERTS["moe_intermediate_size"]
 
 
 @pytest.mark.parametrize(
