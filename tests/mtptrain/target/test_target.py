@@ -1,4 +1,4 @@
-"""Tests the frozen target: its parts, captured streams, position cache, windows and drafts of every kind."""
+"""Tests the frozen target: its parts, captured streams, cache, windows, quantised and packed weights, and drafts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
@@ -16,6 +18,7 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads import HEADS
 from mtptrain.target.causal_attention import MaskOf, SeenSlots
+from mtptrain.target.few_rows import MOST_ROWS, FrozenLinear
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, TargetStates
@@ -23,6 +26,7 @@ from mtptrain.target.position_cache import PositionCache, TreeSlots
 from tests.conftest import FAMILIES, WINDOW, as_draft_model, make_target
 from tests.families import most_are_slow
 from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS
+from tests.quantised import quantise
 
 SOME = most_are_slow(FAMILIES, "llama", "qwen3 with window", "gemma3_text", "deepseek_v2")
 WITH_WINDOWS = [name for name in FAMILIES if name.endswith("with window") or name == "gemma3_text"]
@@ -165,3 +169,60 @@ def test_windows_and_chunks_count_positions_at_the_second_depth_of_a_tree_too(ki
     seen, _ = SeenSlots((kind,), mask, own, tree).of_layer(0, CPU)
     distances = 7 - torch.tensor([0, 1, 2, 3, 4, 5, 6, 6, 7, 7])  # positions of the slots
     assert seen is not None and torch.equal(seen, mask & (distances < (kind.window or 8)))
+
+
+WEIGHT, BIAS = torch.randn(24, 48), torch.randn(24)
+
+
+def test_the_product_and_its_gradient_are_torchs_own() -> None:
+    for bias in (None, BIAS):
+        for shape in ((1,), (2,), (1, 5), (2, 3), (MOST_ROWS,), (MOST_ROWS + 1,), (3, 20)):
+            rows = torch.randn(*shape, 48, requires_grad=True)
+            with torch.no_grad():
+                torch.testing.assert_close(FrozenLinear(WEIGHT, bias)(rows.detach()), F.linear(rows, WEIGHT, bias))
+            FrozenLinear(WEIGHT, bias)(rows).sum().backward()
+            assert rows.grad is not None
+            torch.testing.assert_close(rows.grad, WEIGHT.sum(0).expand(*shape, 48))
+
+
+def test_layers_and_lm_head_of_a_target_use_it(tiny_target: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    target, tokens = load_target(tiny_target, torch.float32, torch.device("cpu")), torch.arange(4)[None]
+    with torch.no_grad():
+        states = target.forward(tokens, tokens, PositionCache(8))
+        logits = target.logits(states.postnorm_states)
+        torch.testing.assert_close(logits, plain(tokens).logits, rtol=1e-4, atol=1e-5)
+    linears = [module.forward for module in target.model.model.modules() if isinstance(module, torch.nn.Linear)]
+    assert all(isinstance(linear, FrozenLinear) and linear._packed is not None for linear in linears)
+    assert target._output._packed is not None
+
+
+def quantise_inputs(model: PreTrainedModel) -> None:
+    """Rounds the input of every projection to 255 levels per token, as an engine with 8-bit activations does."""
+
+    def rounded(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        scale = args[0].abs().amax(-1, keepdim=True) / 127.5
+        return (args[0] / scale).round().clamp(-128, 127) * scale
+
+    for name, module in model.named_modules():
+        if name.endswith("proj"):
+            module.register_forward_pre_hook(rounded)
+
+
+def states_of(target: Target) -> torch.Tensor:
+    tokens = torch.arange(40)[None]
+    return target.forward(3 + tokens, tokens, PositionCache(40)).postnorm_states
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_target_computes_with_the_quantised_weights_and_activations(tmp_path: Path, name: str) -> None:
+    plain = make_target(tmp_path / "plain", tie_word_embeddings=False)
+    save_file(quantise(plain, tmp_path / "quantised", name), plain / "model.safetensors", {"format": "pt"})
+    reference, quantised = (load_target(tmp_path / each, torch.float32, CPU) for each in ("plain", "quantised"))
+    weights_only = states_of(reference)
+    if name == "int8":
+        quantise_inputs(reference.model)
+    expected, found = states_of(reference), states_of(quantised)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (name == "int8") == ((found - weights_only).abs().max() > 1e-3)
+    assert load_frozen_parts(tmp_path / "quantised").lm_head.dtype == torch.float32

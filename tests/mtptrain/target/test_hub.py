@@ -1,14 +1,19 @@
-"""Tests that weights damaged by a download are found by the hub's hashes."""
+"""Tests that the hub's hashes find damaged weights, and that a target's identity changes with anything in it."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from mtptrain.data.identity import TargetIdentity
+from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import DEMO_DIR, weights_fingerprint
 from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256
+from tests.conftest import GENERATION_TEMPLATE, make_target, make_tokenizer
 from tests.sealed import flip_bit
 
 NAME = "model.safetensors"
@@ -47,3 +52,32 @@ def test_a_flipped_byte_is_found_by_the_hubs_hash(tmp_path: Path, tiny_target: P
         flip_bit(path, -100)
         with pytest.raises(UserError, match=r"safetensors: must have the hub's sha256 \w{64}, but has \w{64}; down"):
             verify_weights(target)
+
+
+def identity(directory: Path) -> TargetIdentity:
+    return TargetIdentity.of(TargetFiles(directory, "name"))
+
+
+def test_identity_tells_weights_config_tokenizer_and_template_apart(tmp_path: Path) -> None:
+    base = identity(make_target(tmp_path / "base"))
+    assert identity(make_target(tmp_path / "again")) == base
+    other_weights = identity(make_target(tmp_path / "weights", seed=1))
+    assert other_weights.weights_sha256 != base.weights_sha256 and other_weights.config_sha256 == base.config_sha256
+    assert identity(make_target(tmp_path / "config", rms_norm_eps=1e-4)).config_sha256 != base.config_sha256
+    template = identity(make_target(tmp_path / "template", chat_template=GENERATION_TEMPLATE + " "))
+    assert template.chat_template_sha256 != base.chat_template_sha256
+    assert template.tokenizer_sha256 == base.tokenizer_sha256
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert identity(tmp_path / "again").tokenizer_sha256 != base.tokenizer_sha256
+
+
+def test_a_change_to_any_one_tensor_changes_the_identity(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(DEMO_DIR, tmp_path / "target")) / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors, path)
+    base = weights_fingerprint(path.parent)
+    for changed in tensors:
+        save_file({name: tensor * 1.5 if name == changed else tensor for name, tensor in tensors.items()}, path)
+        assert weights_fingerprint(path.parent) != base, changed
