@@ -41,7 +41,7 @@ from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import resolve_acceptance_dtype, resolve_deepspeed, resolve_dtype
 from mtptrain.settings.training import Resume, Tracker, TrainConfig
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path, random_seed
+from mtptrain.utils.setting_bounds import at_least, between, check_bounds, directory_path
 
 __all__ = [
     "RECIPES",
@@ -76,7 +76,7 @@ class PipelineConfig:
 
     run_dir: str = directory_path(default=MISSING)
     """Folder of the run. Each stage writes to a folder in it."""
-    seed: int = random_seed()
+    seed: int = between(0, 2**63 - 1, default=0)
     """Seed of a head's random weights, of the order of the training data, and of sampled responses."""
     plan: bool = False
     """Whether only to print what the run will need: what `mtptrain plan` does."""
@@ -134,7 +134,7 @@ def load_config(cfg: DictConfig) -> PipelineConfig:
     if HEAD_CONFIGS.get(config.head.name) is not type(config.head):
         raise UserError(
             f"head.name: must be {type(config.head)().name}, the head whose settings are chosen, but is "
-            f"{config.head.name!r}; choose another head with head=NAME, where NAME is one of {', '.join(HEAD_CONFIGS)}"
+            f"{config.head.name}; set head={config.head.name} instead"
         )
     _check_relations(config)
     check_acceptance(config.acceptance)

@@ -263,7 +263,7 @@ def test_a_changed_number_of_released_windows_is_named_before_shards_are_deleted
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"identity": {}, "shard_tokens": 9}, "be as mtptrain train writes it, but has the unknown entry"),
+        ({"released_windows": 1, "windows": [], "a": 9}, "be as mtptrain train writes it, but has the unknown entry a"),
         ({"windows": [[0], [1]]}, "be as mtptrain train writes it, but lacks released_windows"),
         ({"released_windows": "a", "windows": [[0], [1]]}, "be .*, but released_windows is a"),
         ({"released_windows": 0, "windows": []}, r"be \[0\], \.\.\., but are missing"),

@@ -32,7 +32,7 @@ OUT_OF_RANGE = [
     ("run_dir", "/usr/..", "but is '/usr/..'; choose a path that is not a file and not the root"),
     ("acceptance.output_dir", "README.md", "must name a directory, but is 'README.md'"),
     ("head.name", "eagle3", "be mtp, the head whose settings are chosen, but is eagle3; set head=eagle3 instead"),
-    ("seed", f"{2**63}", "at least 0 and below 2**63, but is 9223372036854775808"),
+    ("seed", f"{2**63}", "a number from 0 to 9,223,372,036,854,775,807, but is 9223372036854775808"),
     ("acceptance.temperature", "inf", "at least 0.0, but is inf"),
     ("train.batch_tokens", "1", "at least 2, but is 1"),
     ("train.epochs", "0", "at least 1, but is 0"),
@@ -170,7 +170,7 @@ def test_what_cannot_be_measured_together_is_refused() -> None:
 
 def test_a_program_answers_a_wrong_command_line_with_what_would_be_right() -> None:
     for arguments, message in (
-        ([], "error: recipe: must be chosen, but is not; add recipe=NAME, where NAME is one of "),
+        ([], "error: You must specify 'recipe', e.g, recipe=<OPTION> Available options: "),
         (["recipe=nope"], "error: recipe: must be one of "),
     ):
         result = run_ranks("prompts", arguments)

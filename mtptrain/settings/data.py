@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mtptrain.utils.setting_bounds import at_least, between, each_named, each_value_of, proper_share, share
+from mtptrain.utils.setting_bounds import at_least, between, each_named, each_value_of, share
 
 
 class Dtype(StrEnum):
@@ -95,7 +95,7 @@ class PromptsConfig:
     """`conversations`, `responses`: further names of roles in the data, such as `{bot: assistant}`."""
     max_document_tokens: int = at_least(4, default=2048)
     """Longer documents are cut into windows of at most this many tokens."""
-    validation_fraction: float = proper_share(default=0.05, hint="both training and validation need documents")
+    validation_fraction: float = share(default=0.05, hint="both training and validation need documents", is_proper=True)
     """Share of files or rows held out for validation. Files are chosen by a hash of their name. Conversations are
     chosen by a hash of their question (normalised system prompt and first user turn), and rows of tokens by that of the
     tokens before their first supervised one, so that no held-out question is trained on."""

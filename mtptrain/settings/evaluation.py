@@ -7,7 +7,7 @@ from enum import StrEnum
 from mtptrain.settings.data import Dtype
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import hide_passwords
-from mtptrain.utils.setting_bounds import at_least, directory_path, each_at_least, random_seed, share
+from mtptrain.utils.setting_bounds import at_least, between, directory_path, each_at_least, share
 
 
 class Baseline(StrEnum):
@@ -72,7 +72,7 @@ class AcceptanceConfig:
     """Maximum number of tokens decoded together. Each prompt counts as the longest prompt of its batch plus
     `max_new_tokens`; a prompt that exceeds the limit is decoded alone. This limits the memory of keys and values, also
     in validation during training."""
-    seed: int = random_seed()
+    seed: int = between(0, 2**63 - 1, default=0)
     prompts_file: str | None = None
     """jsonl file to use instead of the held-out documents, such as Spec-Bench's `question.jsonl`. Each line has `id` or
     `question_id`; exactly one of `input_ids`, `text`, `messages` or `turns` (consecutive user turns, each answered by

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from mtptrain.settings.loss import LossPart
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.setting_bounds import at_least_or_none, between, between_or_none
+from mtptrain.utils.setting_bounds import at_least, between
 
 MAX_SIZE = 2**20
 """Upper bound of widths, such as the intermediate size. No published model comes near it."""
@@ -59,12 +59,12 @@ class HeadConfig:
 class LayerConfig(HeadConfig):
     """Settings that all heads with decoder layers share, except `draft_model` and `native_mtp`."""
 
-    num_attention_heads: int | None = between_or_none(1, MAX_SIZE)
+    num_attention_heads: int | None = between(1, MAX_SIZE, default=None)
     """null takes the target's number if hidden size / number is then 64 or 128; otherwise hidden size / 128, or
     hidden size / 64 if 128 does not divide the hidden size."""
-    num_key_value_heads: int | None = between_or_none(1, MAX_SIZE)
+    num_key_value_heads: int | None = between(1, MAX_SIZE, default=None)
     """null takes the target's number, or one per attention head if that number does not divide the attention heads."""
-    intermediate_size: int | None = between_or_none(1, MAX_SIZE)
+    intermediate_size: int | None = between(1, MAX_SIZE, default=None)
     """null takes the target's (the largest, if its layers differ), or 4 x hidden size if it has none."""
 
 
@@ -119,7 +119,7 @@ class Eagle3Config(LayerConfig):
 
     The default for a target of n layers is that of the engines: 2, n // 2 and n - 3. If n is below 7, these are not
     different layers, and the default is 1, n // 2 and n - 1."""
-    draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
+    draft_vocab_size: int | None = between(1, MAX_SIZE, default=None)
     """Size D of the head's own vocabulary, for which it trains its own lm_head. `mtptrain draft-vocab` chooses the
     tokens. By default the head uses the target's vocabulary and frozen lm_head."""
     norm_before_fc: bool = False
@@ -196,11 +196,11 @@ class DflashConfig(LayerConfig):
 
     The default for a target of n layers is that of published heads: five, spread evenly from 2 to n - 2. If n is
     below 8, it is that of `eagle3` for a shallow target."""
-    draft_vocab_size: int | None = between_or_none(1, MAX_SIZE)
+    draft_vocab_size: int | None = between(1, MAX_SIZE, default=None)
     """Size D of the head's own vocabulary, for which it trains its own lm_head; see head `eagle3`."""
     mask_token_id: int | None = None
     """Token that stands for tokens not drafted yet; see head `peagle`."""
-    anchors_per_document: int | None = at_least_or_none(1)
+    anchors_per_document: int | None = at_least(1, default=None)
     """Maximum number of draft positions per document that a training step uses, chosen at random in each epoch.
     The published number is 512. null uses all of them."""
     causal: CausalLayers = CausalLayers.none
@@ -208,7 +208,7 @@ class DflashConfig(LayerConfig):
     sample_from_anchor: bool = False
     """The newest token drafts too: each token of a block predicts the token after its position. The block is then a
     token shorter."""
-    sliding_window: int | None = at_least_or_none(2)
+    sliding_window: int | None = at_least(2, default=None)
     """Window W of sliding layers: a token at position p sees those from p - W + 1 on. null: no layer slides."""
     layer_types: list[str] | None = None
     """`full_attention` or `sliding_attention` for each layer. null with a window: the last layer of several sees
@@ -257,13 +257,13 @@ class DraftModelConfig(HeadConfig):
     ttt_steps: int = between(1, MAX_DEPTHS, default=1)
     """Number of depths in the loss. Later depths compute the same as depth 0 of later tokens, so 1 suffices for any
     number of drafts."""
-    hidden_size: int | None = between_or_none(1, MAX_SIZE)
+    hidden_size: int | None = between(1, MAX_SIZE, default=None)
     """null takes the target's size, here and for the sizes below unless noted."""
-    num_hidden_layers: int | None = between_or_none(1, MAX_LAYERS)
+    num_hidden_layers: int | None = between(1, MAX_LAYERS, default=None)
     """null takes one layer."""
-    num_attention_heads: int | None = between_or_none(1, MAX_SIZE)
-    num_key_value_heads: int | None = between_or_none(1, MAX_SIZE)
-    intermediate_size: int | None = between_or_none(1, MAX_SIZE)
+    num_attention_heads: int | None = between(1, MAX_SIZE, default=None)
+    num_key_value_heads: int | None = between(1, MAX_SIZE, default=None)
+    intermediate_size: int | None = between(1, MAX_SIZE, default=None)
     tie_word_embeddings: bool | None = None
     """Whether the output layer is the embedding table; null takes the target's setting."""
     start_from_target: bool = False

@@ -11,10 +11,8 @@ import re
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -242,7 +240,7 @@ def read_json(path: Path, advice: str = "correct it", required: Collection[str] 
 def read_manifest(
     kind: type[T], path: Path, program: str, advice: str, version: int | None = None, files: Collection[str] | None = ()
 ) -> T:
-    """Returns the dataclass that a program has written with `write_sealed`.
+    """Returns the dataclass that a program has written with `write_sealed`, nested dataclasses and tuples included.
 
     Args:
         kind: the dataclass.
@@ -253,58 +251,23 @@ def read_manifest(
         files: as for `read_sealed`.
 
     Raises:
-        UserError: another version of mtptrain wrote the file, or it or one of `files` was changed or damaged.
+        UserError: another version of mtptrain wrote the file, or it or one of `files` was changed or damaged, or an
+            entry is missing, unknown or of the wrong type.
     """
+    from pydantic import TypeAdapter, ValidationError  # takes longer to import than a refused setting may wait
+
     content = read_sealed(path, advice, files=files)
     if version is not None and content.get("schema_version") != version:
         raise UserError(f"{path}: schema_version must be {version}, but is {content.get('schema_version')}; {advice}")
-    return manifest_of(kind, content, path, program, advice)
-
-
-def manifest_of(kind: type[T], content: Any, path: Path, program: str, advice: str, place: str = "") -> T:
-    """Returns the dataclass that a program has stored as JSON, nested dataclasses and tuples included.
-
-    Args:
-        kind: the dataclass.
-        content: the value parsed from the file.
-        path: the file, for error messages.
-        program: the program that writes the file.
-        advice: what to do about a damaged file.
-        place: the entry of the file that holds `content`, followed by a dot; empty for the whole file.
-
-    Raises:
-        UserError: an entry is missing, unknown or of the wrong type.
-    """
-
-    def refused(reason: str) -> UserError:
-        return UserError(f"{path}: must be as {program} writes it, but {reason}; {advice}")
-
-    if not isinstance(content, dict):
-        raise refused(f"{place.rstrip('.') or 'the file'} is a {type(content).__name__}, not an object")
-    assert is_dataclass(kind)
-    has_default = {f.name: f.default is not MISSING or f.default_factory is not MISSING for f in fields(kind)}
-    if unknown := sorted(content.keys() - has_default.keys()):
-        raise refused(f"has the unknown entry {place}{unknown[0]}")
-    if missing := [name for name in has_default if not has_default[name] and name not in content]:
-        raise refused(f"lacks {place}{missing[0]}")
-    types, values = get_type_hints(kind), {}
-    for name, value in content.items():
-        if is_dataclass(types[name]):
-            value = manifest_of(types[name], value, path, program, advice, f"{place}{name}.")
-        elif get_origin(types[name]) is tuple and isinstance(value, list):  # JSON has no tuples
-            element = get_args(types[name])[0]
-            if isinstance(element, type) and is_dataclass(element):
-                value = [manifest_of(element, each, path, program, advice, f"{place}{name}.") for each in value]
-            value = tuple(value)
-        elif not isinstance(value, _checkable(types[name])):
-            raise refused(f"{place}{name} is {str(value)[:40]}")
-        values[name] = value
-    return kind(**values)
-
-
-def _checkable(annotation: Any) -> Any:
-    """Returns the annotation without the types of a container's elements, which `isinstance` does not take."""
-    return annotation if isinstance(annotation, UnionType) else get_origin(annotation) or annotation
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(content), strict=True, extra="forbid")
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        reason = {"missing": f"lacks {place}", "unexpected_keyword_argument": f"has the unknown entry {place}"}.get(
+            first["type"], f"{place} is {str(first['input'])[:40]} ({first['msg']})"
+        )
+        raise UserError(f"{path}: must be as {program} writes it, but {reason}; {advice}") from error
 
 
 def refuse_unopenable(path: Path) -> None:

@@ -12,7 +12,6 @@ T = TypeVar("T")
 
 BOUND = "bound"
 """Key of the bound in a field's metadata."""
-CORRECT_IT = "correct it in the recipe or on the command line"
 
 
 @dataclass(frozen=True)
@@ -22,54 +21,43 @@ class Bound:
     holds: Callable[[Any], bool]
     requirement: str
     """Completes "must ..." in the error message."""
-    hint: str
+    hint: str = "correct it"
     """The advice that ends the error message."""
 
 
 def at_least(least: float, *, default: T) -> T:
-    """Declare a setting that is a finite number of at least `least`."""
-    return _bounded(lambda value: least <= value < math.inf, f"be a number of at least {least}", CORRECT_IT, default)
+    """Declare a setting that is a finite number of at least `least`, or None if that is the default."""
+    return _number(lambda value: least <= value < math.inf, f"a number of at least {least}", default)
 
 
 def between(least: float, most: float, *, default: T) -> T:
-    """Declare a setting that is a number from `least` to `most`, both included."""
-    return _bounded(
-        lambda value: least <= value <= most, f"be a number from {least:,} to {most:,}", CORRECT_IT, default
-    )
+    """Declare a setting that is a number from `least` to `most`, both included, or None if that is the default."""
+    return _number(lambda value: least <= value <= most, f"a number from {least:,} to {most:,}", default)
 
 
-def between_or_none(least: int, most: int) -> int | None:
-    """Declare a setting that is a number from `least` to `most`, both included, or None (the default)."""
-    requirement = f"be null or a number from {least:,} to {most:,}"
-    return _bounded(lambda value: value is None or least <= value <= most, requirement, CORRECT_IT, None)
-
-
-def at_least_or_none(least: int) -> int | None:
-    """Declare a setting that is a number of at least `least`, or None (the default)."""
-    return _bounded(lambda value: value is None or value >= least, f"be null or at least {least}", "correct it", None)
+def _number(holds: Callable[[Any], bool], requirement: str, default: T) -> T:
+    hint = "correct it in the recipe or on the command line"
+    if default is None:
+        return _bounded(lambda value: value is None or holds(value), f"be null or {requirement}", hint, default)
+    return _bounded(holds, f"be {requirement}", hint, default)
 
 
 def each_at_least(least: int) -> dict[str, Bound]:
     """Returns the metadata of a field that is a list of at least one number, each at least `least`."""
     requirement = f"hold at least one number, each at least {least}"
-    return {BOUND: Bound(lambda values: bool(values) and min(values) >= least, requirement, "correct it")}
+    return {BOUND: Bound(lambda values: bool(values) and min(values) >= least, requirement)}
 
 
 def each_named() -> dict[str, Bound]:
     """Returns the metadata of a field that is a list of names or paths, none of them empty."""
     requirement = "be a list of paths or names, none of them empty"
-    return {BOUND: Bound(lambda names: all(isinstance(x, str) and x.strip() for x in names), requirement, "correct it")}
+    return {BOUND: Bound(lambda names: all(isinstance(x, str) and x.strip() for x in names), requirement)}
 
 
 def each_value_of(choices: Sequence[str]) -> dict[str, Bound]:
     """Returns the metadata of a field that maps names to some of the choices."""
     requirement = f"give each name one of {', '.join(choices)}"
-    return {BOUND: Bound(lambda given: set(given.values()) <= set(choices), requirement, "correct it")}
-
-
-def random_seed(default: int = 0) -> int:
-    """Declare a seed that both numpy and torch accept."""
-    return _bounded(lambda seed: 0 <= seed < 2**63, "be at least 0 and below 2**63", "choose another seed", default)
+    return {BOUND: Bound(lambda given: set(given.values()) <= set(choices), requirement)}
 
 
 def directory_path(*, default: T) -> T:
@@ -86,17 +74,14 @@ def _is_root(path: str) -> bool:
     return Path(path).resolve() == Path(path).resolve().parent
 
 
-def share(*, default: float, hint: str) -> float:
-    """Declare a share above 0 and at most 1."""
+def share(*, default: float, hint: str, is_proper: bool = False) -> float:
+    """Declare a share above 0 and at most 1, or below 1 if it is proper."""
+    if is_proper:
+        return _bounded(lambda value: 0.0 < value < 1.0, "be above 0 and below 1", hint, default)
     return _bounded(lambda value: 0.0 < value <= 1.0, "be above 0 and at most 1", hint, default)
 
 
-def proper_share(*, default: float, hint: str) -> float:
-    """Declare a share strictly between 0 and 1."""
-    return _bounded(lambda value: 0.0 < value < 1.0, "be above 0 and below 1", hint, default)
-
-
-def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default: Any) -> Any:
+def _bounded(holds: Callable[[Any], bool], requirement: str, hint: str, default: T) -> T:
     return field(default=default, metadata={BOUND: Bound(holds, requirement, hint)})
 
 
