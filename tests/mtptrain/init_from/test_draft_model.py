@@ -93,6 +93,14 @@ def test_a_model_with_fewer_ids_than_the_target_drafts_after_all_of_them(tmp_pat
     torch.testing.assert_close(logits[:, 260:], logits[:, :260].mean(1, keepdim=True).expand(-1, 64))
 
 
+def test_experts_that_the_files_have_apart_are_read_as_transformers_joins_them(tmp_path: Path) -> None:
+    directory = make_target(tmp_path, *FAMILIES["qwen3_moe"])
+    state = load_init(str(directory), DraftModelConfig(), TargetFiles(directory))[1]
+    joined = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+    assert not state.keys() <= load_file(directory / "model.safetensors").keys()
+    assert all(torch.equal(tensor, joined[name]) for name, tensor in state.items())
+
+
 def test_a_start_from_the_target_is_its_first_layers(tmp_path: Path) -> None:
     # The files of an image model name the language model's tensors otherwise than transformers' model does.
     image_model = write_image_model(tmp_path / "image", *IMAGE_MODELS["qwen3_vl"])
