@@ -7,8 +7,7 @@ that a user passes over.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,34 +125,17 @@ def pass_over(what: str, items: Row) -> set[str]:
     """Returns the names of those items, each a `column` or `message key`, that nobody reads.
 
     Raises:
-        ConversationRefused: a flag says that a row is not to be trained, or a name is one of `REFUSED_NAMES`, also
-            inside a value, in lists and JSON text.
+        ConversationRefused: a flag says that a row is not to be trained, or a name is one of `REFUSED_NAMES`.
     """
-    passed_over = set()
     for name, value in items.items():
         if name in TRAIN_FLAGS:
             if not _is_trained(name, value):
                 raise ConversationRefused("a row that is not to be trained")
-            continue
-        for inner, part in _named_parts(name, value):
-            if may := _may_do(inner, part):
-                place = f"{what} {name}" if inner == name else f"{inner} inside {what} {name}"
-                raise ConversationRefused(f"{place}, which may {may} (add {name} to prompts.metadata to pass it over)")
-        passed_over.add(name)
-    return passed_over - HARMLESS.keys()
-
-
-def _named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the value, and those at any depth inside it."""
-    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    yield name, value
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _named_parts(str(key), inner)
-    for inner in value if isinstance(value, list) else ():
-        yield from _named_parts(name, inner)
+        elif may := _may_do(name, value):
+            raise ConversationRefused(
+                f"{what} {name}, which may {may} (add {name} to prompts.metadata to pass it over)"
+            )
+    return items.keys() - {*TRAIN_FLAGS} - HARMLESS.keys()
 
 
 def _may_do(name: str, value: Any) -> str | None:

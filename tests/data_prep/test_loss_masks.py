@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data_prep.renderings import Encoding, check_chat_template, encode_conversations, render_conversation
-from mtptrain.data.conversation import ConversationRefused, Message
+from mtptrain.data.conversation import Message
 from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 from tests.data_prep.templates import CHATML, NO_PROMPT, QWEN3, tokenizer_of
 
@@ -57,21 +57,17 @@ def test_tokens_and_mask_are_those_of_transformers() -> None:
     assert encoding.loss_mask.tolist() == reference["assistant_masks"]
 
 
-def test_a_span_that_ends_in_a_character_of_several_tokens_keeps_all_of_them() -> None:
+def test_whole_characters_and_the_end_of_turn_are_generated_and_the_line_feed_after_it_is_not() -> None:
     template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
     assert generated_parts(make_tokenizer(template), CHAT[:3]) == (["It is\n4 😀"], 0)
-
-
-def test_the_line_feed_after_the_end_of_turn_is_not_generated() -> None:
     for template in (PLAIN_TEMPLATE, GENERATION_TEMPLATE):
         tokenizer = make_tokenizer(template.replace("<|end|>", "<|end|>{{ '\n' }}"))
         assert generated_parts(tokenizer, CHAT) == (["It is\n4 😀<|end|>", " So it is. <|end|>"], 0)
-
-
-def test_a_conversation_that_the_template_refuses_is_refused_in_its_words() -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    with pytest.raises(ConversationRefused, match="the chat template fails: no system role"):
-        render_conversation(make_tokenizer(template + PLAIN_TEMPLATE), CHAT)
+    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "<|stop|>{% endgeneration %}{{ '\n' }}")
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|stop|>", rstrip=True, special=True)]})
+    parts, left_out = generated_parts(tokenizer, CHAT)  # the token includes the white space after it
+    assert [part.strip() for part in parts] == ["It is\n4 😀<|stop|>", "So it is. <|stop|>"] and left_out == 0
 
 
 BORDERS = (
@@ -99,14 +95,6 @@ def test_a_token_across_the_border_of_an_answer_is_split_as_a_server_splits_it(
     assert encoding.input_ids[: encoding.loss_mask.argmax()].tolist() == prompt_ids
 
 
-def test_an_end_of_turn_token_that_includes_the_white_space_after_it_stays_whole() -> None:
-    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "<|stop|>{% endgeneration %}{{ '\n' }}")
-    tokenizer = make_tokenizer(template)
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|stop|>", rstrip=True, special=True)]})
-    parts, left_out = generated_parts(tokenizer, CHAT)
-    assert [part.strip() for part in parts] == ["It is\n4 😀<|stop|>", "So it is. <|stop|>"] and left_out == 0
-
-
 def test_an_answer_whose_border_cannot_be_split_is_left_out_and_counted() -> None:
     """Tests a tokenizer that puts a space before every text, and so before every piece of one."""
     tokenizer = make_merging_tokenizer(BORDERS, "Ġy")
@@ -115,31 +103,30 @@ def test_an_answer_whose_border_cannot_be_split_is_left_out_and_counted() -> Non
     assert generated_parts(tokenizer, [{"role": role, "content": text} for role, text in turns]) == (["no;"], 1)
 
 
-def test_templates_that_mark_or_continue_answers_pass_the_check() -> None:
-    for template in (GENERATION_TEMPLATE, PLAIN_TEMPLATE):
-        check_chat_template(make_tokenizer(template))
-    for template in (QWEN3, CHATML.replace("assistant\n'", "assistant\n<think>\n'")):  # the latter needs reasoning
-        check_chat_template(tokenizer_of(template))
-
-
-def test_a_template_that_cannot_be_masked_does_not_pass_the_check() -> None:
+def test_templates_that_mark_or_continue_answers_pass_the_check_and_others_do_not() -> None:
+    for tokenizer in (
+        *map(make_tokenizer, (GENERATION_TEMPLATE, PLAIN_TEMPLATE)),
+        *map(tokenizer_of, (QWEN3, CHATML.replace("assistant\n'", "assistant\n<think>\n'"))),  # this needs reasoning
+    ):
+        check_chat_template(tokenizer)
+    slow = ByT5Tokenizer()
+    slow.chat_template = GENERATION_TEMPLATE
     block = "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
     empty_block = "{{ message['content'] }}{% generation %}{% endgeneration %}<|end|>"
-    for template, message in (
-        (None, "the tokenizer must have a chat template to render messages"),
+    no_system = "{% if messages[0].role == 'user' %}{{ raise_exception('no user role') }}{% endif %}" + PLAIN_TEMPLATE
+    for refused, message in (
+        (slow, r"loss masks must be made with a fast tokenizer .*, but .* has a slow one"),
+        (make_tokenizer(None), "the tokenizer must have a chat template to render messages"),
         (
-            GENERATION_TEMPLATE.replace(block, empty_block),
+            make_tokenizer(GENERATION_TEMPLATE.replace(block, empty_block)),
             r"'What is two and two\?', the chat template's \{% generation %\} block contains no text",
         ),
-        ("{{ 1 // 0 }}", "the chat template of .* must show .* but .*, the chat template fails: ZeroDivisionError: "),
-        (PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant>>{% endif %}"), f"{NO_PROMPT}; correct the temp"),
+        (
+            make_tokenizer("{{ 1 // 0 }}"),
+            "the chat template of .* must show .*, the chat template fails: ZeroDivisionE",
+        ),
+        (make_tokenizer(no_system), "the chat template fails: no user role"),
+        (make_tokenizer(PLAIN_TEMPLATE.replace("<assistant>{% endif %}", "<assistant>>{% endif %}")), NO_PROMPT),
     ):
         with pytest.raises(ValueError, match=message):
-            check_chat_template(make_tokenizer(template))
-
-
-def test_a_tokenizer_that_cannot_relate_tokens_to_text_does_not_pass_the_check() -> None:
-    tokenizer = ByT5Tokenizer()
-    tokenizer.chat_template = GENERATION_TEMPLATE
-    with pytest.raises(ValueError, match=r"loss masks must be made with a fast tokenizer .*, but .* has a slow one"):
-        check_chat_template(tokenizer)
+            check_chat_template(refused)

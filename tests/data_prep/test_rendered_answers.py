@@ -1,7 +1,5 @@
 """Tests which answers are supervised, refused or left out because of how the chat template renders them."""
 
-import pytest
-
 from data_prep.renderings import render_conversation
 from mtptrain.data.conversation import Message
 from tests.conftest import GENERATION_TEMPLATE
@@ -68,62 +66,60 @@ def tags(rendered: str, written: str) -> str:
     return f"an answer that the chat template renders with other think tags: {' instead of '.join(found)}"
 
 
-@pytest.mark.parametrize(
-    ("template", "answer", "reason"),
-    [
-        (CHATML, "odd|one", CHANGED),
-        (CHATML, "", "an answer without text"),
-        (CHATML, " \n", "an answer without text"),
-        (CHATML, "odd</think>one", tags(")", "( )")),
-        (CHATML, "<think>odd", tags("(", "(")),
-        (FILLED, "<think>odd</think>one", tags("( ) ( )", "( )")),
-        (ALWAYS_OPEN, "<think>odd</think>one", tags("( ( )", "( )")),
-        (ALWAYS_OPEN, "one", tags("(", "none")),
-        (ALWAYS_OPEN.replace("m.content", "m.content.replace('<think>', '')"), "one <think>", tags("(", "(")),
-        (CLOSED_BLOCK, "<think>odd</think>one", tags("( )", "( )")),
-        (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), "<think>odd</think>one", CHANGED),
-        (
-            CHATML.replace("m.content", "m.content.replace('<think></think>', '')"),
-            "<think></think>one",
-            tags("none", "( )"),
-        ),
-        (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
-        (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
-        (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
-        (FILLED, "odd</think>|one", "reasoning with <think> or </think> in its text"),
-    ],
-)
-def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused(
-    template: str, answer: str, reason: str
-) -> None:
-    assert refusal(template, chat("1?", answer)) == reason
+REFUSED = [
+    (CHATML, "odd|one", CHANGED),
+    (CHATML, "", "an answer without text"),
+    (CHATML, " \n", "an answer without text"),
+    (CHATML, "odd</think>one", tags(")", "( )")),
+    (CHATML, "<think>odd", tags("(", "(")),
+    (FILLED, "<think>odd</think>one", tags("( ) ( )", "( )")),
+    (ALWAYS_OPEN, "<think>odd</think>one", tags("( ( )", "( )")),
+    (ALWAYS_OPEN, "one", tags("(", "none")),
+    (ALWAYS_OPEN.replace("m.content", "m.content.replace('<think>', '')"), "one <think>", tags("(", "(")),
+    (CLOSED_BLOCK, "<think>odd</think>one", tags("( )", "( )")),
+    (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), "<think>odd</think>one", CHANGED),
+    (
+        CHATML.replace("m.content", "m.content.replace('<think></think>', '')"),
+        "<think></think>one",
+        tags("none", "( )"),
+    ),
+    (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
+    (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
+    (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
+    (FILLED, "odd</think>|one", "reasoning with <think> or </think> in its text"),
+]
 
 
-@pytest.mark.parametrize(
-    ("template", "answer", "expected", "inserted"),
-    [
-        (CHATML, "<think>odd</think>one", "<think>odd</think>one", 0),
-        (CHATML, "begin it with <think>, please", "begin it with <think>, please", 0),
-        (CHATML.replace("m.content", "m.content | trim"), "  one\n", "one", 0),
-        (FORCED, "<think>\nodd</think>one", "odd</think>one", 0),
-        (ALWAYS_OPEN, "odd</think>one", "odd</think>one", 0),
-        (FILLED, "odd|one", "<think>odd</think>one", 0),
-        (FILLED, "one", "one", 1),
-        (CLOSING, "odd|one", "odd</think>one", 0),
-        (CLOSING, "one", "one", 1),
-        (CHATML.replace("m.content", "m.content + (' (end)' if m.role[0] == 'a' else '')"), "one", "one (end)", 1),
-        (CHATML.replace("m.content", "m.content + (m.content if m.role[0] == 'a' else '')"), "one", "oneone", 1),
-        (CLOSED_BLOCK, "one", "one", 0),
-        (CLOSED_BLOCK, "write <think> and </think>", "write <think> and </think>", 0),
-        (FILLED, "write <think> and </think>", "<think></think>write <think> and </think>", 0),
-    ],
-)
-def test_an_answer_is_supervised_as_the_target_generates_it(
-    template: str, answer: str, expected: str, inserted: int
-) -> None:
-    messages = chat("1?", answer)
-    assert [part.strip() for [part] in generated_parts(template, messages)] == [f"{expected}<|im_end|>"]
-    assert render_conversation(tokenizer_of(template), messages).inserted == inserted
+def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused_unless_the_target_generated_it() -> None:
+    for template, answer, reason in REFUSED:
+        assert refusal(template, chat("1?", answer)) == reason
+    generated = chat("1?", "one<|im_end|>")
+    assert len(render_conversation(tokenizer_of(CHATML), generated, is_generated=True).renderings) == 1
+
+
+SUPERVISED = [
+    (CHATML, "<think>odd</think>one", "<think>odd</think>one", 0),
+    (CHATML, "begin it with <think>, please", "begin it with <think>, please", 0),
+    (CHATML.replace("m.content", "m.content | trim"), "  one\n", "one", 0),
+    (FORCED, "<think>\nodd</think>one", "odd</think>one", 0),
+    (ALWAYS_OPEN, "odd</think>one", "odd</think>one", 0),
+    (FILLED, "odd|one", "<think>odd</think>one", 0),
+    (FILLED, "one", "one", 1),
+    (CLOSING, "odd|one", "odd</think>one", 0),
+    (CLOSING, "one", "one", 1),
+    (CHATML.replace("m.content", "m.content + (' (end)' if m.role[0] == 'a' else '')"), "one", "one (end)", 1),
+    (CHATML.replace("m.content", "m.content + (m.content if m.role[0] == 'a' else '')"), "one", "oneone", 1),
+    (CLOSED_BLOCK, "one", "one", 0),
+    (CLOSED_BLOCK, "write <think> and </think>", "write <think> and </think>", 0),
+    (FILLED, "write <think> and </think>", "<think></think>write <think> and </think>", 0),
+]
+
+
+def test_an_answer_is_supervised_as_the_target_generates_it() -> None:
+    for template, answer, expected, inserted in SUPERVISED:
+        messages = chat("1?", answer)
+        assert [part.strip() for [part] in generated_parts(template, messages)] == [f"{expected}<|im_end|>"]
+        assert render_conversation(tokenizer_of(template), messages).inserted == inserted
 
 
 def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn() -> None:
@@ -151,13 +147,6 @@ def test_an_answer_that_is_not_to_be_trained_is_history_alone() -> None:
         assert refusal(template, messages[:2]) == "no assistant turn that is to be trained"
 
 
-def test_an_answer_that_holds_the_end_of_text_token_is_refused_unless_the_target_generated_it() -> None:
-    messages = chat("1?", "one")
-    messages[1]["content"] += "<|endoftext|>"
-    assert refusal(CHATML, messages) == "an answer with the special token <|endoftext|> in its text"
-    assert len(render_conversation(tokenizer_of(CHATML), messages, is_generated=True).renderings) == 1
-
-
 def said(*turns: tuple[str, str]) -> list[Message]:
     return [{"role": role, "content": content} for role, content in turns]
 
@@ -172,7 +161,5 @@ def test_a_prompt_that_the_template_drops_refuses_the_conversation_although_its_
         template = CHATML.replace("for m in messages", f"for m in messages if m.role != '{role}'")
         assert refusal(template, messages) == f"a {role} message that the chat template does not render"
         assert len(render_conversation(tokenizer_of(CHATML), messages).renderings) == 1
-
-
-def test_an_answer_with_more_white_space_does_not_take_the_place_of_a_longer_prompt() -> None:
+    # An answer with more white space does not take the place of a longer prompt.
     assert generated_parts(CHATML, chat("0000", "00  0")) == [["00  0<|im_end|>\n"]]

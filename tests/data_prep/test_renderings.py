@@ -135,13 +135,6 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
     assert turns[0] == 0 and turns[1:] == sorted({*turns[1:]}, reverse=True)
 
 
-def test_reasoning_inside_the_content_is_treated_as_that_in_its_own_key() -> None:
-    inside = chat("1?", "<think>\nodd\n</think>\n\none", "2?", "<think>\neven\n</think>\n\ntwo")
-    assert render_conversation(TOKENIZERS["qwen3"], inside) == render_conversation(
-        TOKENIZERS["qwen3"], chat("1?", "odd|one", "2?", "even|two")
-    )
-
-
 def test_the_template_for_tools_says_what_the_assistant_generates_where_there_are_tools() -> None:
     tokenizer = tokenizer_of(QWEN3)
     tokenizer.chat_template = {"default": QWEN3, "tool_use": "{{ tools[0].function.name }}" + QWEN3_BLOCKS}
@@ -153,10 +146,12 @@ def test_the_template_for_tools_says_what_the_assistant_generates_where_there_ar
         assert rendering.text[start:stop] == f"<think>\nodd\n</think>\n\none<|im_end|>{end}"
 
 
-def test_a_question_without_an_answer_is_left_off_where_it_would_rewrite_the_answers() -> None:
+def test_reasoning_may_stand_in_the_content_and_a_last_question_is_left_off_where_it_rewrites_the_answers() -> None:
     messages = chat("1?", "odd|one", "2?", "even|two", "bye")
     renderings = render_conversation(TOKENIZERS["qwen3"], messages)
     assert renderings == render_conversation(TOKENIZERS["qwen3"], messages[:-1])
+    inside = chat("1?", "<think>\nodd\n</think>\n\none", "2?", "<think>\neven\n</think>\n\ntwo")
+    assert renderings == render_conversation(TOKENIZERS["qwen3"], inside)
     [plain] = render_conversation(TOKENIZERS["chatml"], without_reasoning(messages)).renderings
     assert plain.text.endswith("bye<|im_end|>\n")
 

@@ -40,12 +40,9 @@ def test_the_second_file_of_a_name_is_refused_and_not_overwritten(tmp_path: Path
     }
 
 
-def test_standard_library_stands_for_that_of_the_running_python() -> None:
+def test_paths_are_directories_or_stand_for_the_standard_library_of_the_running_python() -> None:
     texts, _ = read_text_files([STANDARD_LIBRARY], "abc.py", ["*/*"])
     assert texts == {"abc.py": Path(sysconfig.get_path("stdlib"), "abc.py").read_text(encoding="utf-8")}
-
-
-def test_a_directory_that_does_not_exist_is_named() -> None:
     with pytest.raises(UserError, match=r"prompts\.paths: must name directories, but '/no/such/place' is not one"):
         read_text_files(["/no/such/place"], "*")
 

@@ -59,7 +59,7 @@ def test_sharegpt_names_become_roles() -> None:
             "prompt", "chosen", "response", "num_tools", "has_image",
         }),
         (row(weight=1, train=True, loss=1.0, split="train", skip_prompt_formatting=True), {"skip_prompt_formatting"}),
-        (row(finish_reason="stop", meta={"finish_reason": "tool_calls", "image": None, "images": []}), {"meta"}),
+        (row(finish_reason="stop", meta={"train": False}), {"meta"}),
         (chat({"id": "m0", "weight": 0}, {"weight": 1.0, "tool_calls": None, "toxic": False}), {"id", "toxic"}),
         (chat({"name": "ann"}, {"prefix": False, "finish_reason": "stop", "audio": None, "type": "text"}), {"name"}),
         (chat({"content": [{**PART, "image_url": None, "cache_control": {"type": "x"}}]}), set()),
@@ -159,18 +159,6 @@ def test_a_name_that_says_what_changes_the_training_refuses_the_row(may: str, it
         assert refusal(row(**{name: value})) == f"column {reason}"
         assert refusal(chat(None, {name: value})) == f"message key {reason}"
         assert parse_row(row(**{name: value}), RowFormat(metadata=[name])) == (PARSED, set())
-
-
-def test_such_a_name_inside_a_column_or_key_refuses_the_row() -> None:
-    advice = "(add meta to prompts.metadata to pass it over)"
-    for hidden, name, may in (
-        ({"sft": {"train": False}}, "train", TRAINED),
-        ('[[{"finish_reason": "length"}]]', "finish_reason", TRAINED),
-        ([{"system_prompt": "Talk like a pirate."}], "system_prompt", PROMPT),
-        (['{"tools": [{"name": "f"}]}'], "tools", TOOLS),
-    ):
-        assert refusal(row(meta=hidden)) == f"{name} inside column meta, which may {may} {advice}"
-        assert refusal(chat(None, {"meta": hidden})) == f"{name} inside message key meta, which may {may} {advice}"
 
 
 def test_keys_that_parquet_adds_to_every_message_are_empty(tmp_path: Path) -> None:
