@@ -7,6 +7,7 @@ train.safetensors, validation.safetensors, documents.jsonl, report.json and, las
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
@@ -30,7 +31,15 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from .prompt_sources import Source, read_source
-from .prompts_report import DuplicatesReport, PromptsReport, SplitReport, group_refusals, has_drafts, print_report
+from .prompts_report import (
+    COUNTS,
+    PromptsReport,
+    SplitReport,
+    count_questions,
+    group_refusals,
+    has_drafts,
+    print_report,
+)
 from .renderings import EncodedItem, Encoding
 
 _BATCH = 64
@@ -53,15 +62,14 @@ def prepare_prompts(run: Run) -> PromptsReport:
     report = PromptsReport(
         source=prompts.source,
         items=len(source.names) + len(source.refused),
-        duplicates=DuplicatesReport.of(source.groups, source.clusters, prompts.validation_fraction),
         passed_over=sorted(source.passed_over),
-        is_dated=prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer),
     )
-    windows = Windows(prompts, vocab_size, report)
-    refused = windows.add_all(source)
+    report.counts.update(count_questions(source.groups, source.clusters, prompts.validation_fraction))
+    report.counts["is_dated"] += prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer)
+    windows = Windows(prompts, vocab_size, report.counts)
+    report.refused = group_refusals(windows.add_all(source))
     splits = {split: windows.documents(split) for split in Split}
     report.splits = {split: SplitReport.of(documents) for split, documents in splits.items()}
-    report.refused = group_refusals(refused)
     check_splits(splits, report, prompts, tokenizer.name_or_path)
 
     stage_dir = run.stage_dir("prompts")
@@ -69,7 +77,8 @@ def prepare_prompts(run: Run) -> PromptsReport:
     for split, documents in splits.items():
         documents.save(stage_dir / split.filename)
     DocumentEntry.write_all(stage_dir, [entry for entry, _ in windows.written])
-    write_json(stage_dir / "report.json", asdict(report))
+    counts = {name: report.counts[name] for name in COUNTS}
+    write_json(stage_dir / "report.json", asdict(report) | {"counts": counts})
     train, validation = splits[Split.train], splits[Split.validation]
     PromptsManifest(
         schema_version=SCHEMA_VERSION,
@@ -85,17 +94,17 @@ def prepare_prompts(run: Run) -> PromptsReport:
 
 
 class Windows:
-    """Cuts encoded items into windows, assigns each to a split, and counts in the report what is left out.
+    """Cuts encoded items into windows, assigns each to a split, and counts what is left out.
 
     An item is a file, a conversation or a row of tokens. A conversation may need several encodings.
     """
 
-    def __init__(self, prompts: PromptsConfig, vocab_size: int, report: PromptsReport) -> None:
+    def __init__(self, prompts: PromptsConfig, vocab_size: int, counts: Counter[str]) -> None:
         self.written: list[tuple[DocumentEntry, Encoding]] = []
         """The documents of the output, and the tokens of each. An id is its index among them."""
         self._is_full = False
         """Whether a window would have exceeded prompts.max_train_tokens. If so, the training split is closed."""
-        self._prompts, self._vocab_size, self._report = prompts, vocab_size, report
+        self._prompts, self._vocab_size, self._counts = prompts, vocab_size, counts
         self._train_tokens = 0
         self._seen: set[bytes] = set()
 
@@ -115,7 +124,7 @@ class Windows:
         with tqdm(total=len(order), desc="prompts", unit="item") as bar:
             for start in range(0, len(order), _BATCH):
                 if self._is_full:
-                    self._report.beyond_max_train_tokens += len(order) - start
+                    self._counts["beyond_max_train_tokens"] += len(order) - start
                     break
                 batch = order[start : start + _BATCH]
                 for index, item in zip(batch, source.encode(batch), strict=True):
@@ -139,40 +148,43 @@ class Windows:
 
         An item with the same tokens and loss mask as an earlier one is left out.
         """
-        prompts, report, name, group = self._prompts, self._report, source.names[index], source.groups[index]
+        prompts, counts, name, group = self._prompts, self._counts, source.names[index], source.groups[index]
         for encoding in item.encodings:
             check_vocabulary(encoding, self._vocab_size, source.location(index))
         if self._is_copy(item):
-            report.duplicates.dropped += 1
+            counts["copies"] += 1
             return
         split = Split.validation if is_held_out(source.clusters[index], prompts.validation_fraction) else Split.train
         if split is Split.train and self._is_full:
-            report.beyond_max_train_tokens += 1
+            counts["beyond_max_train_tokens"] += 1
             return
-        report.answers_left_out += item.answers_left_out
-        report.answers_untrained += item.answers_untrained
-        report.answers_inserted += item.answers_inserted
+        counts["answers_left_out"] += item.answers_left_out
+        counts["answers_untrained"] += item.answers_untrained
+        counts["answers_inserted"] += item.answers_inserted
         is_cut, is_whole = False, True
         for encoding in item.encodings:
             windows = cut(encoding, prompts.max_document_tokens)
             if len(windows) > 1:
                 is_cut = True
-                report.windows_cut += len(windows)
+                counts["windows_cut"] += len(windows)
             if encoding.turn:
-                report.rewritten.answers += encoding.answers
+                counts["rewritten_answers"] += encoding.answers
             for number, window in enumerate(windows):
                 tokens = len(window.input_ids)
                 if not window.loss_mask.any():
-                    report.windows_unsupervised += 1
+                    counts["windows_unsupervised"] += 1
                 elif split is Split.validation or self._fits(tokens):
                     entry = DocumentEntry(len(self.written), name, split, tokens, number, encoding.turn, group)
                     self.written.append((entry, window))
+                    counts["without_drafts"] += not has_drafts(window.loss_mask)
                     if encoding.turn:
-                        report.rewritten.add(window.loss_mask)
+                        counts["rewritten_documents"] += 1
+                        counts["rewritten_tokens"] += tokens
+                        counts["history_tokens"] += tokens - int(window.loss_mask.sum())
                 else:
                     is_whole = False
-        report.items_cut += is_cut
-        report.beyond_max_train_tokens += not is_whole
+        counts["items_cut"] += is_cut
+        counts["beyond_max_train_tokens"] += not is_whole
 
     def _is_copy(self, item: EncodedItem) -> bool:
         """Remembers an item, and returns whether an earlier one has the same tokens and loss mask."""
@@ -229,9 +241,9 @@ def check_splits(
     splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig, tokenizer_name: str
 ) -> None:
     reasons = "".join(f", {group.count} refused ({group.reason})" for group in report.refused)
-    left_out = f"{report.windows_unsupervised} windows without a supervised token{reasons}"
+    left_out = f"{report.counts['windows_unsupervised']} windows without a supervised token{reasons}"
     empty = [split for split, documents in splits.items() if not len(documents)]
-    if len(empty) == len(splits) and not report.beyond_max_train_tokens:
+    if len(empty) == len(splits) and not report.counts["beyond_max_train_tokens"]:
         raise UserError(
             "prompts.paths: conversations must have an answer to learn from, after exactly the prompt that a server "
             f"sends, but with the chat template of {tokenizer_name} none of {report.items:,} has one: {left_out}; "

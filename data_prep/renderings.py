@@ -99,7 +99,7 @@ class EncodedItem:
     answers_left_out: int = 0
     answers_untrained: int = 0
     answers_inserted: int = 0
-    # `PromptsReport` describes these counts.
+    # `COUNTS` of prompts_report.py describes these counts.
 
 
 def render_conversation(

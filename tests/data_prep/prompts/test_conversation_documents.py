@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from data_prep import conversations
 from data_prep.prompts import prepare_prompts
-from data_prep.prompts_report import DuplicatesReport, RewrittenReport
+from data_prep.prompts_report import COUNTS, PromptsReport
 from data_prep.responses.regenerate import prepare_responses
 from mtptrain.data.conversation import question_group
 from mtptrain.data.prompt_files import Split, is_held_out
@@ -22,6 +22,11 @@ from tests.data_prep.responses.conftest import answered
 from tests.data_prep.speaking import fake_server, make_speaking_target
 
 
+def counted(report: PromptsReport, *names: str) -> list[int]:
+    assert report.counts.keys() <= COUNTS.keys()
+    return [report.counts[name] for name in names]
+
+
 def test_the_training_limit_stops_the_tokenizing_of_a_large_source(chat_config: ConfigFor) -> None:
     rows = [chat(f"chat{i}", f"question {i}", "answer" if i % 4 else "") for i in range(400)]
     report = prepare_prompts(Run(chat_config(rows, "prompts.max_train_tokens=200")))
@@ -29,7 +34,7 @@ def test_the_training_limit_stops_the_tokenizing_of_a_large_source(chat_config: 
     refused = sum(group.count for group in report.refused)
     assert 0 < train.tokens <= 200
     assert 0 < refused < 100, "an empty answer is refused only where it is tokenized"
-    assert train.documents + validation.documents + refused + report.beyond_max_train_tokens == 400
+    assert train.documents + validation.documents + refused + report.counts["beyond_max_train_tokens"] == 400
     assert validation == prepare_prompts(Run(chat_config(rows))).splits[Split.validation], "it is complete"
 
 
@@ -51,16 +56,16 @@ def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: Conf
     report = prepare_prompts(Run(config))
     texts = [tuple(ids) for windows in read_output(config).values() for _, ids, _ in windows]
     assert len(texts) == len(set(texts)) == 21
-    assert report.duplicates == DuplicatesReport(questions=20, largest=4, same_question=41, dropped=40)
+    assert counted(report, "questions", "same_question", "copies") == [20, 41, 40]
 
 
 def test_windows_without_an_answer_are_left_out_and_counted(chat_config: ConfigFor) -> None:
     config = chat_config([*CHATS, chat("long", "q" * 300, "a" * 100)], "prompts.max_document_tokens=64")
     report = prepare_prompts(Run(config))
     windows = read_output(config)["long"]
-    assert report.windows_unsupervised == 302 // 64 == windows[0][0].window
+    assert report.counts["windows_unsupervised"] == 302 // 64 == windows[0][0].window
     assert sum(sum(mask) for _, _, mask in windows) == 101
-    assert (report.items_cut, report.windows_cut) == (1, -(-404 // 64))
+    assert (report.counts["items_cut"], report.counts["windows_cut"]) == (1, -(-404 // 64))
 
 
 def test_questions_that_nearly_repeat_each_other_are_on_one_side_and_counted(chat_config: ConfigFor) -> None:
@@ -75,7 +80,7 @@ def test_questions_that_nearly_repeat_each_other_are_on_one_side_and_counted(cha
     assert len(splits) == 120 and all(len(found) == 1 for found in sides[0.8])
     assert {split for [split] in sides[0.8]} == {"train", "validation"}
     assert sum(len(found) == 2 for found in sides[1.0]) > 10, "without the setting, the copies are on both sides"
-    assert (report.duplicates.questions, report.duplicates.near) == (120, 120) and report.duplicates.near_moved > 10
+    assert counted(report, "questions", "near_duplicates") == [120, 120] and report.counts["near_moved"] > 10
 
 
 @pytest.fixture
@@ -122,25 +127,29 @@ def test_rewritten_answers_are_written_beside_their_conversation_counted_cut_and
             (beginning + generated[0], generated[0]),
         ]
     history = 20 * sum(BEGINNINGS[:2])
-    assert report.rewritten == RewrittenReport(40, 40, history + 40 * GENERATED, history)
-    assert report.answers_left_out == 0
+    rewritten = counted(report, "rewritten_answers", "rewritten_documents", "rewritten_tokens", "history_tokens")
+    assert rewritten == [40, 40, history + 40 * GENERATED, history]
+    assert report.counts["answers_left_out"] == 0
     total = sum(split.tokens for split in report.splits.values())
-    assert total == report.rewritten.tokens + 20 * (BEGINNINGS[2] + GENERATED)
+    assert total == rewritten[2] + 20 * (BEGINNINGS[2] + GENERATED)
 
     settings = (target, "prompts.max_document_tokens=100")
     config = chat_config(REASONED, *settings)
     report = prepare_prompts(Run(config))
     lengths = [beginning + GENERATED for beginning in BEGINNINGS]
     assert [length > 100 for length in lengths] == [False, True, True]
-    assert (report.items_cut, report.windows_cut) == (20, 20 * sum(-(-length // 100) for length in lengths[1:]))
+    assert (report.counts["items_cut"], report.counts["windows_cut"]) == (
+        20,
+        20 * sum(-(-length // 100) for length in lengths[1:]),
+    )
     windows = read_output(config)["chat0"]
     assert [(entry.turn, entry.window) for entry, _, _ in windows] == [(0, 0), (0, 1), (4, 0), (4, 1), (2, 0)]
-    assert report.rewritten.documents == 20 * 3
+    assert report.counts["rewritten_documents"] == 20 * 3
     limited = prepare_prompts(Run(chat_config(REASONED, *settings, "prompts.max_train_tokens=1000")))
     assert 900 < limited.splits[Split.train].tokens <= 1000
     kept = {name for name, documents in read_output(config).items() if len(documents) == 5}
-    assert limited.beyond_max_train_tokens == 20 - len(kept) > 1
-    assert limited.rewritten.answers == 2 * (len(kept) + 1), "those of the items that were read"
+    assert limited.counts["beyond_max_train_tokens"] == 20 - len(kept) > 1
+    assert limited.counts["rewritten_answers"] == 2 * (len(kept) + 1), "those of the items that were read"
     assert limited.splits[Split.validation] == report.splits[Split.validation]
 
 

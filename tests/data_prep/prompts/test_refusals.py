@@ -70,7 +70,7 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
     message = refusal(chat_config(rows, target))
     assert "the train split must hold a document in which two generated tokens follow another token" in message
     report = prepare_prompts(Run(chat_config([*rows, *CHATS], target)))
-    assert sum(split.without_drafts for split in report.splits.values()) == 20
+    assert report.counts["without_drafts"] == 20
 
 
 def test_refused_and_untrained_answers_inserted_text_and_dates_are_reported(
@@ -86,8 +86,8 @@ def test_refused_and_untrained_answers_inserted_text_and_dates_are_reported(
     assert report.refused[0].first[0].endswith("chats.jsonl:21")
     [(whole, supervised)] = read_texts(config)["mixed"]
     assert "SKIP" in whole and supervised == "keep<|end|>"
-    assert (report.answers_untrained, report.answers_inserted, report.is_dated) == (1, 0, False)
+    assert [report.counts[name] for name in ("answers_untrained", "answers_inserted", "is_dated")] == [1, 0, 0]
     template = GENERATION_TEMPLATE.replace("{% generation %}", "{% generation %}<think></think>")
     target_dir = make_target(tmp_path / "target", chat_template="{{ strftime_now('%Y') }}" + template)
     report = prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
-    assert (report.answers_untrained, report.answers_inserted, report.is_dated) == (0, 20, True)
+    assert [report.counts[name] for name in ("answers_untrained", "answers_inserted", "is_dated")] == [0, 20, 1]

@@ -40,7 +40,7 @@ def test_an_empty_think_block_is_not_supervised_and_is_counted_only_where_the_pr
             parts = dict(texts[row["id"]])
             assert sorted(parts.values()) == [f"answer {i}<|end|>", f"end {i}<|end|>"]
             assert all(text.removesuffix("\n").endswith(BLOCK + supervised) for text, supervised in parts.items())
-        assert report.answers_inserted == num_inserted
+        assert report.counts["answers_inserted"] == num_inserted
         if mode == NOT_THINKING:
             stored = PromptsManifest.read(config.stage_dir("prompts")).tokenizer.template_kwargs
             assert stored == '{"enable_thinking": false}'
@@ -78,7 +78,7 @@ def test_a_server_gets_prompts_in_the_chosen_mode_and_its_answers_are_used_in_no
     ]
     assert {tuple(first) for first in firsts} <= asked and len(asked) == 24
     assert all(tokenizer.decode(list(prompt)).endswith(BLOCK) for prompt in asked)
-    assert prepare_prompts(Run(config)).answers_left_out == 0
+    assert prepare_prompts(Run(config)).counts["answers_left_out"] == 0
     config.prompts.template_kwargs = {}
     with pytest.raises(ValueError, match=r"the mode of the chat template \(prompts.template_kwargs\) must be {}, but"):
         prepare_prompts(Run(config))

@@ -31,7 +31,10 @@ def test_every_token_of_every_file_is_written_in_windows_on_the_side_of_its_name
         side = Split.validation if is_held_out(name, 0.2) else Split.train
         assert {entry.split for entry, _, _ in windows[name]} == {side}
     lengths = {name: len(text) for name, text in FILES.items() if len(text) > 128}
-    assert (report.items_cut, report.windows_cut) == (len(lengths), sum(-(-each // 128) for each in lengths.values()))
+    assert (report.counts["items_cut"], report.counts["windows_cut"]) == (
+        len(lengths),
+        sum(-(-each // 128) for each in lengths.values()),
+    )
     entries = [(entry.window, entry.tokens) for entry, _, _ in windows["sub/long.py"]]
     assert entries == [*((i, 128) for i in range(4)), (4, 28)]
     refused = {(group.reason, group.count, *group.first) for group in report.refused}
@@ -101,7 +104,7 @@ def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_vali
     assert report.splits[Split.validation].documents == sum(entry.split is Split.validation for entry in everything)
     output = read_output(config)
     complete = [name for name, windows in all_documents.items() if output.get(name) == windows]
-    assert report.beyond_max_train_tokens == len(all_documents) - len(complete) > 0
+    assert report.counts["beyond_max_train_tokens"] == len(all_documents) - len(complete) > 0
 
 
 def test_equal_files_are_kept_once_and_never_trained_on_if_one_is_held_out(text_config: ConfigFor) -> None:
@@ -111,4 +114,4 @@ def test_equal_files_are_kept_once_and_never_trained_on_if_one_is_held_out(text_
         Path(config.prompts.paths[0], name).write_text("every copy has this text\n")
     report = prepare_prompts(Run(config))
     [(name, [(entry, _, _)])] = [item for item in read_output(config).items() if item[0].startswith("license_")]
-    assert entry.split is Split.validation and is_held_out(name, 0.2) and report.duplicates.dropped == 39
+    assert entry.split is Split.validation and is_held_out(name, 0.2) and report.counts["copies"] == 39

@@ -53,7 +53,7 @@ def test_answers_to_one_prompt_stay_in_one_split_and_copies_are_left_out(tokens_
     for [(entry, tokens, _)] in read_output(config).values():
         splits.setdefault(tokens[0], set()).add(entry.split)
     assert len(splits) == 10 and all(len(found) == 1 for found in splits.values())
-    assert (report.duplicates.questions, report.duplicates.dropped) == (10, 1)
+    assert (report.counts["questions"], report.counts["copies"]) == (10, 1)
 
 
 def test_rows_that_cannot_be_used_are_counted_by_reason(tokens_config: ConfigFor) -> None:

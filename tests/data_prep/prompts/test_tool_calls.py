@@ -91,4 +91,4 @@ def test_the_target_answers_with_the_tools_in_its_prompt_and_its_calls_are_super
         asked = [tokenizer.decode(request["prompt"]) for request in server.requests]
     assert len(asked) == 36 and all(prompt.startswith("<system># Tools\n" + json.dumps(TOOL)) for prompt in asked)
     report = prepare_prompts(Run(config))
-    assert (report.refused, report.answers_left_out) == ([], 0)
+    assert (report.refused, report.counts["answers_left_out"]) == ([], 0)

@@ -227,7 +227,7 @@ def test_an_answer_that_was_cut_in_its_reasoning_is_not_supervised(
     assert {name: text.replace("<|im_end|>\n", "<|im_end|>") for name, text in supervised_texts(config).items()} == {
         f"{kind}{i}": f"{kept}<|im_end|>" * times for kind, times in (("cut", 1), ("good", 2)) for i in range(6)
     }
-    assert report.answers_left_out == 6
+    assert report.counts["answers_left_out"] == 6
     [refused] = report.refused
     assert (refused.count, refused.reason) == (6, "the chat template renders no answer as it was generated")
 
