@@ -40,8 +40,8 @@ COUNTS = {
     "without_drafts": "not drafted: {:,} documents whose answers are too short to draft a token",
     "beyond_max_train_tokens": "left out: {:,} {items} beyond prompts.max_train_tokens, in whole or in part",
 }
-"""What is counted in items that were read before the training split was full, by name, and the line that is printed if
-there is any."""
+"""The names of counts, over the items that were read before the training split was full, and the line that each prints
+if it is not zero."""
 
 
 @dataclass(frozen=True)

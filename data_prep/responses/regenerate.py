@@ -39,9 +39,18 @@ from mtptrain.utils.progress import ProgressBar
 
 from ..conversations import Conversations, read_conversations
 from ..prompts_report import group_refusals
-from .dialogue import Dialogue, Ending, RegeneratedConversation, Sampling, questions
+from .dialogue import Dialogue, RegeneratedConversation, Sampling, questions
 from .server import CompletionServer, regenerate_with_server
-from .store import FAILURES, MANIFEST, ResponsesIdentity, ResponsesManifest, ResponsesStore, hash_sources, line_of
+from .store import (
+    COUNTS,
+    FAILURES,
+    MANIFEST,
+    ResponsesIdentity,
+    ResponsesManifest,
+    ResponsesStore,
+    hash_sources,
+    line_of,
+)
 from .target import regenerate_with_target
 
 MIN_FAILURES_TO_STOP = 16
@@ -146,7 +155,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     speed = f"{num_tokens:,} tokens, {num_tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
     this_run = f"{len(missing) - len(failed):,} conversations, {speed}"
     print_report(store.directory, manifest, sum(num_turns for num_turns, _ in sizes.values()), this_run)
-    if not manifest.counts.answers:
+    if not manifest.counts["answers"]:
         raise UserError(
             f"{store.directory}: at least one conversation must get a response, but none did; see {FAILURES} for the "
             "reasons"
@@ -261,21 +270,15 @@ def print_report(directory: Path, manifest: ResponsesManifest, num_turns: int, t
         num_turns: number of responses to generate in all conversations.
         this_run: what this run has generated, and how fast.
     """
-    table, counts = Table(title="mtptrain responses", show_header=False), manifest.counts
-    for name, value in (
-        ("conversations", f"{counts.conversations + manifest.failed:,} usable, {manifest.refused:,} refused"),
-        ("turns to generate", f"{num_turns:,}"),
-        ("responses", f"{counts.answers:,} in {counts.conversations - counts.unanswered:,} conversations"),
-        ("tokens", f"{counts.answer_tokens:,}"),
-        ("cut at max_new_tokens", f"{counts.ended_by[Ending.length]:,} responses, each the last of its conversation"),
-        ("rendered with other text", f"{counts.texts_changed:,} responses"),
-        ("rendered with other tokens", f"{counts.tokens_changed:,} responses with the same text"),
-        ("failed", f"{manifest.failed:,} conversations, retried by the next run"),
-        ("this run", this_run),
-    ):
-        table.add_row(name, value)
+    table = Table(title="mtptrain responses", show_header=False)
+    table.add_row(f"{num_turns:,}", "turns to generate")
+    for name, words in COUNTS.items():
+        table.add_row(f"{manifest.counts.get(name, 0):,}", words)
+    table.add_row(f"{manifest.failed:,}", "conversations that failed, which the next run retries")
+    table.add_row(f"{manifest.refused:,}", "rows that cannot be used")
     console = wide_console(80, markup=False, highlight=False)
     console.print(table)
+    console.print(f"this run: {this_run}", soft_wrap=True)
     failures = [json.loads(line) for line in (directory / FAILURES).read_text(encoding="utf-8").splitlines()]
     for group in group_refusals({failure["place"]: failure["reason"] for failure in failures}):
         first = f"{group.reason}; first: {', '.join(group.first)}"

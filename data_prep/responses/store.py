@@ -9,9 +9,10 @@ of both has a hash of itself, since nothing else tells whether the responses of 
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, TextIO
 
@@ -65,31 +66,28 @@ class ResponsesIdentity:
         }
 
 
-@dataclass
-class Counts:
-    """Counts over all conversations of conversations.jsonl."""
+COUNTS = {
+    "conversations": "conversations that were answered or ended before",
+    "unanswered": "conversations without a response",
+    "answers": "responses",
+    "answer_tokens": "tokens, with those that end a response",
+    "cut": "responses cut at max_new_tokens, each the last of its conversation",
+    "texts_changed": "responses that the chat template renders with other text",
+    "tokens_changed": "responses that it renders with the same text but other tokens",
+}
+"""The names of what is counted over conversations.jsonl, and what the report calls it."""
 
-    conversations: int = 0
-    answers: int = 0
-    answer_tokens: int = 0
-    """Number of generated tokens, including end-of-sequence tokens."""
-    ended_by: dict[str, int] = field(default_factory=lambda: {ending.value: 0 for ending in Ending})
-    """Number of conversations by the reason they ended."""
-    unanswered: int = 0
-    """Number of conversations without any response."""
-    texts_changed: int = 0
-    """Number of responses that the chat template does not render as generated."""
-    tokens_changed: int = 0
-    """Number of responses that are rendered as generated but tokenized differently."""
 
-    def add(self, regenerated: RegeneratedConversation) -> None:
-        self.conversations += 1
-        self.answers += len(regenerated.answer_tokens)
-        self.answer_tokens += sum(regenerated.answer_tokens)
-        self.ended_by[regenerated.ended_by] += 1
-        self.unanswered += not regenerated.answer_tokens
-        self.texts_changed += regenerated.texts_kept.count(False)
-        self.tokens_changed += regenerated.tokens_changed
+def _counts_of(regenerated: RegeneratedConversation) -> Counter[str]:
+    return Counter(
+        conversations=1,
+        unanswered=int(not regenerated.answer_tokens),
+        answers=len(regenerated.answer_tokens),
+        answer_tokens=sum(regenerated.answer_tokens),
+        cut=int(regenerated.ended_by is Ending.length),
+        texts_changed=regenerated.texts_kept.count(False),
+        tokens_changed=regenerated.tokens_changed,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,8 @@ class ResponsesManifest:
     identity: ResponsesIdentity
     server_versions: list[str]
     """Versions of all servers used, in the order of their first use; empty with transformers."""
-    counts: Counts = field(default_factory=Counts)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Numbers by their names in `COUNTS`."""
     failed: int = 0
     """Number of conversations that failed. The next run retries them."""
     refused: int = 0
@@ -177,7 +176,7 @@ class ResponsesStore:
         for path in self._journals():
             self._index(path)
         failures = [(location_of(row), reason, 0) for row, reason in sorted(failed.items())]
-        counts = Counts()
+        counts = Counter(dict.fromkeys(COUNTS, 0))
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:
             files = {path: stack.enter_context(path.open("rb")) for path in {path for path, *_ in self._lines.values()}}
@@ -188,7 +187,7 @@ class ResponsesStore:
                 line = files[path].readline()
                 output.write(line)
                 conversation = _parse(line, path, number)
-                counts.add(conversation)
+                counts.update(_counts_of(conversation))
                 if conversation.ended_by in ENDINGS:
                     failures.append((location_of(row), ENDINGS[conversation.ended_by], len(conversation.answer_tokens)))
         publish(temporary, self.directory / CONVERSATIONS)
@@ -196,7 +195,7 @@ class ResponsesStore:
         names = ("place", "reason", "answers")  # the last is the number of stored responses of the conversation
         lines = [json.dumps(dict(zip(names, failure, strict=True))) + "\n" for failure in failures]
         write_text(self.directory / FAILURES, "".join(lines))
-        manifest = ResponsesManifest(self._plan.identity, self._plan.server_versions, counts, len(failed), len(refused))
+        manifest = replace(self._plan, counts=dict(counts), failed=len(failed), refused=len(refused))
         write_sealed(self.directory / MANIFEST, asdict(manifest), [CONVERSATIONS])
         for path in (self.directory / PLAN, *self._journals()):
             path.unlink(missing_ok=True)
@@ -268,7 +267,7 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
             "retry them",
             flush=True,
         )
-    if not manifest.counts.conversations:
+    if not manifest.counts["conversations"]:
         raise UserError(f"{path}: must count at least one conversation, but counts none; run mtptrain responses again")
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
     form = RowFormat(ConversationSchema.messages, [*written, SEAL])

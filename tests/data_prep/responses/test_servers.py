@@ -129,7 +129,10 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert [asked[str(row)] for row in range(len(cases))] == [times for _, times, _ in cases]
     assert set(seen.values()) == {3}, "a busy server is asked until it answers"
     printed = capsys.readouterr().out
-    assert "11 conversations, retried" in printed and "1 left out or ended early: the server answers 500" in printed
+    assert (
+        "conversations that failed, which the next run retries" in printed
+        and "1 left out or ended early: the server answers 500" in printed
+    )
     assert [row["row"] for row in answered(config)] == list(range(11, 20))
 
     server.behave, server.requests = answer_by_prompt, []
