@@ -91,7 +91,11 @@ CASES: dict[str, tuple[str, Callable[[Place], list[str]], str]] = {
     "data": (PROMPTS, lambda place: place.chats(NESTED), r"\S+/chats\.jsonl:1: must be JSON, but is nested too deep"),
     "weights": (STATES, weights_truncated, r"\S+/model\.safetensors: must be a complete safetensors file"),
     "no draft vocabulary": ("train", lambda place: VOCABULARY, r"\S*draft_vocab\S*: .*mtptrain draft-vocab"),
-    "unknown head": (PROMPTS, setting("head.name=foo"), r"head\.name: must be one of mtp, .*, but is 'foo'"),
+    "unknown head": (
+        PROMPTS,
+        setting("head.name=foo"),
+        r"head\.name: must be mtp, the head whose .*, but is foo; set",
+    ),
     "number": (PROMPTS, setting(f"train.batch_tokens={10**20}"), r"train\.batch_tokens: must be below 2\*\*63, but"),
     "paths": (PROMPTS, setting("prompts.paths=[[a]]"), r"prompts\.paths: must be .*\[\['a'\]\];"),
     "drafts": (

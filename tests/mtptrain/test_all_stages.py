@@ -134,10 +134,12 @@ def test_a_changed_setting_repeats_only_the_stages_whose_output_it_shapes(tmp_pa
         StageDir(output.parent).record(config)
         output.touch()
         assert all_stages.is_finished(name, output, 0.0, config)
+    assert all_stages.has_ended(config), "a run that has ended is not planned again"
     for setting, repeated in CHANGED.items():
         changed = make_config(f"run_dir={tmp_path}", setting)
         unfinished = [name for name in names if not all_stages.is_finished(name, outputs[name], 0.0, changed)]
         assert " ".join(unfinished) == repeated, setting
+        assert all_stages.has_ended(changed) == (not repeated) or setting == "run_dir=elsewhere"
 
 
 def test_a_stage_whose_folder_is_a_link_to_that_of_another_run_is_passed_over(tmp_path: Path) -> None:
