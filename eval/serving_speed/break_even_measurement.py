@@ -21,7 +21,6 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from eval.serving_speed.bench_rows import Row
 from mtptrain.cli.program import quoted, stage_command
 from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
@@ -50,7 +49,7 @@ from mtptrain.utils.startup import command
 
 from ..engines import served_by
 from ..plots import drawing, plot_break_even
-from .engine_runs import Bench, drafting_choices, measure, scratch_dir
+from .bench import Bench, Row, drafting_choices, measure, scratch_dir
 
 NEW_TOKENS = 33
 """Tokens of an answer. The first one comes from the prompt; the others take at most 32 rounds, which are timed."""
@@ -198,10 +197,9 @@ def export_random_head(run: Run, head: Head, run_dir: Path) -> tuple[Path, str]:
     Raises:
         UserError: the export failed.
     """
-    trained, head_dir = run_dir / "train/last", run_dir / "export"
+    trained, head_dir, engine = run_dir / "train/last", run_dir / "export", run.config.serving.engine
     save_head(trained, head.state_dict(), run.config.head, {TARGET_WEIGHTS: run.target.weights_sha256})
-    settings = [f"run_dir={quoted(run_dir)}", f"export.engine={run.config.serving.engine}"]
-    settings.append(f"export.output_dir={quoted(head_dir)}")
+    settings = f"run_dir={quoted(run_dir)}", f"export.engine={engine}", f"export.output_dir={quoted(head_dir)}"
     arguments = stage_command("export", [*sys.argv[1:], *settings])
     result = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -255,19 +253,25 @@ def print_table(costs: Sequence[RoundCost], head_name: str) -> None:
         title=f"Does head {head_name} pay here?",
         caption="break-even: tokens per round above which drafting is faster; rate: share of drafts accepted then",
     )
-    for column in ("engine", "batch", "K", "plain ms", "draft ms", "verify ms", "round ms", "break-even", "rate"):
+    for column in (
+        "engine",
+        "batch",
+        "K",
+        "plain ms",
+        "draft ms",
+        "verify ms",
+        "round ms",
+        "break-even",
+        "rate",
+        "usual",
+    ):
         table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
-    table.add_column("usual", justify="right", no_wrap=True)
     for cost, following in zip(costs, [*costs[1:], None], strict=True):
         usual = usual_length(head_name, cost.num_speculative_tokens)
+        times = (cost.plain_ms, cost.draft_ms, cost.verify_ms, cost.round_ms, cost.break_even_length)
         table.add_row(
-            cost.engine,
-            str(cost.batch_size),
-            str(cost.num_speculative_tokens),
-            f"{cost.plain_ms:.2f}",
-            *("" if part is None else f"{part:.2f}" for part in (cost.draft_ms, cost.verify_ms)),
-            f"{cost.round_ms:.2f}",
-            f"{cost.break_even_length:.2f}",
+            *(cost.engine, str(cost.batch_size), str(cost.num_speculative_tokens)),
+            *("" if each is None else f"{each:.2f}" for each in times),
             f"{cost.break_even_rate:.0%}" if cost.can_pay else "never",
             "" if usual is None else "{:.1f} to {:.1f}".format(*usual),
             end_section=following is None or following.batch_size != cost.batch_size,

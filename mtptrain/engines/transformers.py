@@ -59,11 +59,7 @@ prompt = tokenizer("def main", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, use_mtp=True, do_sample=False, max_new_tokens=64)[0]))"""
 
     def add_target(self, directory: Path, target_dir: Path) -> None:
-        """Add the target's weights (as hard links, if possible), its tokenizer, and the index of all tensors.
-
-        Raises:
-            UserError: the target is the language model of an image+text checkpoint.
-        """
+        """Add the target's weights (as hard links, if possible), its tokenizer, and the index of all tensors."""
         if TargetFiles(target_dir).has_image_encoder:
             raise UserError(
                 "target.path: must be the checkpoint of a language model alone to export head mtp for transformers, "

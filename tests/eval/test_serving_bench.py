@@ -11,8 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from eval import serving_bench
 from eval.serving_bench import prepare, write_results
-from eval.serving_speed.bench_rows import Row, fastest, speeds_of, warn_of_unequal_work
-from eval.serving_speed.engine_runs import measure
+from eval.serving_speed.bench import Row, fastest, measure, speeds_of, warn_of_unequal_work
 from eval.serving_speed.engine_settings import write_engine_settings
 from mtptrain.config import RECIPES, load_config
 from mtptrain.engines import server as engine_server
@@ -125,7 +124,7 @@ def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warn_of_unequal_work(rows)  # a difference of 1 % gives no warning
-    assert [each.speed_up(speeds_of(rows)) for each in rows] == [1.0, 1.01]
+    assert [each.describe(speeds_of(rows), "vllm", [])["speed_up"] for each in rows] == [1.0, 1.01]
 
 
 def test_a_benchmark_that_fails_keeps_the_earlier_report_and_its_settings(

@@ -44,21 +44,16 @@ FACTS = {"engine": "vllm", "method": "mtp", "hf_overrides": None, "head_sha256":
 """The facts of an earlier export, with an entry that exports no longer have."""
 
 
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
+def test_a_folder_without_the_export_of_this_head_for_this_engine_is_refused(tmp_path: Path) -> None:
+    for facts, message in (
         (None, r"must exist, but does not; run mtptrain export"),
         (FACTS | {"engine": "sglang"}, r"engine must be vllm, but is sglang; run mtptrain export with"),
         (FACTS, r"head_sha256 must be of this run, .* but is before, the hash of another head; run mtptrain"),
-    ],
-)
-def test_a_folder_without_the_export_of_this_head_for_this_engine_is_refused(
-    tmp_path: Path, facts: dict[str, object] | None, message: str
-) -> None:
-    if facts is not None:
-        write_sealed(tmp_path / "serving.json", facts)
-    with pytest.raises(UserError, match=rf"serving\.json: {message}"):
-        read_serving_facts(tmp_path, "vllm", "of this run")
+    ):
+        if facts is not None:
+            write_sealed(tmp_path / "serving.json", facts)
+        with pytest.raises(UserError, match=rf"serving\.json: {message}"):
+            read_serving_facts(tmp_path, "vllm", "of this run")
 
 
 ENGINE = running_engine("vllm")
@@ -72,23 +67,16 @@ def compared(plain: list[int], by_round: list[list[int]] | None) -> Comparison:
     return Comparison(ours, EngineCounts.of(ours.drafted), theirs, counts)
 
 
-def test_a_difference_names_its_prompt_once_by_its_id() -> None:
+def test_a_difference_names_its_prompt_by_its_id_or_says_why_no_first_token_is_known() -> None:
     divergence = Divergence("draft", 0, 1, 4, 9, 2.0, 0.25)
     found = what_differs(["chat 7"], compared([3, 4], [[0, 0]]), divergence, ENGINE)
     assert "rounds (1 here, 2 there), accepted at 0 (1 here, 0 there)" in found
     first = "The first difference, for prompt id chat 7: draft token 1 is 4 for us and probably 9 for the engine; our"
     assert first in found
-
-
-@pytest.mark.parametrize(
-    ("plain", "by_round", "reason"),
-    [
+    cases: tuple[tuple[list[int], list[list[int]] | None, str], ...] = (
         ([3, 4], None, "The first token that differs cannot be found, because the engine does not say what each round"),
         ([3, 4], [[0, 0]], "No round before the end of an answer differs"),
         ([3, 5], [[0, 0]], "Our own answers with drafts differ from plain decoding, so no first difference is named"),
-    ],
-)
-def test_a_difference_without_a_first_token_says_why(
-    plain: list[int], by_round: list[list[int]] | None, reason: str
-) -> None:
-    assert f". {reason}" in what_differs(["chat 7"], compared(plain, by_round), None, ENGINE)
+    )
+    for plain, by_round, reason in cases:
+        assert f". {reason}" in what_differs(["chat 7"], compared(plain, by_round), None, ENGINE)

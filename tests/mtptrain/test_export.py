@@ -40,7 +40,6 @@ EXPORTS = {
     "vllm, medusa": ("vllm", ("head=medusa", "head.num_layers=2"), "MedusaModel", "medusa"),
     "vllm, eagle3": ("vllm", EAGLE3, "LlamaForCausalLMEagle3", "eagle3"),
     "sglang, eagle3": ("sglang", EAGLE3, "LlamaForCausalLMEagle3", "EAGLE3"),
-    "sglang, mtp": ("sglang", (), "MiMoForCausalLM", "EAGLE"),
     "transformers, mtp": ("transformers", (), "LlamaForCausalLM", "use_mtp"),
 }
 
@@ -169,36 +168,23 @@ def test_what_is_refused_is_refused_before_anything_is_read_or_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_report_without_a_seal_is_refused_before_anything_is_written(
+def test_the_readme_shows_the_acceptance_of_this_head_from_wherever_its_sealed_report_was_written(
     tmp_path: Path, target_of_four_layers: Path
 ) -> None:
-    config = trained(tmp_path / "run", target_of_four_layers)
-    sha256 = file_sha256(tmp_path / "run/train/best/head.safetensors")
-    write_json(tmp_path / "run/acceptance/report.json", {"head_sha256": sha256})
-    with pytest.raises(
-        ValueError, match=r"acceptance/report\.json: must have the entry seal, .*; run mtptrain acceptance again, or"
-    ):
-        export(Run(config))
-    assert not (tmp_path / "run/export").exists()
-
-
-def test_the_readme_shows_the_acceptance_of_this_head_from_wherever_its_report_was_written(
-    tmp_path: Path, target_of_four_layers: Path
-) -> None:
-    config = trained(tmp_path / "run", target_of_four_layers)
+    config, readme = trained(tmp_path / "run", target_of_four_layers), tmp_path / "run/export/vllm/README.md"
     shutil.move(tmp_path / "run/acceptance", tmp_path / "measured")
     export(Run(config))
-    assert "Not measured: run `mtptrain acceptance`" in (tmp_path / "run/export/vllm/README.md").read_text()
+    assert "Not measured: run `mtptrain acceptance`" in readme.read_text()
     config.acceptance.output_dir = str(tmp_path / "measured")
     export(Run(config))
-    assert "Acceptance length 2.500" in (tmp_path / "run/export/vllm/README.md").read_text()
-
-
-def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path: Path, target_of_four_layers: Path) -> None:
-    config = trained(tmp_path / "run", target_of_four_layers)
-    with largest_file(5000), pytest.raises(OSError, match=r"vllm\.mtptrain_new/\w+\.safetensors"):
+    assert "Acceptance length 2.500" in readme.read_text()
+    shutil.rmtree(tmp_path / "run/export")
+    sha256 = file_sha256(tmp_path / "run/train/best/head.safetensors")
+    write_json(tmp_path / "measured/report.json", {"head_sha256": sha256})
+    message = r"measured/report\.json: must have the entry seal, .*; run mtptrain acceptance again, or"
+    with pytest.raises(ValueError, match=message):
         export(Run(config))
-    assert not list((tmp_path / "run/export").iterdir())
+    assert not (tmp_path / "run/export").exists()
 
 
 def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layers: Path) -> None:
@@ -217,22 +203,30 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path, target_of_four_layer
     assert (tmp_path / "served/README.md").is_file()
 
 
-def test_what_a_killed_export_leaves_is_removed(
+def test_an_export_that_fails_leaves_nothing_and_what_a_killed_one_leaves_is_removed(
     tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = trained(tmp_path / "run", target_of_four_layers)
+    config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
+    with largest_file(5000), pytest.raises(OSError, match=r"sglang\.mtptrain_new/\w+\.safetensors"):
+        export(Run(config))
+    assert not list((tmp_path / "run/export").iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
+        message = "the exported head must propose the same tokens as the trained one, as surely, but proposes"
+        with pytest.raises(UserError, match=message):
+            export(Run(config))
+    assert not list((tmp_path / "run/export").iterdir())
     if (child := os.fork()) == 0:
         monkeypatch.setattr("mtptrain.export.check_tensors", lambda *_: os._exit(9))
         export(Run(config))
     os.waitpid(child, 0)
-    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm.mtptrain_new"]
+    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["sglang.mtptrain_new"]
     export(Run(config))
-    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["vllm"]
+    assert [path.name for path in (tmp_path / "run/export").iterdir()] == ["sglang"]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_an_export_shows_no_path_of_the_home(
-    tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+    tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target_dir = shutil.copytree(target_of_four_layers, tmp_path / "target")
     settings = json.loads((target_dir / "tokenizer_config.json").read_text())
@@ -240,7 +234,7 @@ def test_an_export_shows_no_path_of_the_home(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("sys.argv", ["export", f"export.output_dir={tmp_path}/heads/served"])
     config = trained(
-        tmp_path / "run", target_dir, f"export.output_dir={tmp_path}/heads/served", f"export.engine={engine}"
+        tmp_path / "run", target_dir, f"export.output_dir={tmp_path}/heads/served", "export.engine=transformers"
     )
     export(Run(config))
     texts = {path.name: path.read_text() for path in (tmp_path / "heads/served").glob("*.[jmy]*")}
@@ -263,43 +257,19 @@ def test_an_export_to_a_link_replaces_the_directory_that_it_names(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "run", "served"]
 
 
-def test_a_head_that_comes_back_different_is_not_exported(
-    tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
-    monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight.roll(1, 1))  # not its own inverse
-    with pytest.raises(
-        UserError, match="the exported head must propose the same tokens as the trained one, as surely, but proposes"
-    ):
-        export(Run(config))
-    assert not (tmp_path / "run/export/sglang").exists()
-
-
-def without_layers(target_dir: Path, directory: Path) -> Path:
-    """A copy of a target whose checkpoint holds no decoder layer."""
-    shutil.copytree(target_dir, directory)
-    tensors = load_file(directory / "model.safetensors")
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")},
-        directory / "model.safetensors",
-    )
-    return directory
-
-
-@pytest.mark.parametrize(
-    "overrides", [("export.engine=vllm",), ("export.engine=sglang", *EAGLE3)], ids=["vllm, mtp", "sglang, eagle3"]
-)
-def test_an_export_reads_no_decoder_layer_of_the_target(
-    tmp_path: Path, target_of_four_layers: Path, overrides: tuple[str, ...]
-) -> None:
+def test_an_export_reads_no_decoder_layer_of_the_target(tmp_path: Path, target_of_four_layers: Path) -> None:
     """A 70B target would take 282 GB in fp32. Its embeddings and lm_head take 13 GB, in bf16 and fp32 together."""
-    target_dir = without_layers(target_of_four_layers, tmp_path / "target")
+    target_dir = Path(shutil.copytree(target_of_four_layers, tmp_path / "target"))
+    tensors = load_file(target_dir / "model.safetensors")
+    without = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")}
+    save_file(without, target_dir / "model.safetensors")
     with pytest.raises(ValueError, match=r"the checkpoint must hold model\.layers"):
         load_target(target_dir, torch.float32, torch.device("cpu"))
-    config = trained(tmp_path / "run", target_dir, *overrides)
-    shutil.rmtree(tmp_path / "run/prompts")
-    export(Run(config))
-    assert (config.stage_dir("export") / config.export.engine / "serving.json").is_file()
+    for name, overrides in (("mtp", ["export.engine=vllm"]), ("eagle3", ["export.engine=sglang", *EAGLE3])):
+        config = trained(tmp_path / name, target_dir, *overrides)
+        shutil.rmtree(tmp_path / name / "prompts")
+        export(Run(config))
+        assert (config.stage_dir("export") / config.export.engine / "serving.json").is_file()
 
 
 def test_the_proof_drafts_over_the_stored_states_where_there_are_some(

@@ -1,12 +1,10 @@
 """Tests that an exported directory holds the right tensors, and that the reloaded head makes the same proposals."""
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.init_from.start import load_init
-from mtptrain.settings.heads import LayerConfig
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
@@ -87,25 +84,21 @@ def test_the_proof_compares_confidences(tiny_target: Path) -> None:
         prove_equal_proposals(parts, [], head, other)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "message"),
-    [
+def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_target: Path) -> None:
+    whole, form = load_file(exported / "model.safetensors"), format_for("vllm", CONFIG, read_target_config(tiny_target))
+    for name, size, message in (
         (
             "hnorm.weight",
             None,
-            r"hnorm\.weight must be of shape \(64,\), but is absent; .* serve random weights; the export was not",
+            r"hnorm\.weight must be of shape \(64,\), but is absent; .* serve random weights; the exp",
         ),
         ("extra.weight", (3,), r"extra\.weight must be absent, but is of shape \(3,\)"),
         ("fc.weight", (64, 64), r"fc\.weight must be of shape \(64, 128\), but is of shape \(64, 64\)"),
-    ],
-)
-def test_a_missing_unknown_or_misshapen_tensor_is_an_error(
-    exported: Path, tiny_target: Path, name: str, size: tuple[int, ...] | None, message: str
-) -> None:
-    tensors = {key: tensor for key, tensor in load_file(exported / "model.safetensors").items() if key != name}
-    save_file(tensors | ({} if size is None else {name: torch.zeros(size)}), exported / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        check_tensors(exported, format_for("vllm", CONFIG, read_target_config(tiny_target)))
+    ):
+        tensors = {key: tensor for key, tensor in whole.items() if key != name}
+        save_file(tensors | ({} if size is None else {name: torch.zeros(size)}), exported / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            check_tensors(exported, form)
 
 
 def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path, tiny_target: Path) -> None:
@@ -124,50 +117,26 @@ def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path,
             engine_of("vllm").check_directory(tmp_path / name / "vllm", forms[method])
 
 
-@pytest.mark.parametrize(
-    ("hidden_size", "heads", "expected"),
-    [(2560, 32, 20), (5120, 64, 40), (4096, 32, 32), (256, 4, 4), (64, 1, 1)],
-)
-def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(
-    tmp_path: Path, hidden_size: int, heads: int, expected: int
-) -> None:
+def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(tiny_target: Path) -> None:
     """In Qwen3-4B and Qwen3-32B, hidden size / attention heads is 80, for which engines lack kernels."""
-    make_target(tmp_path, num_attention_heads=1)
-    target_config = read_target_config(tmp_path)
-    target_config.hidden_size, target_config.num_attention_heads = hidden_size, heads
-    assert head_dims(CONFIG, target_config).num_attention_heads == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            MtpHead.Config(num_attention_heads=2),
-            r"head\.num_attention_heads: the head dim \(hidden size 64 / heads\) must be one of",
-        ),
-        (
-            MtpHead.Config(num_key_value_heads=2),
-            r"head\.num_key_value_heads: must divide the 1 attention heads, but is 2",
-        ),
-    ],
-)
-def test_sizes_that_no_engine_serves_are_refused(tiny_target: Path, config: MtpHead.Config, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_head(config, read_target_config(tiny_target))
-
-
-@pytest.mark.parametrize(
-    ("config", "advice"),
-    [(CONFIG, "head=eagle3 head.head_dim=64"), (EagleHead.Config(), "head.head_dim=64")],
-    ids=["mtp", "eagle"],
-)
-def test_a_hidden_size_that_no_head_dim_divides_needs_a_setting(
-    tiny_target: Path, config: LayerConfig, advice: str
-) -> None:
     target_config = read_target_config(tiny_target)
+    for size, heads, expected in ((2560, 32, 20), (5120, 64, 40), (4096, 32, 32), (256, 4, 4), (64, 1, 1)):
+        target_config.hidden_size, target_config.num_attention_heads = size, heads
+        assert head_dims(CONFIG, target_config).num_attention_heads == expected
+
+
+def test_sizes_that_no_engine_serves_are_refused(tiny_target: Path) -> None:
+    target_config = read_target_config(tiny_target)
+    for config, message in (
+        (MtpHead.Config(num_attention_heads=2), r"heads: the head dim \(hidden size 64 / heads\) must be one of"),
+        (MtpHead.Config(num_key_value_heads=2), r"value_heads: must divide the 1 attention heads, but is 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_head(config, target_config)
     target_config.hidden_size = 96
-    with pytest.raises(UserError, match=f"but is 96 with 1 heads; set {advice}$"):
-        head_dims(config, target_config)
+    for config, advice in ((CONFIG, "head=eagle3 head.head_dim=64"), (EagleHead.Config(), "head.head_dim=64")):
+        with pytest.raises(UserError, match=f"but is 96 with 1 heads; set {advice}$"):
+            head_dims(config, target_config)
 
 
 def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_target: Path) -> None:
@@ -199,41 +168,35 @@ def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path
         load_head(tmp_path / "none", CONFIG, target_config, None, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_facts_of_an_unknown_head_are_refused(tmp_path: Path, tiny_target: Path) -> None:
+    target_config = read_target_config(tiny_target)
+    for content, message in (
         ({}, "must have the entries head, but lacks head"),
         ({"head": [1]}, r"head must be the settings of one of .*, but is \[1\]"),
         ({"head": {"name": "none"}}, "head must be the settings of one of .*mtp"),
-    ],
-)
-def test_facts_of_an_unknown_head_are_refused(
-    tmp_path: Path, tiny_target: Path, content: dict[str, Any], message: str
-) -> None:
-    target_config = read_target_config(tiny_target)
-    write_sealed(tmp_path / "head.json", content)
-    with pytest.raises(ValueError, match=rf"head\.json: {message}.*; copy it again, or train again"):
-        load_head(tmp_path, CONFIG, target_config, None, torch.device("cpu"))
-    with pytest.raises(ValueError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
-        check_head_target(tmp_path, TargetFiles(tiny_target))
+    ):
+        write_sealed(tmp_path / "head.json", content)
+        with pytest.raises(ValueError, match=rf"head\.json: {message}.*; copy it again, or train again"):
+            load_head(tmp_path, CONFIG, target_config, None, torch.device("cpu"))
+        with pytest.raises(ValueError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
+            check_head_target(tmp_path, TargetFiles(tiny_target))
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda tensor: torch.full_like(tensor, float("nan")), "finite numbers, but has NaN or infinity"),
-        (lambda tensor: tensor.to(torch.int32), r"floating-point numbers, but has torch\.int32"),
-    ],
-    ids=["NaN", "integers"],
-)
-def test_a_head_with_damaged_weights_is_refused(
-    tmp_path: Path, tiny_target: Path, damage: Callable[[torch.Tensor], torch.Tensor], reason: str
-) -> None:
-    target_config = read_target_config(tiny_target)
-    state = {name: damage(tensor) for name, tensor in build_head(CONFIG, target_config).state_dict().items()}
-    facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(tiny_target)}
-    save_head(tmp_path / "head", state, CONFIG, facts)
-    with pytest.raises(ValueError, match=rf"head\.safetensors: \S+ must hold {reason}; copy it again, or train again"):
-        load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
-    with pytest.raises(ValueError, match=rf"head: \S+ must hold {reason}; copy or download it again"):
-        load_init(str(tmp_path / "head"), CONFIG, TargetFiles(tiny_target))
+def test_a_head_with_damaged_weights_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+    target_config, directory = read_target_config(tiny_target), tmp_path / "head"
+    whole = build_head(CONFIG, target_config).state_dict()
+    for state, reason in (
+        (
+            {key: torch.full_like(tensor, torch.nan) for key, tensor in whole.items()},
+            "finite numbers, but has NaN or inf",
+        ),
+        ({key: tensor.int() for key, tensor in whole.items()}, r"floating-point numbers, but has torch\.int32"),
+    ):
+        facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(tiny_target)}
+        save_head(directory, state, CONFIG, facts)
+        with pytest.raises(
+            ValueError, match=rf"head\.safetensors: \S+ must hold {reason}.*; copy it again, or train aga"
+        ):
+            load_head(directory, CONFIG, target_config, None, torch.device("cpu"))
+        with pytest.raises(ValueError, match=rf"head: \S+ must hold {reason}.*; copy or download it again"):
+            load_init(str(directory), CONFIG, TargetFiles(tiny_target))

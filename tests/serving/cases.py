@@ -6,9 +6,12 @@ random layers of a target make about every third token leave the circle.
 """
 
 import random
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.dflash2 import Dflash2Head
@@ -297,13 +300,14 @@ OPENVINO_CASES = [
 """Cases that OpenVINO serves."""
 
 
-def one_of_each_family(cases: list[Case]) -> dict[tuple[str, str], Case]:
-    """Returns a case for each head and model family, of those in the table."""
-    return {(case.head, TARGETS[case.target].model_type): case for case in cases if case.head in IN_TABLE}
-
-
 BROKEN_ON = {"peagle": "llama_repeating", "medusa": "llama_repeating", "dflash": "llama_shared", "mtp_mimo": "mimo"}
 """Target of each head's broken cases. A head that is not listed uses `llama`."""
 BROKEN_CASES = [
     Case(head, BROKEN_ON.get(head, "llama"), broken=broken) for head, breaks in BREAKS.items() for broken in breaks
 ]
+
+
+def each(cases: Iterable[Case], quick: Collection[Case] = ()) -> pytest.MarkDecorator:
+    """Runs a test with each case. All but the quick ones are slow."""
+    marked = [pytest.param(case, id=str(case), marks=() if case in quick else pytest.mark.slow) for case in cases]
+    return pytest.mark.parametrize("case", marked)

@@ -1,9 +1,6 @@
 """Serves the cases of all selected tests in one vLLM process per session, and starts vLLM servers for single tests."""
 
 import json
-import os
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,20 +9,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
 import torch
 
 from mtptrain.decoding.speculate import Generation
+from mtptrain.engines.process import started_server
 from mtptrain.engines.vllm import client as vllm
+from mtptrain.engines.vllm.engine import ENVIRONMENT
+from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
-from mtptrain.utils.distributed import free_port
 from tests.conftest import TINY_SETTINGS, Run, make_config, run_program, write_text_files
 from tests.serving.cases import (
     BF16_CASES,
@@ -48,7 +45,6 @@ from tests.serving.vllm_jobs import Job, JobRun, generate
 CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
 """Python with vLLM for CPUs on a machine with GPUs, where `.venv-vllm` holds vLLM for GPUs."""
 KV_CACHE_BYTES = 256 << 20
-SERVER_START_S = 300
 NUM_GENERATED = 12
 """Number of prompts that transformers also answers, one at a time."""
 
@@ -177,9 +173,7 @@ def served_with_plugin(
 
 
 def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:
-    """Returns the cases of all selected tests in order, or all cases if the test of the page's table is selected."""
-    if any("table" in item.name for item in items):
-        return CASES + BF16_CASES + BROKEN_CASES
+    """Returns the cases of all selected tests in order."""
     parameters = [
         item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")
     ]
@@ -239,29 +233,7 @@ def make_run(
 @contextmanager
 def vllm_server(python: str, target_dir: Path, log_path: Path, *arguments: str) -> Iterator[str]:
     """Starts a vLLM server of the target in fp32, with a context of 512 tokens, and yields its address."""
-    port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target_dir), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
-    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    with log_path.open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + SERVER_START_S
-    try:
-        while not answers(url):
-            assert process.poll() is None and time.monotonic() < deadline, log_path.read_text()[-3000:]
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urlopen(f"{url}/health"):
-            return True
-    except URLError:
-        return False
+    with started_server(VllmServer, [*command, *arguments], log_path, ENVIRONMENT) as server:
+        yield server.url

@@ -18,6 +18,7 @@ from tests.serving.conftest import plain_job
 from tests.serving.ours import OnDisk, decoded_here
 from tests.serving.vllm_jobs import JobRun, generate
 
+pytestmark = pytest.mark.slow
 K = 3
 
 

@@ -32,7 +32,11 @@ REFUSED = {
     "qwen2 with window": "has a sliding window in some of its layers",
     "qwen3 with window": "has a sliding window in some of its layers",
 }
-EXTRACTED = [family for family in FAMILIES if family not in REFUSED]
+EXTRACTED = [
+    pytest.param(family, marks=() if family == "llama" else pytest.mark.slow)
+    for family in FAMILIES
+    if family not in REFUSED
+]
 _RANDOM = random.Random(0)
 PROMPTS = [[_RANDOM.randrange(256) for _ in range(length)] for length in (CONTEXT_TOKENS, 5, 1, 150, 17, 333)]
 """The first prompt fills the target's context, and takes three forward passes."""
@@ -87,7 +91,7 @@ def test_extracted_streams_are_those_of_transformers(
         torch.testing.assert_close(states / largest, wanted / largest, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_layer_0_is_the_embeddings_and_the_last_one_is_before_the_final_norm(
     extracted: Callable[[str], dict[int, torch.Tensor]], target_of_family: Callable[[str], Path], family: str
 ) -> None:

@@ -23,7 +23,7 @@ from tests.conftest import Run, run_program
 from tests.gguf_files import F32, write_gguf
 from tests.gguf_files import tensors_of as tensors_of_target
 from tests.sealed import describe_again
-from tests.serving.cases import CONTEXT_TOKENS, HEAD_CONFIGS, LLAMA_CPP_CASES, MAX_NEW_TOKENS, PROMPTS, Case
+from tests.serving.cases import CONTEXT_TOKENS, HEAD_CONFIGS, LLAMA_CPP_CASES, MAX_NEW_TOKENS, PROMPTS, Case, each
 from tests.serving.llama_cpp import convert
 from tests.serving.ours import SHORT_BENCH, OnDisk, Serve, check_equal, drafted_here
 
@@ -36,13 +36,8 @@ ONE_OF_EACH = [
 ]
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+@each(LLAMA_CPP_CASES, ONE_OF_EACH)
 def test_llama_cpp_counts_as_we_do(serve_by_llama: Serve, case: Case) -> None:
-    check_equal(serve_by_llama, case)
-
-
-@pytest.mark.parametrize("case", [case for case in LLAMA_CPP_CASES if case not in ONE_OF_EACH], ids=str)
-def test_llama_cpp_counts_as_we_do_in_every_case(serve_by_llama: Serve, case: Case) -> None:
     check_equal(serve_by_llama, case)
 
 
@@ -202,22 +197,15 @@ def test_serving_check_asks_a_running_server(run: Run, llama_server: Path, tmp_p
         assert "drafts 0; " in result.stderr and "makes none without --spec-type" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+@pytest.mark.slow
+def test_serving_check_refuses_what_it_cannot_serve(run: Run, gguf_of: Callable[[str], Path], tmp_path: Path) -> None:
+    for override, message in (
         ("target.gguf=null", "target.gguf: must be the target as a GGUF file, which llama.cpp serves, but is left out"),
         ("serving.llama_server=/nowhere", "serving.llama_server: must be llama.cpp's program llama-server, but"),
-    ],
-)
-def test_serving_check_refuses_what_it_cannot_serve(run: Run, tmp_path: Path, override: str, message: str) -> None:
-    result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}", override)
-    assert result.returncode != 0 and message in result.stderr
-
-
-def test_the_gguf_file_of_another_target_is_refused(run: Run, gguf_of: Callable[[str], Path], tmp_path: Path) -> None:
-    other = f"target.gguf={gguf_of('llama_8_layers')}"
-    result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}", other)
-    assert result.returncode != 0 and "whose block_count is 4, but in" in result.stderr and "it is 8" in result.stderr
+        (f"target.gguf={gguf_of('llama_8_layers')}", "whose block_count is 4, but in"),
+    ):
+        result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}", override)
+        assert result.returncode != 0 and message in result.stderr
 
 
 def test_serving_bench_measures_llama_cpp(run: Run, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.serving.cases import Case
 from tests.serving.ours import OnDisk
 from tests.serving.served_directories.writing import make_head, write_served_head
 
+pytestmark = pytest.mark.slow
 SETTINGS = ("head.attention_bias=true", "head.zero_first_embedding=true", "head.prenorm_states=true")
 
 

@@ -12,22 +12,14 @@ import pytest
 from mtptrain.heads.eagle3 import LAYER_IDS
 from tests.conftest import Run, run_program
 from tests.sealed import describe_again
-from tests.serving.cases import OPENVINO_CASES, Case, one_of_each_family
+from tests.serving.cases import OPENVINO_CASES, Case, each
 from tests.serving.ours import SHORT_BENCH, Serve, check_equal
 
 ONE_OF_EACH = [Case("eagle3", "llama"), Case("dflash", "llama_shared"), Case("draft_model", "llama")]
-IN_TABLE = one_of_each_family(OPENVINO_CASES).values()
-REST = [case for case in OPENVINO_CASES if case not in (*ONE_OF_EACH, *IN_TABLE)]
-"""The test of the table serves those in it."""
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+@each(OPENVINO_CASES, ONE_OF_EACH)
 def test_openvino_counts_as_we_do(serve_by_openvino: Serve, case: Case) -> None:
-    check_equal(serve_by_openvino, case)
-
-
-@pytest.mark.parametrize("case", REST, ids=str)
-def test_openvino_counts_as_we_do_in_every_other_case(serve_by_openvino: Serve, case: Case) -> None:
     check_equal(serve_by_openvino, case)
 
 
@@ -59,6 +51,7 @@ def test_serving_check_starts_openvino(run: Run, tmp_path: Path) -> None:
     assert 'model.set_rt_info([0, 1, 2], "hidden_layers_list")' in readme and "for openvino 2026.4.1" in readme
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_decode(run: Run, openvino_python: Path, tmp_path: Path) -> None:
     readme = (run[0] / "export/openvino/README.md").read_text()
     commands, tools = readme.split("```")[1], openvino_python.parent
@@ -125,10 +118,3 @@ def test_a_worker_without_models_says_so(run: Run, tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "OpenVINO: the worker must end with a result, but ended with status 1; its last lines:" in result.stderr
     assert f"must be able to convert {head} to fp32, but fails as above; correct the model" in result.stderr
-
-
-def test_serving_check_refuses_a_python_without_openvino(run: Run, tmp_path: Path) -> None:
-    nowhere = "serving.openvino_python=/nowhere"
-    result = run_program("serving-check", *run[1], f"serving.output_dir={tmp_path}", nowhere)
-    assert result.returncode != 0
-    assert "serving.openvino_python: must be a Python with OpenVINO GenAI, but" in result.stderr

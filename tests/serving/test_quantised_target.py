@@ -11,6 +11,8 @@ from tests.conftest import TINY_SETTINGS, run_program, write_text_files
 from tests.quantised import quantise
 from tests.serving.ours import OnDisk
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("name", "dtype"), [("int8", "float32"), ("int4", "bfloat16")])
 def test_a_head_for_a_quantised_target_is_accepted_in_the_engine_as_measured(

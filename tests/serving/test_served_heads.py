@@ -1,11 +1,8 @@
 """Tests that vLLM drafts with a trained head as mtptrain does: in fp32, rounds and accepted drafts are equal for every
 prompt."""
 
-import os
-import re
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,46 +23,37 @@ from tests.serving.cases import (
     NOT_HERE,
     PROMPTS,
     Case,
+    each,
     is_served_here,
 )
 from tests.serving.conftest import NUM_GENERATED, Served
-from tests.serving.ours import OnDisk, Serve, drafted_here
+from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.served_directories.breaks import BREAKS
-from tests.serving.table import served_table
 
-PAGE = Path(__file__).parents[2] / "docs/serving.md"
-BETWEEN = re.compile(r"(?<=<!-- served: written by `make served-table` -->\n).*?(?=<!-- end of served -->)", re.DOTALL)
+QUICK = [Case(head, "llama") for head in ("mtp", "eagle", "eagle3")]
 PlainGreedy = Callable[[str], list[list[int]]]
 
 
-def accepted_at(rounds: list[int], num_speculative_tokens: int) -> list[int]:
-    return [sum(accepted > depth for accepted in rounds) for depth in range(num_speculative_tokens)]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_served_heads_counters_are_ours(served: dict[str, Served], case: Case) -> None:
-    ours, theirs = summarise(served[str(case)].ours), served[str(case)].theirs
+@each(CASES, QUICK)
+def test_a_served_heads_counters_answers_and_rounds_are_ours(served: dict[str, Served], case: Case) -> None:
+    both = served[str(case)]
+    ours, theirs, plain = summarise(both.ours), both.theirs, served[f"{case.target}-float32"].theirs.tokens
     assert theirs.counts == EngineCounts(ours.rounds, ours.drafted, ours.accepted_at), theirs.error
     assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds, "some drafts must be rejected, some accepted"
+    assert theirs.tokens == plain == [generation.tokens for generation in both.ours]
+    assert theirs.accepted_by_round is not None
+    for generation, rounds in zip(both.ours, theirs.accepted_by_round, strict=True):
+        accepted_at = [sum(accepted > depth for accepted in rounds) for depth in range(case.num_speculative_tokens)]
+        assert (len(rounds), accepted_at) == (generation.rounds, generation.accepted_at)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_prompt_alone_is_accepted_alike(served: dict[str, Served], case: Case) -> None:
-    theirs = served[str(case)].theirs.accepted_by_round
-    assert theirs is not None
-    for generation, rounds in zip(served[str(case)].ours, theirs, strict=True):
-        assert len(rounds) == generation.rounds
-        assert accepted_at(rounds, case.num_speculative_tokens) == generation.accepted_at
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_served_heads_answers_are_plain_greedy_decodings(served: dict[str, Served], case: Case) -> None:
-    plain = served[f"{case.target}-float32"].theirs.tokens
-    assert served[str(case)].theirs.tokens == plain
-    assert [generation.tokens for generation in served[str(case)].ours] == plain
-
-
-@pytest.mark.parametrize("target", sorted({case.target for case in CASES}))
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(target, marks=() if target == "llama" else pytest.mark.slow)
+        for target in sorted({case.target for case in CASES})
+    ],
+)
 def test_vllm_without_drafts_decodes_as_transformers_does(
     served: dict[str, Served], plain_greedy: PlainGreedy, target: str
 ) -> None:
@@ -73,7 +61,7 @@ def test_vllm_without_drafts_decodes_as_transformers_does(
     assert served[f"{target}-float32"].theirs.counts is None
 
 
-@pytest.mark.parametrize("case", BF16_CASES, ids=str)
+@each(BF16_CASES)
 def test_in_bf16_the_acceptance_lengths_lie_within_2_percent(served: dict[str, Served], case: Case) -> None:
     if not is_served_here(case):
         pytest.skip(NOT_HERE)
@@ -83,7 +71,7 @@ def test_in_bf16_the_acceptance_lengths_lie_within_2_percent(served: dict[str, S
     assert 0.04 * ours.rounds < ours.accepted_at[0] < 0.96 * ours.rounds
 
 
-@pytest.mark.parametrize("case", BF16_CASES, ids=str)
+@each(BF16_CASES)
 def test_in_bf16_the_first_divergence_is_one_of_near_logits(
     served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], case: Case
 ) -> None:
@@ -107,14 +95,14 @@ def test_in_bf16_the_first_divergence_is_one_of_near_logits(
         assert abs(divergence.logit_gap) <= 0.05 * abs(divergence.logit), divergence
 
 
-@pytest.mark.parametrize("case", BROKEN_CASES, ids=str)
+@each(BROKEN_CASES, [Case("mtp", "llama", broken="columns")])
 def test_a_head_served_with_one_part_wrong_has_other_counters(served: dict[str, Served], case: Case) -> None:
     ours, theirs = summarise(served[str(case)].ours), served[str(case)].theirs
     assert theirs.error == "" and theirs.counts is not None
     assert (theirs.counts.rounds, theirs.counts.accepted_at) != (ours.rounds, ours.accepted_at)
 
 
-@pytest.mark.parametrize("case", [Case("mtp_mimo", "mimo")], ids=str)
+@each([Case("mtp_mimo", "mimo")])
 def test_the_states_and_the_first_embedding_that_mimo_reads_show_in_the_counters(
     served: dict[str, Served], target_of: Callable[[str], OnDisk], head_of: Callable[[str, str], Head], case: Case
 ) -> None:
@@ -158,28 +146,3 @@ def test_an_engine_that_fails_says_why_and_the_others_go_on(served: dict[str, Se
     assert "config.json" in served["nothing"].theirs.error and served["nothing"].theirs.tokens == []
     not_here = {str(case) for case in BF16_CASES if not is_served_here(case) and str(case) in served}
     assert {name for name, both in served.items() if both.theirs.error} == {"nothing", *not_here}
-
-
-def test_the_pages_table_is_what_was_served(
-    served: dict[str, Served],
-    served_with_plugin: dict[str, Served],
-    serve_by_llama: Serve,
-    serve_by_openvino: Serve,
-    target_of: Callable[[str], OnDisk],
-    head_of: Callable[[str, str], Head],
-    tmp_path: Path,
-) -> None:
-    """Tests that the table of docs/serving.md is up to date; `make served-table` rewrites it."""
-    table = served_table(
-        served | served_with_plugin,
-        {"llama_cpp": serve_by_llama, "openvino": serve_by_openvino},
-        target_of,
-        head_of,
-        tmp_path,
-    )
-    found = BETWEEN.search(PAGE.read_text())
-    assert found is not None
-    if os.environ.get("WRITE_SERVED_TABLE"):
-        PAGE.write_text(BETWEEN.sub(lambda _: table, PAGE.read_text()))
-    else:
-        assert found[0] == table, "run `make served-table`"

@@ -75,6 +75,7 @@ def test_layout_and_states_are_those_of_the_other_backend(overrides: list[str], 
     shutil.rmtree(store_dir(overrides))
 
 
+@pytest.mark.slow
 def test_runs_killed_at_random_moments_with_changing_ranks_leave_the_bytes_of_an_undisturbed_one(
     overrides: list[str], undisturbed: dict[str, bytes]
 ) -> None:

@@ -95,6 +95,7 @@ def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_mos
     assert_equal_bits(alone, found[1])
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(
     target_dir: Path, vllm_python: str, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(
     assert not scratch_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(
     target_dir: Path, vllm_python: str, tmp_path: Path
 ) -> None:
@@ -204,6 +206,7 @@ def test_a_tensor_parallel_engine_with_forked_workers_extracts_and_ends_when_its
     check_end_in_the_midst_of_a_shard(target_dir, vllm_python, tmp_path / "rank", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_the_engine_ends_in_the_midst_of_a_shard_when_its_rank_is_killed(
     target_dir: Path, vllm_python: str, tmp_path: Path, tensor_parallel_size: int
@@ -228,6 +231,7 @@ def check_end_in_the_midst_of_a_shard(
     assert sorted(scratch_dir.iterdir()) == left  # no process writes any more
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
     target_dir: Path, vllm_python: str, tmp_path: Path
@@ -266,28 +270,16 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 
 
-@pytest.mark.parametrize(
-    ("shape", "token_ids", "message"),
-    [
-        (
-            (2, 2, 4),
-            [5, 6],
-            r"document 1 of the 2 in shard 7 .* must have 2 states for each of its 3 tokens, but has 2 for 2; set hidd",
-        ),
-        ((3, 1, 4), [5, 6, 7], r"must have 2 states for each of its 3 tokens, but has 1 for 3"),
-        (
-            (3, 2, 4),
-            [5, 6, 8],
-            r"document 1 of the 2 in shard 7 .* must have the states of its own 3 tokens, but has those of other",
-        ),
-    ],
-)
-def test_states_that_are_not_of_every_token_of_the_prompt_are_refused(
-    shape: tuple[int, ...], token_ids: list[int], message: str
-) -> None:
+def test_states_that_are_not_of_every_token_of_the_prompt_are_refused() -> None:
     _check_states(7, [PROMPT, PROMPT], 1, torch.zeros(3, 2, 4), torch.from_numpy(PROMPT), 2)
-    with pytest.raises(UserError, match=message):
-        _check_states(7, [PROMPT, PROMPT], 1, torch.zeros(shape), torch.tensor(token_ids), 2)
+    of_shard = r"document 1 of the 2 in shard 7 .* must have"
+    for shape, token_ids, message in (
+        ((2, 2, 4), [5, 6], rf"{of_shard} 2 states for each of its 3 tokens, but has 2 for 2; set hidd"),
+        ((3, 1, 4), [5, 6, 7], r"must have 2 states for each of its 3 tokens, but has 1 for 3"),
+        ((3, 2, 4), [5, 6, 8], rf"{of_shard} the states of its own 3 tokens, but has those of other"),
+    ):
+        with pytest.raises(UserError, match=message):
+            _check_states(7, [PROMPT, PROMPT], 1, torch.zeros(shape), torch.tensor(token_ids), 2)
 
 
 def test_every_rank_has_gpus_of_its_own() -> None:

@@ -79,11 +79,7 @@ class LlamaCpp(RunningEngine):
         return llama_version(program)
 
     def check_target(self, target: TargetFiles) -> None:
-        """Check the target's GGUF file.
-
-        Raises:
-            UserError: no setting names it, or it is that of another target.
-        """
+        """Check the target's GGUF file."""
         if target.gguf is None:
             raise UserError(
                 "target.gguf: must be the target as a GGUF file, which llama.cpp serves, but is left out; convert the "

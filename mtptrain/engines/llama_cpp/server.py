@@ -70,11 +70,7 @@ class LlamaServer(EngineServer):
     kept_connections = 0  # the server closes each one, and a request sent before the client notices would fail
 
     def __init__(self, url: str, log_path: Path | None = None) -> None:
-        """Ask the server for its version, target and context length.
-
-        Raises:
-            UserError: the server does not answer, or is not llama.cpp's.
-        """
+        """Ask the server for its version, target and context length."""
         super().__init__(url, log_path)
         self.version, self.root, self.max_model_len, weights = self.read("/props", _properties)
         self.may_round = "all F32" not in weights
@@ -87,12 +83,7 @@ class LlamaServer(EngineServer):
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> EngineRun:
-        """Returns greedy answers to prompts of token ids, one at a time, and how much the counters grew.
-
-        Raises:
-            UserError: the server does not answer, or answers with an error, or serves other requests in the meantime,
-                or ends answers at other tokens.
-        """
+        """Returns greedy answers to prompts of token ids, one at a time, and how much the counters grew."""
         before, drafted, answers = self.counters(), 0, []
         for prompt in prompts:
             request = {"prompt": list(prompt), "n_predict": max_new_tokens, "temperature": 0.0}
@@ -114,9 +105,6 @@ class LlamaServer(EngineServer):
         """Refuse a server of another file than the target's. A file on another machine must have its name.
 
         Without a setting that names the target's file, nothing is compared.
-
-        Raises:
-            UserError: it serves another file.
         """
         head_file, gguf, served = head_dir / HEAD_FILE, target.gguf, Path(self.root)
         self.may_round |= head_file.is_file() and not is_in_fp32(head_file)

@@ -70,11 +70,7 @@ class Openvino(RunningEngine):
         return openvino_version(program)
 
     def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:
-        """Refuse what OpenVINO cannot do: sample with drafts, or decode several requests at a time with `dflash`.
-
-        Raises:
-            UserError: it is asked to.
-        """
+        """Refuse what OpenVINO cannot do: sample with drafts, or decode several requests at a time with `dflash`."""
         if temperature > 0:
             raise UserError(
                 "acceptance.temperature: must be 0 in OpenVINO 2026.4, which with a draft samples other texts than "
@@ -104,11 +100,7 @@ class Openvino(RunningEngine):
         max_new_tokens: int,
         stop_token_ids: Sequence[int],
     ) -> EngineRun:
-        """Returns greedy answers to prompts of token ids, and the drafts accepted in each round.
-
-        Raises:
-            UserError: OpenVINO cannot convert or serve the target or the head.
-        """
+        """Returns greedy answers to prompts of token ids, and the drafts accepted in each round."""
         with tempfile.TemporaryDirectory(prefix="mtptrain-openvino-") as directory:
             job = job_of(served, num_drafts, Path(directory))
             job |= {"max_new_tokens": max_new_tokens, "stop_token_ids": list(stop_token_ids)}

@@ -25,11 +25,7 @@ class VllmServer(EngineServer):
     context_option = "--max-model-len"
 
     def __init__(self, url: str, log_path: Path | None = None) -> None:
-        """Ask the server for its version, model and context length.
-
-        Raises:
-            UserError: the server does not answer, or the server is not vLLM.
-        """
+        """Ask the server for its version, model and context length."""
         super().__init__(url, log_path)
         self.version = self.read("/version", _version)
         if log_path is None:  # the version in our Python was checked
@@ -65,11 +61,7 @@ class VllmServer(EngineServer):
         )
 
     def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
-        """Returns how much the drafting counters grew; None if the server does not draft.
-
-        Raises:
-            UserError: the server finished other requests than these in the meantime, or its counters keep changing.
-        """
+        """Returns how much the drafting counters grew; None if the server does not draft."""
         counts = self.growth_since(before)
         num_finished = sum(count for (name, _), count in counts.items() if name == "request_success")
         if num_finished != num_requests:
@@ -77,11 +69,7 @@ class VllmServer(EngineServer):
         return counts_of(counts)
 
     def check_model(self, target: TargetFiles, head_dir: Path) -> None:
-        """Check that the server serves the target, or the run's export. That of a MiMo head holds the target.
-
-        Raises:
-            UserError: it serves another model.
-        """
+        """Check that the server serves the target, or the run's export. That of a MiMo head holds the target."""
         if Path(self.root).resolve() != head_dir.resolve() and not is_same_model(self.root, target):
             raise UserError(
                 f"serving.url: the server must serve {target.path}, but {self.shown_url} serves {self.root}; ask "

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eval.serving_speed import break_even_measurement
-from eval.serving_speed.bench_rows import Row
+from eval.serving_speed.bench import Row
 from eval.serving_speed.break_even_measurement import costs_of_rows, loop_cost, measure_break_even, warn_of_impossible
 from mtptrain.decoding.round_costs import Spent
 from mtptrain.engines.requests import Answer, LoadResult

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.serving_speed.bench_rows import Row
+from eval.serving_speed.bench import Row
 from mtptrain.config import PipelineConfig
 from mtptrain.engines.requests import Answer, EngineCounts, LoadResult
 from mtptrain.planning.break_even import (
@@ -97,7 +97,8 @@ def test_a_speed_up_is_predicted_from_the_cost_of_the_same_engine_batch_and_k() 
     assert predicted_speed_up(costs, OWN_LOOP, 1, 3, 3.0) == pytest.approx(0.6)
     assert predicted_speed_up(costs, "vllm", 2, 3, 3.0) is None and predicted_speed_up([], "vllm", 1, 3, 3.0) is None
     row = Row.of(3, 8, LoadResult([Answer([1.0], 1)], 1.0, EngineCounts(10, 30, [9, 6, 3])))
-    assert row.predicted_speed_up("vllm", costs) == pytest.approx((1 + 18 / 10) / 3)
+    described = row.describe({8: {0: 1.0}}, "vllm", costs)
+    assert described["predicted_speed_up"] == pytest.approx((1 + 18 / 10) / 3)
 
 
 def store(config: PipelineConfig, target: TargetFiles) -> Path:

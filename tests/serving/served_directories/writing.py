@@ -26,17 +26,15 @@ from tests.mimo import add_mimo_layer
 from tests.serving.cases import CONTEXT_TOKENS, HEAD_CONFIGS, TARGETS, Case
 from tests.serving.served_directories.breaks import BREAKS, SEQUENTIAL_BREAKS
 
+SETTINGS: dict[str, Any] = {
+    **{"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "tie_word_embeddings": False},
+    **{"max_position_embeddings": CONTEXT_TOKENS, "initializer_range": 0.1},
+}
+
 
 def make_served_target(directory: Path, kind: str) -> Path:
     """Makes a tiny target that walks through its vocabulary in a circle, disturbed by its layers; see cases.py."""
-    settings: dict[str, Any] = {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "tie_word_embeddings": False,
-    }
-    settings |= {"max_position_embeddings": CONTEXT_TOKENS, "initializer_range": 0.1}
-    make_target(directory, TARGETS[kind].model_type, **(settings | TARGETS[kind].settings))
+    make_target(directory, TARGETS[kind].model_type, **(SETTINGS | TARGETS[kind].settings))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).requires_grad_(False)
     embeddings, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embeddings.div_(embeddings.std()).add_(TARGETS[kind].shared)

@@ -1,0 +1,210 @@
+"""Starts engines one after another, sends them the same prompts, and describes what clients and counters saw.
+
+A row is one K at one concurrency. Latencies are defined as those of `vllm bench serve`.
+"""
+
+import math
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtptrain.config import PipelineConfig
+from mtptrain.engines.base import Served
+from mtptrain.engines.load import send_all
+from mtptrain.engines.requests import EngineCounts, Load, LoadResult, Requests, Speeds
+from mtptrain.engines.server import EngineServer
+from mtptrain.engines.table import running_engine
+from mtptrain.planning.break_even import RoundCost, predicted_speed_up
+from mtptrain.utils.files import write_json
+
+SCRATCH = ".scratch"
+"""Name of the folder for random heads and converted models, which is removed at the end or by the next benchmark."""
+MOST_DIFFERENT_TOKENS = 0.01
+"""Warn if the numbers of output tokens of two rows differ by more than this share."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and quantiles of a latency over requests or messages, in milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Spread":
+        """Returns the spread of times in seconds; zeros if there are none."""
+        if not seconds:
+            return cls(0.0, 0.0, 0.0)
+        return cls(*(1e3 * float(each) for each in (np.mean(seconds), *np.percentile(seconds, [50, 99]))))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine at one concurrency."""
+
+    num_speculative_tokens: int | None
+    """K; 0 for the engine without drafts, None for a running server, which does not report it."""
+    concurrency: int
+    requests: int
+    output_tokens: int
+    duration_s: float
+    """Seconds from the first request to the last token."""
+    ttft_ms: Spread
+    """Time to the first token of each request, from when it was sent."""
+    tpot_ms: Spread
+    """Time per output token after the first: one value per request with at least two tokens."""
+    itl_ms: Spread
+    """Time between consecutive steps of an answer. A step gives several tokens with drafts."""
+    step_ms: float
+    """Mean time between consecutive steps without the slowest tenth, in which the engine also read other prompts."""
+    counts: EngineCounts | None
+    """None without drafts."""
+
+    @classmethod
+    def of(cls, num_speculative_tokens: int | None, concurrency: int, result: LoadResult) -> "Row":
+        """Returns the row of a load."""
+        answers = result.answers
+        gaps = [later - step for answer in answers for step, later in pairwise(answer.steps_s)]
+        several = [answer for answer in answers if answer.num_tokens > 1]
+        return cls(
+            num_speculative_tokens,
+            concurrency,
+            requests=len(answers),
+            output_tokens=sum(answer.num_tokens for answer in answers),
+            duration_s=result.duration_s,
+            ttft_ms=Spread.of([answer.steps_s[0] for answer in answers]),
+            tpot_ms=Spread.of([(each.steps_s[-1] - each.steps_s[0]) / (each.num_tokens - 1) for each in several]),
+            itl_ms=Spread.of(gaps),
+            step_ms=Spread.of(sorted(gaps)[: math.ceil(0.9 * len(gaps))]).mean,
+            counts=result.counts,
+        )
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.duration_s
+
+    def describe(self, speeds: Speeds, engine: str, costs: Sequence[RoundCost]) -> dict[str, Any]:
+        """Returns the figures for the report. Speed-ups are relative to the engine without drafts.
+
+        `costs` are those of `serving_bench.break_even`, if they are known.
+        """
+        num_drafts, names = self.num_speculative_tokens, ("rounds", "drafted", "accepted_at", "acceptance_length")
+        figures, counted = asdict(self), {name: self.counts and getattr(self.counts, name) for name in names}
+        del figures["counts"]
+        length = counted["acceptance_length"]
+        speed_up = None if num_drafts is None else self.output_tokens_per_s / speeds[self.concurrency][0]
+        predicted = length and predicted_speed_up(costs, engine, self.concurrency, num_drafts, length)
+        return {
+            **figures,
+            **{"output_tokens_per_s": self.output_tokens_per_s, "speed_up": speed_up, "predicted_speed_up": predicted},
+            **counted,
+        }
+
+
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """Returns the row with the most tokens/s at each concurrency, ordered by concurrency."""
+    by_concurrency = {row.concurrency: row for row in sorted(rows, key=lambda row: row.output_tokens_per_s)}
+    return [by_concurrency[concurrency] for concurrency in sorted(by_concurrency)]
+
+
+def speeds_of(rows: Sequence[Row]) -> Speeds:
+    """Returns output tokens/s by concurrency and K. Leaves out rows of a running server, whose K is unknown."""
+    speeds: Speeds = {}
+    for row in rows:
+        if row.num_speculative_tokens is not None:
+            speeds.setdefault(row.concurrency, {})[row.num_speculative_tokens] = row.output_tokens_per_s
+    return speeds
+
+
+def warn_of_unequal_work(rows: Sequence[Row]) -> None:
+    """Warn if the numbers of output tokens of two rows differ too much for their speeds to be comparable."""
+    numbers = {row.output_tokens for row in rows}
+    if max(numbers) > (1 + MOST_DIFFERENT_TOKENS) * min(numbers):
+        warnings.warn(
+            f"serving_bench: all runs must write the same number of tokens, but wrote {min(numbers):,} "
+            f"to {max(numbers):,}, because rounding or sampling has changed where answers end; set "
+            "serving_bench.ignore_eos=true for equal numbers",
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The inputs of the benchmark, checked before an engine starts."""
+
+    config: PipelineConfig
+    prompts: Sequence[Sequence[int]]
+    output_dir: Path
+    served: Served | EngineServer
+    """For an engine that is started here, what it serves; otherwise the running server of `serving.url`."""
+
+    @property
+    def num_requests(self) -> int:
+        settings = self.config.serving_bench
+        return settings.num_requests or max(len(self.prompts), *settings.concurrency)
+
+
+def drafting_choices(config: PipelineConfig) -> list[int]:
+    """Returns K of each engine that drafts."""
+    return config.serving_bench.num_speculative_tokens or [config.acceptance.num_speculative_tokens]
+
+
+@contextmanager
+def scratch_dir(output_dir: Path) -> Iterator[Path]:
+    """Yields an empty folder below `output_dir`, and removes it afterwards."""
+    directory = output_dir / SCRATCH
+    shutil.rmtree(directory, ignore_errors=True)  # left by a benchmark that was killed
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def measure(bench: Bench, scratch: Path) -> tuple[list[Row], str]:
+    """Returns a row for each K and concurrency, and the engine's version. Writes the times of all answers.
+
+    An engine is warmed up, and then runs all concurrencies, and all again for each further repeat.
+
+    Raises:
+        UserError: an engine or a request failed.
+    """
+    acceptance, settings = bench.config.acceptance, bench.config.serving_bench
+    requests = Requests(
+        bench.prompts,
+        acceptance.max_new_tokens,
+        acceptance.temperature,
+        acceptance.top_p,
+        acceptance.top_k,
+        settings.ignore_eos,
+        acceptance.seed,
+    )
+    rows: list[Row] = []
+    version = ""
+    for num_drafts in [None] if isinstance(bench.served, EngineServer) else [0, *drafting_choices(bench.config)]:
+        name = "server" if num_drafts is None else f"K{num_drafts}"
+        warmup = [Load(f"{name}_warmup", settings.warmup_requests, max(settings.concurrency))]
+        loads = warmup[: settings.warmup_requests] + [
+            Load(f"{name}_concurrency{concurrency}_run{run}", bench.num_requests, concurrency)
+            for run in range(1, settings.repeats + 1)
+            for concurrency in settings.concurrency
+        ]
+        if isinstance(bench.served, EngineServer):
+            version, results = send_all(bench.served, requests, loads)
+        else:
+            engine = running_engine(bench.config.serving.engine)
+            version, results = engine.run_loads(bench.served, num_drafts or 0, requests, loads, scratch)
+        for load, result in zip(loads, results, strict=True):
+            write_json(bench.output_dir / f"load_{load.name}.json", asdict(result))
+        measured = [pair for pair in zip(loads, results, strict=True) if pair[0] not in warmup]
+        rows += fastest([Row.of(num_drafts, load.concurrency, result) for load, result in measured])
+    warn_of_unequal_work(rows)
+    return rows, version

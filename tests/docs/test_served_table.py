@@ -1,0 +1,115 @@
+"""Tests that the table of docs/serving.md names what tests/serving serves; `make served-table` writes it."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from mtptrain.engines.table import engine_of, format_for
+from mtptrain.export import check_tensors, reload_head, write_head
+from mtptrain.target.families import read_target_config
+from tests.mtptrain.engines.conftest import random_head
+from tests.serving.cases import (
+    BF16_CASES,
+    CASES,
+    HEAD_CONFIGS,
+    IN_TABLE,
+    LLAMA_CPP_CASES,
+    OPENVINO_CASES,
+    SEQUENTIAL_CASES,
+    TARGETS,
+    Case,
+)
+from tests.serving.served_directories.writing import make_served_target
+
+PAGE = Path(__file__).parents[2] / "docs/serving.md"
+BETWEEN = re.compile(r"(?<=<!-- served: written by `make served-table` -->\n).*?(?=<!-- end of served -->)", re.DOTALL)
+FAMILIES = {
+    **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE"},
+    **{"gemma3_text": "Gemma-3", "deepseek_v2": "DeepSeek-V2"},
+}
+MORE_FAMILIES = {
+    **{"granite": "Granite", "phi3": "Phi-3", "glm4": "GLM-4", "olmoe": "OLMoE", "gpt_oss": "gpt-oss"},
+    **{"glm4_moe": "GLM-4.5", "ernie4_5_moe": "ERNIE-4.5", "qwen3_next": "Qwen3-Next (full attention)"},
+}
+"""Families of `MORE_TARGETS` and `NATIVE_TARGETS`, which have lines below the table instead of columns in it."""
+ENGINES = {
+    **{"vllm": "vLLM 0.32", "llama_cpp": "llama.cpp b11434", "openvino": "OpenVINO GenAI 2026.4"},
+    **{"sglang": "SGLang 0.5.23", "tensorrt_llm": "TensorRT-LLM 1.3", "transformers": "transformers 5.23"},
+}
+TRIED = {"vllm": CASES, "llama_cpp": LLAMA_CPP_CASES, "openvino": OPENVINO_CASES}
+"""The cases that each engine serves in fp32, with equal answers and counters."""
+ONLY_ON_GPUS = {"dspark": "dspark_fill_in_one_layer", "dflash2": "dflash2"}
+"""Heads that vLLM serves with its V2 runner, which needs a GPU, and the variant that a plugin serves in its V1."""
+EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
+WITH_PLUGIN = "equal in V1"
+LEGEND = f"""
+*{EQUAL}*: served in fp32; all answers equal ours, and all counters by
+[the engine's rules](#checking-an-export). *{NEAR}*: served in bf16, the only dtype of
+vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the files are checked, but
+not served. *{WITH_PLUGIN}*: vLLM serves this head with its V2 runner, which needs a GPU. Here its
+classes run in its V1 runner, with a plugin of the tests that chooses the drafts; all is equal in
+fp32, for `dspark` with `head.sample_from_anchor=false`.
+*{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves it. Llama and Qwen3 are
+tested with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and, in
+vLLM, with the flags of EAGLE-3.1; the others with K = 3. `peagle` and `medusa` are tested with
+K = 1 and 5 too on targets that repeat tokens, and `dflash` with K = 1, 3 and 5, with a draft
+vocabulary and with two layers, whose `k_norm` must be equal in vLLM. llama.cpp's Qwen2 has unscaled
+RoPE, and the weights of its Qwen3-MoE's experts add up to 1.
+"""
+
+
+def is_among(cases: list[Case], head: str, family: str) -> bool:
+    return any((case.head, TARGETS[case.target].model_type) == (head, family) for case in cases)
+
+
+def cell(engine: str, head: str, family: str, target: PreTrainedConfig, directory: Path) -> str:
+    """Returns the cell of a head for a family in an engine. An export that no engine serves here is written."""
+    if is_among(TRIED.get(engine, []), head, family):
+        return EQUAL
+    if next(engine_of(engine).why_not(HEAD_CONFIGS[head], target), None) is not None:
+        return REFUSED
+    if engine == "vllm" and head in ONLY_ON_GPUS and is_among(SEQUENTIAL_CASES, ONLY_ON_GPUS[head], family):
+        return WITH_PLUGIN
+    if engine in TRIED and not (engine == "vllm" and head in ONLY_ON_GPUS):
+        return NEAR if engine == "vllm" and is_among(BF16_CASES, head, family) else UNTRIED
+    form = format_for(engine, HEAD_CONFIGS[head], target)
+    state = random_head(form.head, target).state_dict()
+    write_head(directory, form, state)
+    check_tensors(directory, form)
+    reloaded = reload_head(directory, form).state_dict()
+    assert reloaded.keys() == state.keys() and all(torch.equal(reloaded[name], state[name]) for name in state)
+    # tests/mtptrain/engines/test_transformers.py compares what transformers accepts with our own loop.
+    return EQUAL if engine == "transformers" else CHECKED
+
+
+def served_table(directory: Path) -> str:
+    """Returns a table with a row for each engine and head, and a column for each family."""
+    lines = ["| engine | head | " + " | ".join(FAMILIES.values()) + " |", "|---|---|" + "---|" * len(FAMILIES)]
+    targets = {name: read_target_config(make_served_target(directory / "targets" / name, name)) for name in FAMILIES}
+    for engine, engine_name in ENGINES.items():
+        for head in IN_TABLE:
+            if HEAD_CONFIGS[head].name in engine_of(engine).formats:
+                cells = [cell(engine, head, name, targets[name], directory / engine / head / name) for name in FAMILIES]
+                lines.append(f"| {engine_name} | `{head}` | " + " | ".join(cells) + " |")
+    families: dict[tuple[str, str], list[str]] = {}
+    for case in dict.fromkeys(replace(case, num_speculative_tokens=3) for case in CASES + BF16_CASES):
+        if case.target in MORE_FAMILIES:
+            result = EQUAL if case.dtype == "float32" else NEAR
+            families.setdefault((case.head, result), []).append(MORE_FAMILIES[case.target])
+    more = [
+        f"vLLM 0.32 serves `{head}` for {', '.join(names)} too: {how}.\n" for (head, how), names in families.items()
+    ]
+    return "\n".join(lines) + "\n" + LEGEND + "\n" + "".join(more)
+
+
+def test_the_table_of_the_page_names_what_the_tests_serve(tmp_path: Path) -> None:
+    table, found = served_table(tmp_path), BETWEEN.search(PAGE.read_text())
+    assert found is not None
+    if os.environ.get("WRITE_SERVED_TABLE"):
+        PAGE.write_text(BETWEEN.sub(lambda _: table, PAGE.read_text()))
+    else:
+        assert found[0] == table, "run `make served-table`"
