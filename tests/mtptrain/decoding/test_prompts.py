@@ -222,16 +222,13 @@ def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_d
     config_for: Callable[..., PipelineConfig], tmp_path: Path
 ) -> None:
     path = tmp_path / "asked.jsonl"
-    rows = [
-        {"id": 1, "mask": "x", "messages": [{"role": "client", "content": "hi", "name": "ann"}]},
-        {"id": 2, "mask": "x", "turns": ["hi"]},
-        {"id": 3, "mask": "x", "text": "<user>hi<|end|><assistant>"},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    client = {"role": "client", "content": "hi", "name": "ann"}
+    rows = [{"messages": [client]}, {"turns": ["hi"]}, {"text": "<user>hi<|end|><assistant>"}]
+    path.write_text("\n".join(json.dumps({"id": number, "mask": "x", **row}) for number, row in enumerate(rows)))
     named = ("prompts.metadata=[mask,name]", "+prompts.roles.client=user", "prompts.schema=sharegpt")
     config = config_for(f"acceptance.prompts_file={path}", "acceptance.max_new_tokens=8", *named)
-    read = Run(config).measured_prompts()
-    assert read.input_ids["1"] == read.input_ids["2"] == read.input_ids["3"]
+    read = Run(config).measured_prompts().input_ids
+    assert read["0"] == read["1"] == read["2"]
     config.prompts.metadata.remove("mask")
     message = r":1: must be .*column mask, .*\(add mask to prompts\.metadata to pass it over\)"
     with pytest.raises(UserError, match=message):
