@@ -16,7 +16,7 @@ from mtptrain.heads.base import Head, Tensors
 from mtptrain.settings.heads import HeadConfig, config_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import StageMissing, UserError
-from mtptrain.utils.files import read_sealed, remove_files, save_tensors, sync, write_sealed
+from mtptrain.utils.files import read_sealed, remove_files, save_described
 
 WEIGHTS = "head.safetensors"
 TARGET_WEIGHTS = "target_weights_sha256"
@@ -46,10 +46,7 @@ def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) ->
 
 
 def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, object]) -> None:
-    """Write a head to a directory. A new directory that has a `head.json` is complete.
-
-    Both files are ready before one is renamed, so that a reader or a kill meets a mixture of old and new only within
-    milliseconds. `head.json` would then be refused, since it describes other weights.
+    """Write a head to a directory, as `save_described` does. A new directory that has a `head.json` is complete.
 
     Args:
         state: weights by name, in their training dtype.
@@ -57,12 +54,7 @@ def save_head(directory: Path, state: dict[str, torch.Tensor], config: HeadConfi
             a calibrated head, and such as the step and the acceptance measured there.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    weights, described = directory / WEIGHTS, directory / "head.json"
-    save_tensors(weights.with_name(f"{WEIGHTS}.tmp"), state)
-    write_sealed(described.with_name("head.json.tmp"), {"head": asdict(config), **facts}, [WEIGHTS], suffix=".tmp")
-    weights.with_name(f"{WEIGHTS}.tmp").replace(weights)
-    described.with_name("head.json.tmp").replace(described)
-    sync(directory)
+    save_described(directory / WEIGHTS, state, directory / "head.json", {"head": asdict(config), **facts})
 
 
 def best_or_last(stage_dir: Path) -> Path:

@@ -27,15 +27,7 @@ from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, res
 from mtptrain.training.step_packing import PACKING_VERSION
 from mtptrain.utils.distributed import Ranks
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import (
-    publish,
-    read_sealed,
-    refuse_absent,
-    remove_files,
-    save_tensors,
-    sync,
-    write_sealed,
-)
+from mtptrain.utils.files import read_sealed, refuse_absent, remove_files, save_described, sync
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -141,10 +133,8 @@ def save_checkpoint(
             torch.tensor(progress.step),
             torch.tensor(progress.best_acceptance_length, dtype=torch.float64),
         )
-        save_tensors(folder / f"{STATE}.tmp", state | dict(zip(RUN, run, strict=True)))
-        write_sealed(folder / f"{MARKER}.tmp", facts | {"step": progress.step}, [STATE], suffix=".tmp")
-        publish(folder / f"{STATE}.tmp", folder / STATE)
-        publish(folder / f"{MARKER}.tmp", folder / MARKER)
+        tensors = state | dict(zip(RUN, run, strict=True))
+        save_described(folder / STATE, tensors, folder / MARKER, facts | {"step": progress.step})
         sync(directory)  # the new folder must be on the disk before an old one is removed
         for old in finished_checkpoints(directory)[:-keep]:
             _remove(old)

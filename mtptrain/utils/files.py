@@ -317,6 +317,19 @@ def save_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
         temporary.chmod(mode)
 
 
+def save_described(weights: Path, tensors: dict[str, "torch.Tensor"], record: Path, content: Mapping[str, Any]) -> None:
+    """Write a safetensors file and, beside it, the sealed JSON object that describes it.
+
+    Both are ready before one is renamed, so that a reader or a kill meets a mixture of old and new only within
+    milliseconds. The object would then be refused, since it describes other weights.
+    """
+    ready = [(path.with_name(f"{path.name}.tmp"), path) for path in (weights, record)]
+    save_tensors(ready[0][0], tensors)
+    write_sealed(ready[1][0], content, [weights.name], suffix=".tmp")
+    for temporary, path in ready:
+        publish(temporary, path)
+
+
 def remove_files(directory: Path, names: Collection[str]) -> None:
     """Remove the named files of a directory, in this order, with what a killed atomic write has left of each.
 
