@@ -53,7 +53,7 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1648,
-    "mtptrain/cli": 473,
+    "mtptrain/cli": 425,
     "mtptrain/data": 1202,
     "mtptrain/decoding": 1807,
     "mtptrain/engines": 4316,
@@ -61,10 +61,10 @@ LINES = {
     "mtptrain/hidden_states": 2042,
     "mtptrain/init_from": 1312,
     "mtptrain/planning": 957,
-    "mtptrain/settings": 1185,
+    "mtptrain/settings": 1181,
     "mtptrain/target": 2706,
     "mtptrain/training": 3023,
-    "mtptrain/utils": 1341,
+    "mtptrain/utils": 1272,
     "data_prep": 3477,
     "eval": 2640,
     "slurm": 161,
