@@ -222,24 +222,19 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
 
 
 def check_source(source: Source, prompts: PromptsConfig) -> None:
-    """Raise before the expensive work if there is no document, or if a split would be empty."""
-    if not source.names:  # rows without a usable one have been refused, file by file
+    """Refuse sources without a document. Rows without a usable one have been refused, file by file."""
+    if not source.names:
         counted = "".join(f", {each.count} refused ({each.reason})" for each in group_refusals(source.refused))
         raise UserError(
             f"prompts.paths: must hold at least one file with text that matches {prompts.pattern!r}, but "
             f"{', '.join(prompts.paths)} holds none{counted}; correct the paths, prompts.pattern or the data"
         )
-    sides = {is_held_out(cluster, prompts.validation_fraction) for cluster in source.clusters}
-    if len(sides) == 1:
-        num_clusters = len(set(source.clusters))
-        counted = f" ({num_clusters:,} different questions, near-duplicates counted once)"
-        reason = f"none of {len(source.names):,} documents{counted if num_clusters < len(source.names) else ''}"
-        raise _empty_split(Split.train if sides == {True} else Split.validation, f"{reason} belongs to it", prompts)
 
 
 def check_splits(
     splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig, tokenizer_name: str
 ) -> None:
+    """Refuse prompts of which a split is empty, or that train nothing."""
     reasons = "".join(f", {group.count} refused ({group.reason})" for group in report.refused)
     left_out = f"{report.counts['windows_unsupervised']} windows without a supervised token{reasons}"
     empty = [split for split, documents in splits.items() if not len(documents)]
@@ -249,8 +244,14 @@ def check_splits(
             f"sends, but with the chat template of {tokenizer_name} none of {report.items:,} has one: {left_out}; "
             "correct the data or the template, or let the target answer (mtptrain responses, prompts.source=responses)"
         )
-    for split in empty:
-        raise _empty_split(split, left_out, prompts)
+    if empty:
+        questions = report.counts["questions"] or report.items
+        raise UserError(
+            f"prompts: the {empty[0]} split must hold at least one document, but holds none with "
+            f"prompts.validation_fraction={prompts.validation_fraction} and prompts.max_train_tokens="
+            f"{prompts.max_train_tokens}, of {questions:,} different questions or files: {left_out}; add data or "
+            "change these settings"
+        )
     train = splits[Split.train]
     if not any(has_drafts(train.mask(i)) for i in range(len(train))):
         raise UserError(
@@ -258,11 +259,3 @@ def check_splits(
             f"head drafts from the second on, but none of its {len(train):,} documents does with "
             f"prompts.max_document_tokens={prompts.max_document_tokens}; add data with longer answers"
         )
-
-
-def _empty_split(split: Split, reason: str, prompts: PromptsConfig) -> UserError:
-    return UserError(
-        f"prompts: the {split} split must hold at least one document, but holds none with "
-        f"prompts.validation_fraction={prompts.validation_fraction} and "
-        f"prompts.max_train_tokens={prompts.max_train_tokens}: {reason}; add data or change these settings"
-    )

@@ -239,25 +239,23 @@ def fill_from_server(
     """Regenerate conversations with requests to the server. Returns why a conversation failed, by row."""
     failed, failures_in_a_row = dict[int, str](), 0
 
-    def save(conversation: RegeneratedConversation) -> None:
+    def on_end(conversation: RegeneratedConversation, failure: str | None) -> None:
         nonlocal failures_in_a_row
-        failures_in_a_row = 0
-        journal.write(line_of(conversation))
         bar.update()
-        bar.add_tokens(sum(conversation.answer_tokens))
-
-    def fail(row: int, reason: str) -> None:
-        nonlocal failures_in_a_row
+        if failure is None:
+            failures_in_a_row = 0
+            journal.write(line_of(conversation))
+            bar.add_tokens(sum(conversation.answer_tokens))
+            return
         failures_in_a_row += 1
-        failed[row] = reason
-        bar.update()
+        failed[conversation.row] = failure
         if failures_in_a_row == max(MIN_FAILURES_TO_STOP, 2 * concurrency):
             raise UserError(
                 f"mtptrain responses: conversations must not keep failing, but {failures_in_a_row} in a row did, the "
-                f"last one with: {reason}; correct the cause and run mtptrain responses again to generate the rest"
+                f"last one with: {failure}; correct the cause and run mtptrain responses again to generate the rest"
             )
 
-    asyncio.run(regenerate_with_server(server, dialogues, concurrency, save, fail))
+    asyncio.run(regenerate_with_server(server, dialogues, concurrency, on_end))
     return failed
 
 

@@ -255,20 +255,12 @@ async def regenerate_with_server(
     server: CompletionServer,
     dialogues: Iterable[Dialogue],
     concurrency: int,
-    save: Callable[[RegeneratedConversation], None],
-    fail: Callable[[int, str], None],
+    on_end: Callable[[RegeneratedConversation, str | None], None],
 ) -> None:
-    """Regenerate conversations, at most `concurrency` at once.
+    """Regenerate conversations, at most `concurrency` at once, and take them as they are needed.
 
-    If `fail` raises an error, or the user interrupts, no new requests are sent, and only conversations that the running
-    requests complete are saved.
-
-    Args:
-        server: the server.
-        dialogues: the conversations, taken as they are needed.
-        concurrency: the number of conversations at once.
-        save: called with each conversation as it ends.
-        fail: called with the row of each failed conversation and the reason.
+    `on_end` gets each conversation as it ends, and the reason if it failed. If `on_end` raises an error, or the user
+    interrupts, no new requests are sent, and only what the running requests complete is passed on.
     """
     remaining, stopping = iter(dialogues), asyncio.Event()
 
@@ -280,9 +272,9 @@ async def regenerate_with_server(
             except RequestFailed as failure:
                 if stopping.is_set():
                     return
-                fail(dialogue.regenerated.row, str(failure))
+                on_end(dialogue.regenerated, str(failure))
             else:
-                save(dialogue.regenerated)
+                on_end(dialogue.regenerated, None)
 
     workers = [asyncio.create_task(converse()) for _ in range(concurrency)]
     try:
@@ -290,4 +282,4 @@ async def regenerate_with_server(
     finally:
         stopping.set()
         await asyncio.wait(workers)
-    await asyncio.gather(*workers)  # raises the error of `fail`
+    await asyncio.gather(*workers)  # raises the error of `on_end`

@@ -30,7 +30,7 @@ def test_settings_and_targets_that_leave_nothing_or_a_split_without_text_are_ref
         ("prompts.validation_fraction=0.9999", "the train split must hold at least one document, but holds none"),
         (
             "prompts.max_train_tokens=3",
-            "and prompts.max_train_tokens=3: 0 windows without a supervised token, 1 refused (not UTF-8)",
+            "files: 0 windows without a supervised token, 1 refused (not UTF-8), 1 refused (empty); add data or change",
         ),
         ("prompts.paths=[]", "must name at least one path with prompts.source=text_files, but is empty; set"),
         (f"target.path={small}", "target.path: token ids must be below the model's vocab_size 100, but file_"),
@@ -43,7 +43,7 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatCo
     failing = make_target(tmp_path / "target", chat_template=template)
     none = "none of 20 has one: 0 windows without a supervised token, 20 refused ("
     for turns, message in (
-        (("hello?", "answer {}"), ": none of 20 documents (1 different questions, near-duplicates counted once) belon"),
+        (("hello?", "answer {}"), "of 1 different questions or files: 0 windows without a supervised token; add data"),
         (("hello {}?",), f"{none}no assistant turn); correct the data or the template, or let the target answer ("),
         (("hello {}?", ""), f"{none}an answer without text)"),
         (("hello {}?", "yes"), f"with the chat template of {failing} {none}the chat template fails: ZeroDivisionErr"),
