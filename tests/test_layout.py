@@ -54,7 +54,7 @@ FORBIDDEN = {
 LINES = {
     "mtptrain": 1648,
     "mtptrain/cli": 425,
-    "mtptrain/data": 1202,
+    "mtptrain/data": 1108,
     "mtptrain/decoding": 1807,
     "mtptrain/engines": 4316,
     "mtptrain/heads": 3916,
@@ -65,7 +65,7 @@ LINES = {
     "mtptrain/target": 2706,
     "mtptrain/training": 3023,
     "mtptrain/utils": 1272,
-    "data_prep": 3477,
+    "data_prep": 3090,
     "eval": 2640,
     "slurm": 161,
     "benchmarks": 1015,

@@ -34,8 +34,7 @@ def make_speaking_target(
 
 
 Reply = tuple[int, Any]
-"""A status and a body. The body is an object to send as JSON, bytes, or an iterator of bytes that is sent without a
-Content-Length. The body of a redirect (307) is the new address."""
+"""A status and a body, which is bytes or an object to send as JSON. The body of a redirect (307) is the new address."""
 Behaviour = Callable[[dict[str, Any]], Reply]
 
 
@@ -110,18 +109,15 @@ def fake_server(address: str = "127.0.0.1") -> Iterator[FakeServer]:
             path, _, query = self.path.partition("?")
             is_known = query == fake.query
             status, content = fake.reply(path, request) if is_known else (401, {"error": f"wrong key in {self.path}"})
-            is_stream = isinstance(content, Iterator)
-            body = content if isinstance(content, bytes) or is_stream else json.dumps(content).encode()
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
             try:
                 self.send_response(status)
                 self.send_header("Retry-After", "0")
-                if not is_stream:
-                    self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Length", str(len(body)))
                 if status == 307:
                     self.send_header("Location", content)
                 self.end_headers()
-                for chunk in body if is_stream else [body]:
-                    self.wfile.write(chunk)
+                self.wfile.write(body)
             except OSError:  # the client has given up
                 pass
 

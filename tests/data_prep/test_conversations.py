@@ -11,7 +11,7 @@ from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import HTTPError
 
 from data_prep import conversations
-from data_prep.conversations import conversation_name, read_conversations
+from data_prep.conversations import Rows, conversation_name, read_conversations
 from mtptrain.config import ConversationSchema
 from mtptrain.data.rows import RowFormat, parse_row
 from mtptrain.utils.errors import UserError
@@ -84,6 +84,15 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
             read_conversations([str(tmp_path / name)])
     with pytest.raises(UserError, match=r"must name each path once, but names a\.jsonl more than once"):
         read_conversations(["a.jsonl", "a.jsonl"])
+
+
+def test_a_row_that_cannot_be_decoded_is_named() -> None:
+    class Damaged(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    with pytest.raises(UserError, match=r"a\.parquet: every row must be readable, but one is not \('utf-8' codec"):
+        Rows("a.parquet", Damaged([{}]), [1]).row(0)
 
 
 def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,6 @@ def speaking_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_speaking_target(tmp_path_factory.mktemp("speaking"))
 
 
-@pytest.fixture(scope="session")
-def composed(speaking_target: Path) -> PipelineConfig:
-    """Returns a config that is composed once for all tests, because composing takes as long as a run."""
-    return make_config(
-        f"target.path={speaking_target}", "prompts.paths=[a]", "prompts.validation_fraction=0.3", *SETTINGS
-    )
-
-
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     with fake_server() as running:
@@ -69,15 +60,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def configure(tmp_path: Path, composed: PipelineConfig) -> ConfigFor:
+def configure(tmp_path: Path, speaking_target: Path) -> ConfigFor:
     """Returns a function that makes a config for a jsonl file of the given rows and settings of `responses`."""
 
     def build(
         rows: list[dict[str, Any]] = CHATS, run: str = "run", target: Path | None = None, seed: int = 0, **settings: Any
     ) -> PipelineConfig:
-        config = deepcopy(composed)
-        config.run_dir, config.seed = f"{tmp_path}/{run}", seed
-        config.target.path = str(target or config.target.path)
+        paths = (f"run_dir={tmp_path}/{run}", f"target.path={target or speaking_target}", "prompts.paths=[a]")
+        config = make_config(*paths, f"seed={seed}", "prompts.validation_fraction=0.3", *SETTINGS)
         config.prompts.paths = [write_rows(tmp_path / "chats.jsonl", rows)]
         for name, value in settings.items():
             assert hasattr(config.responses, name)

@@ -264,10 +264,11 @@ def test_prompts_refuse_answers_that_are_missing_or_others_and_go_on_without_the
 
 
 def test_transformers_answers_greedily_as_one_prompt_at_a_time_would_and_exactly_that_is_supervised(
-    configure: ConfigFor, speaking_target: Path
+    configure: ConfigFor, speaking_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configure()
     manifest = respond(config)
+    assert f", {manifest.counts['answer_tokens']:,} tokens, " in capsys.readouterr().err.split("\r")[-1], "on the bar"
     assert manifest.counts["texts_changed"] == manifest.counts["tokens_changed"] == 0
     model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
     tokenizer, supervised, endings = load_tokenizer(speaking_target), supervised_tokens(config), Counter[str]()

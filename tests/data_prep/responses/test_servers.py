@@ -111,7 +111,7 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
         (lambda prompt: (400, {"error": "no"}), 1, 'the server answers 400: {"error": "no"}'),
         (lambda prompt: completion(prompt, [1], "abort"), 1, "finish_reason must be stop or length, but is abort"),
         (lambda prompt: (200, {"choices": []}), 1, "not enough values"),
-        (lambda prompt: completion(prompt, ["a"]), 1, "token_ids must be integers in [0, "),  # type: ignore[list-item]
+        (lambda prompt: completion(prompt, [10**6]), 1, "token_ids must be integers in [0, "),
         (lambda prompt: completion(prompt, [5], text="caf\ud83d"), 1, "UnicodeEncodeError: "),
         (lambda prompt: completion(prompt, [5] * 25), 1, "the number of tokens must be in [0, 24], but is 25"),
         (lambda prompt: (200, {"choices": [text], "usage": {"completion_tokens": None}}), 1, "but is None"),

@@ -106,6 +106,9 @@ def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
         "messages must have keys role, content or from, value, but one has keys role": [
             {"messages": [QUESTION, {"role": "assistant"}]}
         ],
+        "messages must have keys role, content or from, value, but one is text": [{"messages": [QUESTION, "yes"]}],
+        "reasoning must be text, but is a list": [chat(None, {"reasoning": ["it is"]})],
+        "system must be text, but is a number": [row(system=7)],
         "messages must have keys role, content or from, value, but one is an object": [{"messages": [{}]}],
         "different messages in two columns": [{"messages": PARSED, "conversation": [QUESTION]}],
         "different reasoning in reasoning_content, reasoning, thinking": [
