@@ -109,7 +109,7 @@ def find_form(config: PreTrainedConfig) -> TargetForm:
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
-            # Plans look for forms while they compute with fake tensors, and nothing public suspends those.
+            # Rehearsals of GPUs look for forms among fake tensors, and nothing public suspends those.
             with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
                 _FOUND[key] = _Probe(config).form()
         finally:
