@@ -46,17 +46,10 @@ from mtptrain.settings.hardware import this_machine
 from mtptrain.target.model import Target
 from mtptrain.utils.files import write_json
 from tests.programs import StartedProgram, module_command
-from tests.slow import is_slow
 
 # A shell makes its background programs ignore Ctrl-C, but some tests send Ctrl-C to themselves. The packages of
 # programs set a handler for the time of their imports, which ends here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if is_slow(item.nodeid):
-            item.add_marker(pytest.mark.slow)
 
 
 TESTS_UNTIL = "MTPTRAIN_TESTS_UNTIL"

@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import PLAIN, run_program
 from tests.slurm.cluster import ROOT, Slurm, jobs_of, records, running_slurm, wait_for
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 40
 TRAINING = (f"train.max_steps={NUM_STEPS}", "train.save_every=5", "train.validation_prompts=0")
 TRAINING += ("deepspeed=zero1", "deepspeed.bf16.enabled=false")

@@ -14,6 +14,8 @@ from tests.conftest import PLAIN, TINY_SETTINGS, run_program, write_text_files
 from tests.data_prep.speaking import fake_server, make_speaking_target
 from tests.slurm.cluster import ROOT, Slurm, jobs_of, records, running_slurm, stopped_at, wait_for
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
