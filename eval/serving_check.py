@@ -30,7 +30,7 @@ from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import RunningEngine
-from mtptrain.engines.requests import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, EngineCounts, EngineRun
+from mtptrain.engines.requests import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, EngineCounts, EngineRun, Questions
 from mtptrain.engines.table import running_engine
 from mtptrain.init_from.start import RunHead
 from mtptrain.run import Run
@@ -80,18 +80,18 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     gc.collect()
     torch.cuda.empty_cache()  # the engine takes nearly all memory of this GPU, and fails if some is in use
     StageDir(output_dir).claim(config)
-    request = settings.max_new_tokens, ours.stop_token_ids
+    asked = Questions(all_prompts, settings.max_new_tokens, ours.stop_token_ids)
     if served is None:
         assert server is not None
-        theirs, may_round = server.generate(all_prompts, *request), server.may_round
+        theirs, may_round = server.generate(*asked), server.may_round
     else:
-        theirs, may_round = engine.generate(served, num_drafts, all_prompts, *request), engine.may_round(served)
-    our_counts, rule = engine.counted(ours.drafted, num_drafts, *request)
+        theirs, may_round = engine.generate(served, num_drafts, asked), engine.may_round(served)
+    our_counts, rule = engine.counted(ours.drafted, num_drafts, asked)
     has_rounded_weights = may_round or getattr(run.target.config, "quantization_config", None) is not None
     may_round = settings.dtype == Dtype.bfloat16 or has_rounded_weights
     comparison = Comparison(ours, our_counts, theirs, check_counts(theirs.counts, our_counts, config, engine))
     if not comparison.is_equal and may_round:
-        followed, _ = engine.counted(follow_answers(run, prompts, theirs.tokens), num_drafts, *request)
+        followed, _ = engine.counted(follow_answers(run, prompts, theirs.tokens), num_drafts, asked)
         comparison = replace(comparison, our_counts_on_their_answers=followed)
     divergence = None if comparison.is_equal else explain(run, all_prompts, comparison)
 

@@ -54,7 +54,7 @@ LINES = {
     "mtptrain/cli": 425,
     "mtptrain/data": 1108,
     "mtptrain/decoding": 1807,
-    "mtptrain/engines": 4316,
+    "mtptrain/engines": 4276,
     "mtptrain/heads": 3916,
     "mtptrain/hidden_states": 2036,
     "mtptrain/init_from": 1312,

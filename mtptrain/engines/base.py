@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
-from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Requests, Speeds
+from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Questions, Requests, Speeds
 from mtptrain.engines.server import EngineServer
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import HeadConfig
@@ -140,27 +140,14 @@ class RunningEngine(Engine):
         return False
 
     @abstractmethod
-    def generate(
-        self,
-        served: Served,
-        num_drafts: int,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> EngineRun:
+    def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
         """Start the engine with K = `num_drafts`, and return greedy answers to prompts of token ids, and its counters.
 
         Raises:
             UserError: the engine cannot serve the target or the head, or does not answer.
         """
 
-    def counted(
-        self,
-        generations: Sequence[Generation],
-        num_speculative_tokens: int,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> tuple[EngineCounts, str]:
+    def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
         """Returns what the engine counts for our answers, and a sentence on its rules if they changed the counts."""
         return EngineCounts.of(generations), ""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mtptrain.decoding.acceptance import summarise
 from mtptrain.decoding.speculate import Generation
@@ -54,6 +55,15 @@ class EngineRun:
     """None for an engine without drafts."""
     accepted_by_round: list[list[int]] | None
     """Number of accepted drafts in each round of each prompt; None if the engine does not report them."""
+
+
+class Questions(NamedTuple):
+    """Prompts that are answered greedily."""
+
+    prompts: Sequence[Sequence[int]]
+    """Token ids."""
+    max_new_tokens: int
+    stop_token_ids: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from tests.gguf_files import tokenizer_settings
-from tests.serving.cases import CONTEXT_TOKENS, EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
-from tests.serving.ours import OnDisk, Serve, drafted_here
+from tests.serving.cases import CONTEXT_TOKENS, EOS, HEAD_CONFIGS, Case
+from tests.serving.ours import QUESTIONS, OnDisk, Serve, drafted_here
 
 SOURCE = DEFAULT_SERVER.parents[1] / "source"
 
@@ -80,8 +80,8 @@ def serve_by_llama(
         for flag in without:
             del arguments[arguments.index(flag) : arguments.index(flag) + 2]
         with started_server(LlamaServer, [llama_server, *arguments], directory / "server.log") as server:
-            theirs = server.generate(PROMPTS, MAX_NEW_TOKENS, [EOS])
+            theirs = server.generate(*QUESTIONS)
         ours = drafted_here(case, target_of, head_of)
-        return ours, theirs, ENGINE.counted(ours, num_drafts, MAX_NEW_TOKENS, [EOS])[0]
+        return ours, theirs, ENGINE.counted(ours, num_drafts, QUESTIONS)[0]
 
     return serve

@@ -12,8 +12,8 @@ from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
-from tests.serving.cases import EOS, HEAD_CONFIGS, MAX_NEW_TOKENS, PROMPTS, Case
-from tests.serving.ours import OnDisk, Serve, drafted_here, served_from
+from tests.serving.cases import HEAD_CONFIGS, Case
+from tests.serving.ours import QUESTIONS, OnDisk, Serve, drafted_here, served_from
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +49,9 @@ def serve_by_openvino(
         served = served_from(openvino_python, on_disk.directory, directory)
         job = job_of(served, case.num_speculative_tokens, converted)
         job |= {"converted_target": str(converted / case.target), "converted_head": str(directory / "converted")}
-        job |= {"prompts": PROMPTS, "max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": [EOS]}
+        job |= QUESTIONS._asdict()
         ours = drafted_here(case, target_of, head_of)
-        counted, _ = ENGINE.counted(ours, case.num_speculative_tokens, MAX_NEW_TOKENS, [EOS])
+        counted, _ = ENGINE.counted(ours, case.num_speculative_tokens, QUESTIONS)
         return ours, decode(openvino_python, job), counted
 
     return serve

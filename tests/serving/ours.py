@@ -13,7 +13,7 @@ from mtptrain.decoding.drafters import HeadDrafter
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import Served
-from mtptrain.engines.requests import EngineCounts, EngineRun
+from mtptrain.engines.requests import EngineCounts, EngineRun, Questions
 from mtptrain.heads.base import Head
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.target.files import TargetFiles
@@ -26,6 +26,7 @@ SHORT_BENCH = (
     *("serving_bench.num_requests=6", "serving_bench.warmup_requests=1", "serving_bench.ignore_eos=true"),
 )
 """Settings of a short `mtptrain serving-bench`: six requests for each row, and one before to warm up."""
+QUESTIONS = Questions(PROMPTS, MAX_NEW_TOKENS, [EOS])
 Serve = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
 """Serves a case, and returns our answers, the engine's, and our counts by its rules."""
 

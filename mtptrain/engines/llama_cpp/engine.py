@@ -26,7 +26,7 @@ from mtptrain.engines.llama_cpp.server import (
 )
 from mtptrain.engines.load import send_all
 from mtptrain.engines.process import how_to_install, started_server
-from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Requests
+from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Questions, Requests
 from mtptrain.heads.dflash import layer_kinds
 from mtptrain.heads.draft_model import model_config
 from mtptrain.settings.evaluation import ServingConfig
@@ -99,31 +99,18 @@ class LlamaCpp(RunningEngine):
         assert served.target.gguf is not None
         return not (is_in_fp32(served.target.gguf) and is_in_fp32(served.head_dir / HEAD_FILE))
 
-    def generate(
-        self,
-        served: Served,
-        num_drafts: int,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> EngineRun:
+    def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
         command = server_command(served, num_drafts, num_slots=1, is_exact=served.dtype == "float32")
         with started_server(LlamaServer, command, served.log_path(num_drafts)) as server:
-            return server.generate(prompts, max_new_tokens, stop_token_ids)
+            return server.generate(*asked)
 
-    def counted(
-        self,
-        generations: Sequence[Generation],
-        num_speculative_tokens: int,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> tuple[EngineCounts, str]:
+    def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
         """Returns what llama.cpp counts for our answers, and a sentence on its rules if they changed the counts."""
         rounds = drafted = 0
-        accepted_at = np.zeros(num_speculative_tokens, int)
+        accepted_at = np.zeros(num_drafts, int)
         for generation in generations:
-            for num_drafts, num_accepted in _drafts(generation, num_speculative_tokens, max_new_tokens, stop_token_ids):
-                rounds, drafted = rounds + 1, drafted + num_drafts
+            for num_drafted, num_accepted in _drafts(generation, num_drafts, asked):
+                rounds, drafted = rounds + 1, drafted + num_drafted
                 accepted_at[:num_accepted] += 1
         counts = EngineCounts(rounds, drafted, accepted_at.tolist())
         return counts, "" if counts == EngineCounts.of(generations) else RULE
@@ -179,9 +166,7 @@ def llama_version(program: Path) -> str | None:
     return found and found[1]
 
 
-def _drafts(
-    generation: Generation, num_speculative_tokens: int, max_new_tokens: int, stop_token_ids: Sequence[int]
-) -> list[tuple[int, int]]:
+def _drafts(generation: Generation, most_drafts: int, asked: Questions) -> list[tuple[int, int]]:
     """Returns how many tokens each round drafts and accepts by llama.cpp's rules.
 
     `get_n_draft_max` leaves room for the token that follows the drafts. `common_sampler_sample_and_accept_n` ends at an
@@ -189,11 +174,11 @@ def _drafts(
     """
     rounds, position = [], 1  # the target chose token 0 itself
     for accepted in generation.accepted_by_round:
-        num_drafts = min(num_speculative_tokens, max_new_tokens - position - 1)
+        num_drafts = min(most_drafts, asked.max_new_tokens - position - 1)
         if num_drafts > 0:
             accepted = min(accepted, num_drafts)
             for index, token in enumerate(generation.tokens[position : position + accepted]):
-                if token in stop_token_ids and index + 1 < num_drafts:
+                if token in asked.stop_token_ids and index + 1 < num_drafts:
                     accepted = index
                     break
             rounds.append((num_drafts, accepted))

@@ -26,7 +26,7 @@ from mtptrain.engines.limits import (
 )
 from mtptrain.engines.openvino.formats import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
 from mtptrain.engines.process import EngineCrashed, how_to_install, printed_by, run_worker, warn_of_version
-from mtptrain.engines.requests import Answer, EngineCounts, EngineRun, Load, LoadResult, Requests
+from mtptrain.engines.requests import Answer, EngineCounts, EngineRun, Load, LoadResult, Questions, Requests
 from mtptrain.heads.dflash import layer_kinds
 from mtptrain.heads.draft_model import model_config
 from mtptrain.settings.evaluation import OpenvinoWeights, ServingConfig
@@ -92,28 +92,13 @@ class Openvino(RunningEngine):
     def may_round(self, served: Served) -> bool:
         return served.serving.openvino_weights is not OpenvinoWeights.fp32
 
-    def generate(
-        self,
-        served: Served,
-        num_drafts: int,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> EngineRun:
+    def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
         """Returns greedy answers to prompts of token ids, and the drafts accepted in each round."""
         with tempfile.TemporaryDirectory(prefix="mtptrain-openvino-") as directory:
             job = job_of(served, num_drafts, Path(directory))
-            job |= {"max_new_tokens": max_new_tokens, "stop_token_ids": list(stop_token_ids)}
-            job["prompts"] = [list(prompt) for prompt in prompts]
-            return decode(served.program, job)
+            return decode(served.program, job | asked._asdict())
 
-    def counted(
-        self,
-        generations: Sequence[Generation],
-        num_speculative_tokens: int,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> tuple[EngineCounts, str]:
+    def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
         """Returns what OpenVINO counts for our answers, and a sentence on its rules."""
         accepted = []
         for generation in generations:
@@ -122,7 +107,7 @@ class Openvino(RunningEngine):
                 rounds.append(min(num_accepted, len(generation.tokens) - position - 1))
                 position += num_accepted + 1
             accepted.append(rounds)
-        return counts_of(accepted, num_speculative_tokens), RULE
+        return counts_of(accepted, num_drafts), RULE
 
     def run_loads(
         self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path

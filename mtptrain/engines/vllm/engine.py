@@ -15,7 +15,7 @@ from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
 from mtptrain.engines.load import send_all
 from mtptrain.engines.process import printed_by, started_server
-from mtptrain.engines.requests import EngineRun, Load, LoadResult, Requests, Speeds, best_num_drafts
+from mtptrain.engines.requests import EngineRun, Load, LoadResult, Questions, Requests, Speeds, best_num_drafts
 from mtptrain.engines.vllm import client, formats, limits
 from mtptrain.engines.vllm.client import find_python, vllm_version
 from mtptrain.engines.vllm.formats import speculative_config
@@ -112,20 +112,13 @@ class Vllm(RunningEngine):
     def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:
         refuse_cpu_build(program)
 
-    def generate(
-        self,
-        served: Served,
-        num_drafts: int,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-    ) -> EngineRun:
+    def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
         refuse_cpu_build(served.program)
         batch_tokens = max(served.context_tokens, MIN_BATCHED_TOKENS)  # a prompt that is not split must fit
         command = [str(served.program), "-c", SERVE, *serve_arguments(served, num_drafts), *EXACT]
         command += ["--max-num-batched-tokens", str(batch_tokens)]
         with started_server(VllmServer, command, served.log_path(num_drafts), ENVIRONMENT) as server:
-            return server.generate(prompts, max_new_tokens, stop_token_ids)
+            return server.generate(*asked)
 
     def run_loads(
         self, served: Served, num_drafts: int, requests: Requests, loads: Sequence[Load], scratch_dir: Path

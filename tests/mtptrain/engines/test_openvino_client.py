@@ -14,20 +14,21 @@ import pytest
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import Served
 from mtptrain.engines.openvino.engine import counts_of
-from mtptrain.engines.requests import Answer, EngineCounts, Load, Requests
+from mtptrain.engines.requests import Answer, EngineCounts, Load, Questions, Requests
 from mtptrain.engines.table import running_engine
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.programs import fake_python
 
+QUESTIONS = Questions([[1]], 2, [])
 REQUESTS = Requests([[1, 2]], 4, 0.0, 1.0, 0, True, 0)
 
 
 def test_drafts_past_the_end_of_an_answer_are_not_counted() -> None:
     whole = Generation([1, 2, 3, 4, 5, 6], 2, 0, 6, [2, 1, 0], [2, 1])
     cut = Generation([1, 2, 3, 4, 5, 6], 2, 0, 6, [2, 2, 1], [2, 3])
-    counted, rule = running_engine("openvino").counted([whole, cut], 3, 6, [])
+    counted, rule = running_engine("openvino").counted([whole, cut], 3, QUESTIONS)
     assert counted == EngineCounts(4, None, [4, 2, 0]) and "drafted tokens are not compared" in rule
     # Of an engine that accepts more drafts than it should make, `check_counts` of serving-check sees another K.
     assert counts_of([[1, 0], [4]], 3) == EngineCounts(3, None, [2, 1, 1, 1])
@@ -114,7 +115,7 @@ def test_an_openvino_that_crashes_is_started_once_more(
     python = fake_python(tmp_path, CRASHES_ONCE)
     served = Served(python, TargetFiles(Path()), Path(), {}, ServingConfig(), "float32", 8, 1, tmp_path)
     engine = running_engine("openvino")
-    assert engine.generate(served, 3, [[1]], 2, []).tokens == [[5, 6]]
+    assert engine.generate(served, 3, QUESTIONS).tokens == [[5, 6]]
     (tmp_path / "starts").unlink()
     version, (result,) = engine.run_loads(served, 3, REQUESTS, [Load("K3", 1, 1)], tmp_path)
     assert (version, result.answers) == ("2026.3.0.0", [Answer([0.2, 0.3], 4)])
@@ -126,5 +127,5 @@ def test_an_openvino_that_crashes_is_started_once_more(
     (tmp_path / "starts").unlink()
     (tmp_path / "starts").mkdir()  # any other failure is not tried again
     with pytest.raises(UserError, match="ended with status 1; its last lines"):
-        engine.generate(served, 3, [[1]], 2, [])
+        engine.generate(served, 3, QUESTIONS)
     assert len(user_warnings) == 4
