@@ -51,7 +51,7 @@ FORBIDDEN = {
 }
 LINES = {
     "mtptrain": 1648,
-    "mtptrain/cli": 425,
+    "mtptrain/cli": 423,
     "mtptrain/data": 1108,
     "mtptrain/decoding": 1807,
     "mtptrain/engines": 4276,

@@ -90,6 +90,8 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
     try:
         options, unknown = get_args_parser().parse_known_args()
         refuse_dashes(unknown)
+        if options.help and not any(argument.startswith("recipe=") for argument in sys.argv):
+            sys.argv.append("recipe=quickstart")  # help needs a composed config, and any recipe shows the settings
         if options.multirun and started_stage() not in ("run", "plan"):
             raise UserError(
                 "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but "
@@ -136,10 +138,7 @@ def refuse_additions(arguments: Sequence[str]) -> None:
 
 
 def refuse_dashes(unknown: Sequence[str]) -> None:
-    """Raises UserError for an option that Hydra does not have, or for settings before and after one that it has.
-
-    Hydra itself would print its whole usage text.
-    """
+    """Raises UserError for an option unknown to Hydra, which prints its usage, or settings on both sides of it."""
     if unknown and not unknown[0].startswith("-"):
         raise UserError(
             f"{unknown[0]}: settings must stand together, but this one follows an option of Hydra; write all settings "
@@ -164,11 +163,10 @@ def python_module(name: str) -> str:
     if (Path(__file__).parents[1] / package).is_dir():  # a wheel, beside which others may have a package of this name
         return f"mtptrain.{name}"
     spec = find_spec(package)
-    is_in_this_checkout = (
-        spec is not None and spec.origin is not None and Path(spec.origin).parents[1] == Path(__file__).parents[2]
-    )
+    if spec and spec.origin and Path(spec.origin).parents[1] == Path(__file__).parents[2]:
+        return name
     # Python then says that mtptrain lacks the module, instead of running another package of this name.
-    return name if is_in_this_checkout else f"mtptrain.{name}"
+    return f"mtptrain.{name}"
 
 
 def quoted(path: Path | str) -> str:

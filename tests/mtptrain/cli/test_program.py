@@ -63,6 +63,13 @@ def test_a_mistake_on_the_command_line_is_one_line_that_names_what_was_meant() -
         assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
 
 
+def test_the_help_of_a_stage_needs_no_recipe() -> None:
+    result = run_ranks("train", ["--help"])
+    assert result.returncode == 0
+    assert result.stdout.startswith("mtptrain STAGE recipe=NAME ")
+    assert "  ttt_steps: 3\n" in result.stdout
+
+
 def test_a_mistyped_recipe_or_stage_names_the_nearest() -> None:
     result = run_ranks("prompts", ["recipe=quickstrat"])
     assert result.returncode == 2
