@@ -65,6 +65,8 @@ class StageDir:
         else:
             others = self._others_file()
             problem = None if others is None else f"holds {others.relative_to(self.path)} of somebody else"
+            if others is not None and (self.path / STAGE).exists():
+                problem = f"its {STAGE} cannot be read"
         if problem is not None:
             raise UserError(
                 f"{self.setting}: {self.path} must be new, empty or written by mtptrain, which leaves {STAGE} there, "
@@ -204,7 +206,8 @@ class StageDir:
                     f"{self.setting}"
                 )
         self.check()
-        files = self._stored().get(FILES, {})
+        listed = self._stored().get(FILES)
+        files = listed if isinstance(listed, dict) else {}
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
             is_known = path.is_file() and (path.name in files or path.name in (STAGE, _PROVENANCE))
             if not is_known or (path.name in files and files[path.name] != describe_file(path)):

@@ -50,7 +50,7 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 1648,
+    "mtptrain": 1645,
     "mtptrain/cli": 423,
     "mtptrain/data": 1108,
     "mtptrain/decoding": 1807,
@@ -61,13 +61,13 @@ LINES = {
     "mtptrain/planning": 957,
     "mtptrain/settings": 1181,
     "mtptrain/target": 2706,
-    "mtptrain/training": 2987,
+    "mtptrain/training": 2980,
     "mtptrain/utils": 1272,
     "data_prep": 3090,
     "eval": 2614,
     "slurm": 161,
     "benchmarks": 1015,
-    "tests": 30119,
+    "tests": 27160,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from mtptrain.config import PipelineConfig, Resume
+from mtptrain.config import PipelineConfig, Resume, TrainConfig
 from mtptrain.data.draft_vocab import d2t_sha256
 from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads.base import Head
@@ -225,7 +225,8 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
     stored = read_sealed(folder / MARKER, "remove the folder to resume from an older checkpoint")
     if "head" in stored:
         stored["head"] = with_defaults(stored["head"])
-    present = json.loads(json.dumps(facts))
+    defaults = {f"train.{name}": getattr(TrainConfig(), name) for name in OPTIMISATION_SETTINGS}
+    present, stored = json.loads(json.dumps([facts, {**defaults, **stored}]))  # an earlier version had fewer settings
     remedy = "restore these settings to resume from this checkpoint, or start again in another run_dir"
     refuse_different_facts(folder, {name: stored.get(name) for name in present}, present, remedy)
 

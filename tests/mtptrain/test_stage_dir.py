@@ -88,6 +88,21 @@ def test_a_folder_that_is_new_empty_or_ours_is_taken(tmp_path: Path, case: str) 
     assert (settings := folder.settings()) is not None and settings["seed"] == 0
 
 
+def test_a_damaged_stage_json_is_named(tmp_path: Path) -> None:
+    folder = StageDir(tmp_path / "stage")
+    with folder.replaced(make_config()) as new:
+        (new / "report.json").touch()
+    content = json.loads((folder.path / STAGE).read_text())
+    for files in (None, "report.json", ["report.json"]):
+        (folder.path / STAGE).write_text(json.dumps(content | {"files": files}))
+        with pytest.raises(UserError, match=r"but report\.json is none of them; move it away"):
+            folder.check_replaceable()
+    for text in ("", "[]", "{"):
+        (folder.path / STAGE).write_text(text)
+        with pytest.raises(UserError, match=r"which leaves stage\.json there, but its stage\.json cannot be read"):
+            folder.check()
+
+
 def make_old(directory: Path) -> None:
     """Turn a folder into one that an earlier version wrote."""
     stored = json.loads((directory / STAGE).read_text())
