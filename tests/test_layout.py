@@ -67,7 +67,7 @@ LINES = {
     "eval": 2614,
     "slurm": 161,
     "benchmarks": 1015,
-    "tests": 27160,
+    "tests": 27165,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)

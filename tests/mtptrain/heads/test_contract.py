@@ -197,3 +197,9 @@ def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str)
     assert all(weight.dtype == torch.bfloat16 for weight in head.parameters())
     assert bool(before) == (CASES[name][0] not in ("medusa", "hydra"))
     assert all(torch.equal(x, y) for x, y in zip(frequencies(), before, strict=True))
+
+
+def test_biases_of_attention_start_at_zero() -> None:
+    head = build_head(HEADS["mtp"].Config(attention_bias=True), tiny_config())
+    biases = [parameter for name, parameter in head.named_parameters() if name.endswith(".bias")]
+    assert len(biases) == 3 and not any(bias.any() for bias in biases)
