@@ -181,10 +181,10 @@ class StageDir:
         present = _plain(config)
         return isinstance(settings, dict) and shown(settings) in [shown(each) for each in (present, _public(present))]
 
-    def lists(self, name: str) -> bool:
-        """Returns whether the folder lists a file among those that `replaced` wrote."""
+    def files(self) -> dict[str, Any]:
+        """Returns the files that `replaced` wrote, as `stage.json` describes them."""
         files = self._stored().get(FILES)
-        return isinstance(files, dict) and name in files
+        return files if isinstance(files, dict) else {}
 
     def check_replaceable(self) -> None:
         """Refuse to replace the folder unless every file in it is as `replaced` wrote it, and none was added.
@@ -206,8 +206,7 @@ class StageDir:
                     f"{self.setting}"
                 )
         self.check()
-        listed = self._stored().get(FILES)
-        files = listed if isinstance(listed, dict) else {}
+        files = self.files()
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
             is_known = path.is_file() and (path.name in files or path.name in (STAGE, _PROVENANCE))
             if not is_known or (path.name in files and files[path.name] != describe_file(path)):

@@ -44,7 +44,7 @@ def refuse_changed_export(directory: Path, advice: str = "copy or download it ag
     """
     path = directory / SERVING
     is_ours = path.is_file() and not {SEAL, "head_sha256"}.isdisjoint(read_json(path, advice))
-    if is_ours or StageDir(directory).lists(SERVING):
+    if is_ours or SERVING in StageDir(directory).files():
         refuse_absent(path, advice)
         read_sealed(path, advice, files=None)
 
