@@ -70,7 +70,45 @@ class LlamaCpp(RunningEngine):
     why_no_drafts = ": no drafts were made, as llama-server makes none without --spec-type"
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
-        return why_not(head, target)
+        if isinstance(head, Eagle3Config):
+            yield from must_be_false(head, "norm_output", "llama.cpp feeds back the state before the final norm")
+            yield from must_be_false(head, "fc_norm", "llama.cpp has no norm for each stream")
+        if not isinstance(head, DraftModelConfig):
+            yield from why_not_streams(head, target)
+        if (value := window_of(target)) is not None:
+            reason = "its window in llama.cpp has not been compared with ours"
+            yield Refusal("target.path", "a target without a sliding window", value, reason)
+        for must_be, value, reason in (
+            (
+                "hidden_act=silu",
+                None if (activation := getattr(target, "hidden_act", "silu")) == "silu" else activation,
+                "llama.cpp computes silu in every family that is known here",
+            ),
+            (
+                "attention_bias=false, unless it is a Llama",
+                "true" if getattr(target, "attention_bias", False) and not is_llama(target) else None,
+                "llama.cpp's classes of other families do not load these biases",
+            ),
+            (
+                "norm_topk_prob=true",
+                "false" if getattr(target, "norm_topk_prob", None) is False else None,
+                "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says",
+            ),
+        ):
+            if value is not None:
+                yield Refusal("target.path", f"a target with {must_be}", value, reason)
+        if isinstance(head, Dflash2Config) and head.selector_top_k * (head.selector_top_k + 1) > target.hidden_size:
+            must_be = "k with k (k + 1) of at most the target's hidden size"
+            reason = "llama.cpp passes the candidates and the scores of all pairs where a state would be"
+            yield Refusal("head.selector_top_k", must_be, head.selector_top_k, reason, "train with fewer")
+        if isinstance(head, DraftModelConfig) and (value := unknown_model(model_config(head, target))) is not None:
+            families, reason = (
+                ", ".join(ARCHITECTURE_OF),
+                "the names and RoPE of other models in llama.cpp are not known here",
+            )
+            must_be = f"one of {families} without a window, and with unscaled RoPE unless it is a Llama or Mistral"
+            instead = "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"
+            yield Refusal("head.init_from", must_be, value, reason, instead, may_change_engine=False)
 
     def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
         return find_llama_server(serving.llama_server)
@@ -185,49 +223,6 @@ def _drafts(generation: Generation, most_drafts: int, asked: Questions) -> list[
             position += accepted
         position += 1
     return rounds
-
-
-def why_not(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
-    """Yields what llama.cpp does not serve of a head and a target."""
-    if isinstance(head, Eagle3Config):
-        yield from must_be_false(head, "norm_output", "llama.cpp feeds back the state before the final norm")
-        yield from must_be_false(head, "fc_norm", "llama.cpp has no norm for each stream")
-    if not isinstance(head, DraftModelConfig):
-        yield from why_not_streams(head, target)
-    if (value := window_of(target)) is not None:
-        reason = "its window in llama.cpp has not been compared with ours"
-        yield Refusal("target.path", "a target without a sliding window", value, reason)
-    for must_be, value, reason in (
-        (
-            "hidden_act=silu",
-            None if (activation := getattr(target, "hidden_act", "silu")) == "silu" else activation,
-            "llama.cpp computes silu in every family that is known here",
-        ),
-        (
-            "attention_bias=false, unless it is a Llama",
-            "true" if getattr(target, "attention_bias", False) and not is_llama(target) else None,
-            "llama.cpp's classes of other families do not load these biases",
-        ),
-        (
-            "norm_topk_prob=true",
-            "false" if getattr(target, "norm_topk_prob", None) is False else None,
-            "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says",
-        ),
-    ):
-        if value is not None:
-            yield Refusal("target.path", f"a target with {must_be}", value, reason)
-    if isinstance(head, Dflash2Config) and head.selector_top_k * (head.selector_top_k + 1) > target.hidden_size:
-        must_be = "k with k (k + 1) of at most the target's hidden size"
-        reason = "llama.cpp passes the candidates and the scores of all pairs where a state would be"
-        yield Refusal("head.selector_top_k", must_be, head.selector_top_k, reason, "train with fewer")
-    if isinstance(head, DraftModelConfig) and (value := unknown_model(model_config(head, target))) is not None:
-        families, reason = (
-            ", ".join(ARCHITECTURE_OF),
-            "the names and RoPE of other models in llama.cpp are not known here",
-        )
-        must_be = f"one of {families} without a window, and with unscaled RoPE unless it is a Llama or Mistral"
-        instead = "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"
-        yield Refusal("head.init_from", must_be, value, reason, instead, may_change_engine=False)
 
 
 def why_not_streams(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:

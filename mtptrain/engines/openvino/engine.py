@@ -61,7 +61,40 @@ class Openvino(RunningEngine):
     advice = "export the head again"
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
-        return why_not(head, target)
+        if isinstance(head, Eagle3Config):
+            for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"):
+                reason = "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error"
+                yield from must_be_false(head, setting, reason)
+        if not isinstance(head, DraftModelConfig):
+            layers = captured_layers(head, target)
+            if isinstance(head, Eagle3Config) and len(layers) != 3:
+                yield layers_must(layers, "three", "OpenVINO reads exactly three")
+            if layers[0] == 0:
+                reason = "OpenVINO counts layers from 0 by their outputs and has no id for the embeddings"
+                yield layers_must(layers, ABOVE_0, reason)
+            if isinstance(head, DflashConfig) and layers[-1] == target.num_hidden_layers:
+                reason = "optimum takes the state after the final norm for the stream after the last layer"
+                yield layers_must(layers, BELOW_LAST, reason)
+        if isinstance(head, DflashConfig):
+            yield from must_be_false(
+                head, "sample_from_anchor", "OpenVINO's class drafts nothing with the newest token"
+            )
+            if any(kind.is_causal for kind in layer_kinds(head)):
+                reason = "in OpenVINO's class a token always sees its whole block"
+                yield Refusal("head.causal", "none", str(head.causal), reason, "train without it")
+            if head.draft_vocab_size:
+                reason = "OpenVINO gives the head the target's lm_head"
+                yield Refusal("head.draft_vocab_size", "null", head.draft_vocab_size, reason, "train without it")
+        models = [("target.path", "target", target)]
+        if isinstance(head, DraftModelConfig):
+            models.append(("head.init_from", "model", model_config(head, target)))
+        for setting, kind, model in models:
+            if model.model_type not in FAMILIES:
+                reason = "in OpenVINO no other family has been compared with ours"
+                yield Refusal(setting, f"one of {', '.join(FAMILIES)}", f"a {model.model_type}", reason)
+            if (value := window_of(model)) is not None:
+                reason = "its window in OpenVINO has not been compared with ours"
+                yield Refusal(setting, f"a {kind} without a sliding window", value, reason)
 
     def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
         return find_openvino_python(serving.openvino_python)
@@ -201,42 +234,6 @@ def find_openvino_python(python: str | None) -> Path:
 def openvino_version(python: Path) -> str | None:
     """Returns the version of OpenVINO GenAI that is installed for an interpreter; None if there is none."""
     return printed_by(python, "from importlib.metadata import version; print(version('openvino-genai'))")
-
-
-def why_not(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
-    """Yields what OpenVINO does not serve of a head and a target."""
-    if isinstance(head, Eagle3Config):
-        for setting in ("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"):
-            reason = "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error"
-            yield from must_be_false(head, setting, reason)
-    if not isinstance(head, DraftModelConfig):
-        layers = captured_layers(head, target)
-        if isinstance(head, Eagle3Config) and len(layers) != 3:
-            yield layers_must(layers, "three", "OpenVINO reads exactly three")
-        if layers[0] == 0:
-            reason = "OpenVINO counts layers from 0 by their outputs and has no id for the embeddings"
-            yield layers_must(layers, ABOVE_0, reason)
-        if isinstance(head, DflashConfig) and layers[-1] == target.num_hidden_layers:
-            reason = "optimum takes the state after the final norm for the stream after the last layer"
-            yield layers_must(layers, BELOW_LAST, reason)
-    if isinstance(head, DflashConfig):
-        yield from must_be_false(head, "sample_from_anchor", "OpenVINO's class drafts nothing with the newest token")
-        if any(kind.is_causal for kind in layer_kinds(head)):
-            reason = "in OpenVINO's class a token always sees its whole block"
-            yield Refusal("head.causal", "none", str(head.causal), reason, "train without it")
-        if head.draft_vocab_size:
-            reason = "OpenVINO gives the head the target's lm_head"
-            yield Refusal("head.draft_vocab_size", "null", head.draft_vocab_size, reason, "train without it")
-    models = [("target.path", "target", target)]
-    if isinstance(head, DraftModelConfig):
-        models.append(("head.init_from", "model", model_config(head, target)))
-    for setting, kind, model in models:
-        if model.model_type not in FAMILIES:
-            reason = "in OpenVINO no other family has been compared with ours"
-            yield Refusal(setting, f"one of {', '.join(FAMILIES)}", f"a {model.model_type}", reason)
-        if (value := window_of(model)) is not None:
-            reason = "its window in OpenVINO has not been compared with ours"
-            yield Refusal(setting, f"a {kind} without a sliding window", value, reason)
 
 
 ENGINE = Openvino()
