@@ -90,7 +90,7 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
     try:
         options, unknown = get_args_parser().parse_known_args()
         refuse_dashes(unknown)
-        if options.help and not any(argument.startswith("recipe=") for argument in sys.argv):
+        if options.help and not any(override.startswith("recipe=") for override in options.overrides):
             sys.argv.append("recipe=quickstart")  # help needs a composed config, and any recipe shows the settings
         if options.multirun and started_stage() not in ("run", "plan"):
             raise UserError(

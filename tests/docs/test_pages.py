@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -186,20 +185,11 @@ def test_settings_and_files_that_a_page_names_exist(page: str) -> None:
             assert (ROOT / code).exists(), f"{page}: there is no {code}"
 
 
-def settings_in(section: type, prefix: str = "") -> Iterator[str]:
-    """Yields the full name of every setting of a section and its sections, those of every head included."""
-    for field, hint in get_type_hints(section).items():
-        if field == "head":
-            yield from (f"head.{each.name}" for config in HEAD_CONFIGS.values() for each in fields(config))
-        elif is_dataclass(hint):
-            yield from settings_in(hint, f"{prefix}{field}.")
-        else:
-            yield prefix + field
-
-
 def test_every_setting_is_in_a_recipe_or_on_a_page() -> None:
     recipes = "\n".join(path.read_text() for path in (ROOT / "recipes").rglob("*.yaml"))
     pages = "\n".join(path.read_text() for path in (README, *PAGES))
-    names = set(settings_in(PipelineConfig))
+    groups = settings()
+    names = {f"{group}.{name}" for group, members in groups.items() for name in members}
+    names |= {field.name for field in fields(PipelineConfig)} - groups.keys()
     assert {"seed", "train.lr", "head.ttt_steps", "acceptance.dtype"} <= names
     assert {name for name in names if f"{name.split('.')[-1]}:" not in recipes and name not in pages} == set()
