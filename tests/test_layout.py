@@ -50,11 +50,11 @@ FORBIDDEN = {
     "benchmarks": {"tests"},
 }
 LINES = {
-    "mtptrain": 1645,
+    "mtptrain": 1643,
     "mtptrain/cli": 423,
     "mtptrain/data": 1108,
     "mtptrain/decoding": 1807,
-    "mtptrain/engines": 4276,
+    "mtptrain/engines": 4268,
     "mtptrain/heads": 3916,
     "mtptrain/hidden_states": 2036,
     "mtptrain/init_from": 1312,
@@ -67,7 +67,7 @@ LINES = {
     "eval": 2614,
     "slurm": 161,
     "benchmarks": 1015,
-    "tests": 27165,
+    "tests": 27151,
 }
 """The most lines of Python in each room. Who needs more makes room elsewhere; who has made room lowers the number."""
 IS_SCRIPT = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
