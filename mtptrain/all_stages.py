@@ -230,6 +230,9 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
     """Run a stage as its own program would, and end the process without what its parent does at its end."""
     code: object = 1
     try:
+        # After a fork, torch renews its pool of threads when it is next told their number, and aborts if several
+        # threads, such as autograd's, are told at once as they start.
+        torch.set_num_threads(torch.get_num_threads())
         GlobalHydra.instance().clear()
         sys.argv[1:] = overrides
         program.run_stage(name)

@@ -121,8 +121,8 @@ def run_module(module: str, arguments: list[str], environment: dict[str, str], s
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
-    if "OMP_NUM_THREADS" in environment:  # torch reads this variable only when it is imported
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    # torch reads this variable only when it is imported, and renews its pool of threads after a fork only here
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
     sys.argv = [module, *arguments]
     warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
     atexit._clear()  # drop the exit functions of the parent process
