@@ -55,20 +55,12 @@ def find_served(run: Run, prompts: Prompts, num_drafts: int, log_dir: Path) -> S
     engine = running_engine(run.config.serving.engine)
     engine.check_target(run.target)
     program = engine.find_program(run.config.serving)
-    head_sha256 = check_head(run, prompts, num_drafts)
-    return served_by(run, program, run.served_head_dir, head_sha256, prompts, num_drafts, log_dir)
-
-
-def served_by(
-    run: Run, program: Path, head_dir: Path, head_sha256: str, prompts: Prompts, num_drafts: int, log_dir: Path
-) -> Served:
-    """Returns what the program serves: the run's target, and the export of a head of this hash."""
-    config = run.config
+    head_sha256, config = check_head(run, prompts, num_drafts), run.config
     return Served(
         program=program,
         target=run.target,
-        head_dir=head_dir,
-        facts=read_serving_facts(head_dir, config.serving.engine, head_sha256),
+        head_dir=run.served_head_dir,
+        facts=read_serving_facts(run.served_head_dir, config.serving.engine, head_sha256),
         serving=config.serving,
         dtype=str(config.acceptance.dtype),
         context_tokens=context_tokens(prompts, config.acceptance.max_new_tokens, num_drafts),

@@ -12,16 +12,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mtptrain.decoding.speculate import PHASES
-from mtptrain.planning.break_even import RoundCost, usual_length
-
 Drafters = Mapping[str, Mapping[str, Any]]
 """The figures of each drafter, by its display name."""
 
 
 COLOURS = ("#2a6fbb", "#d9822b", "#4a9d5b", "#b0413e", "#7b5ea7", "#8c6d4f", "#c76aa8", "#6b7280", "#a3a13a", "#2b9aa8")
-PHASE_COLOURS = ("#37474f", "#78909c", "#b0bec5", "#8d6e63", "#bcaaa4", "#e0e0e0")
-"""Greys and browns, unlike the first five of `COLOURS`, so that a phase is not mistaken for a drafter."""
 
 
 @contextmanager
@@ -58,15 +53,13 @@ def colours_of(drafters: Drafters) -> dict[str, str]:
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(drafters)}
 
 
-def plots_of(drafters: Drafters, has_speed: bool) -> dict[str, str]:
+def plots_of(drafters: Drafters) -> dict[str, str]:
     """Returns the plots that have more than one point, by title."""
     plots: dict[str, Callable[[Axes, Drafters], bool]] = {
         "Share of rounds that accept the draft at each position, with 95 % intervals": plot_positions,
         "Acceptance length by prompt length": lambda axes, each: plot_groups(axes, each, "by_prompt_tokens", "from"),
         "Acceptance length by category": lambda axes, each: plot_groups(axes, each, "by_category", ""),
     }
-    if has_speed:
-        plots["Time per new token"] = plot_costs
     drawn = {title: draw(plot, drafters) for title, plot in plots.items()}
     return {title: svg for title, svg in drawn.items() if svg}
 
@@ -126,27 +119,6 @@ def plot_groups(axes: Axes, drafters: Drafters, key: str, prefix: str) -> bool:
     return len(groups) > 1
 
 
-def plot_costs(axes: Axes, drafters: Drafters) -> bool:
-    """Plots milliseconds per new token in each phase, on the first rank."""
-    names = list(drafters)[::-1]
-    left = [0.0] * len(names)
-    for phase, colour in zip((*PHASES, "rest"), PHASE_COLOURS, strict=True):
-        spent = []
-        for name in names:
-            seconds, per_token = drafters[name]["seconds"], 1e3 / drafters[name]["tokens_per_s"]
-            named = sum(seconds.get(each, 0.0) for each in PHASES)
-            spent.append(
-                (seconds["all"] - named if phase == "rest" else seconds.get(phase, 0.0)) / seconds["all"] * per_token
-            )
-        axes.barh(names, spent, left=left, label=phase, color=colour)
-        left = [a + b for a, b in zip(left, spent, strict=True)]
-    for name, total in zip(names, left, strict=True):
-        axes.text(total, names.index(name), f" {drafters[name]['tokens_per_s']:,.0f} tokens/s", va="center", fontsize=9)
-    axes.set(xlabel="ms per new token", xlim=(0, max(left) * 1.2))
-    axes.legend(fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
-    return len(names) > 1
-
-
 def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns an SVG that plots output tokens/s and time per output token against concurrency, one line per K."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
@@ -165,29 +137,5 @@ def plot_serving(rows: Sequence[Mapping[str, Any]]) -> str:
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set(xlabel="requests in flight", ylabel=label, ylim=(0, None))
-    put_legend(panels[0])
-    return as_svg(figure)
-
-
-def plot_break_even(costs: Sequence[RoundCost], head_name: str) -> str:
-    """Returns an SVG that plots the break-even acceptance length against K: a panel per engine, a line per batch size.
-
-    Drafting cannot pay above the dashed line, K + 1. The band is what such heads usually reach.
-    """
-    engines = list(dict.fromkeys(cost.engine for cost in costs))
-    depths = sorted({cost.num_speculative_tokens for cost in costs})
-    figure = Figure(figsize=(4.5 * len(engines), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(engines), squeeze=False)[0]
-    for axes, engine in zip(panels, engines, strict=True):
-        own = [cost for cost in costs if cost.engine == engine]
-        for index, size in enumerate(dict.fromkeys(cost.batch_size for cost in own)):
-            line = {cost.num_speculative_tokens: cost.break_even_length for cost in own if cost.batch_size == size}
-            axes.plot(list(line), list(line.values()), marker="o", label=f"batch {size}", color=COLOURS[index % 10])
-        if all(usual := [usual_length(head_name, depth) for depth in depths]):
-            low, high = zip(*(each for each in usual if each is not None), strict=True)
-            axes.fill_between(depths, low, high, color="#999", alpha=0.25, label=f"usual for {head_name}")
-        axes.plot(depths, [depth + 1 for depth in depths], color="#999", linestyle="--", label="K + 1")
-        axes.set_xticks(depths)
-        axes.set(title=engine, xlabel="K", ylabel="break-even acceptance length", ylim=(1, None))
     put_legend(panels[0])
     return as_svg(figure)

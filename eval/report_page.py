@@ -36,37 +36,10 @@ SETTINGS = (
 )
 """Entries of a report that the page shows as settings."""
 SAME_MEASUREMENT = ("head_sha256", "prompts_sha256", "num_speculative_tokens", "max_new_tokens", "dtype")
-SAME_DECODING = (
-    "head_sha256",
-    "prompts_sha256",
-    "device",
-    "temperature",
-    "top_p",
-    "top_k",
-    "sample_drafts",
-    "max_new_tokens",
-    "dtype",
-)
 TITLE = "<title>Acceptance of "
 """How the title of every page begins."""
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TemplateError, TypeError, ValueError)
 """Errors that an incomplete report, or a file that is not a report, may raise."""
-DECODING_COLUMNS = {
-    "batch size": ("batch_size", "d"),
-    "K": ("num_speculative_tokens", "d"),
-    "tokens/s": ("tokens_per_s", ",.0f"),
-    "speed-up": ("speed_up", ".2f"),
-    "with prompt": ("speed_up_with_prompt", ".2f"),
-    "refilled": ("refilled_speed_up", ".2f"),
-    "tokens/round": ("tokens_per_own_round", ".2f"),
-    "draft, ms": ("draft_ms", ".2f"),
-    "verify, ms": ("verify_ms", ".2f"),
-}
-DECODING_LEGEND = (
-    "K = 0 is plain decoding. Tokens/s and speed-up leave out the time to read the prompts, which 'with prompt' "
-    "includes. Tokens/round are those of one answer. The refilled speed-up is an estimate for an engine that "
-    "replaces finished prompts with new ones."
-)
 REPEAT = "repeat this measurement"
 
 
@@ -80,8 +53,6 @@ class Section:
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     legend: str = ""
-    summary: str = ""
-    """A sentence for the top of the page."""
     error: str = ""
     """Why there is nothing to show."""
 
@@ -112,7 +83,6 @@ def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
     sections = [] if losses is None else [losses]
     builders = {
         Path(config.serving.output_dir or config.stage_dir("serving_check")) / "report.json": served_section,
-        config.stage_dir("bench_decode") / "report.json": decoding_section,
     }
     for path, build in builders.items():
         try:
@@ -164,16 +134,6 @@ def served_section(path: Path, report: ReportFigures) -> Section | None:
     )
 
 
-def decoding_section(path: Path, report: ReportFigures) -> Section | None:
-    """Returns a section with the results of `benchmarks.decoding`; None if head or settings differ."""
-    decoding = read_sealed(path, REPEAT)
-    if any(decoding.get(name, "") != report.get(name) for name in SAME_DECODING):
-        return None
-    rows = [[format(row[key], form) for key, form in DECODING_COLUMNS.values()] for row in decoding["rows"]]
-    command, best = decoding.get("command", ""), fastest_choices(decoding["rows"])
-    return Section("Speed-up over plain decoding", command, list(DECODING_COLUMNS), rows, DECODING_LEGEND, best)
-
-
 def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section] = ()) -> str:
     """Returns the HTML page.
 
@@ -206,7 +166,7 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
             if first["intervals"]
             else "without an interval: all prompts are from one source"
         ),
-        verdict=[*verdict(drafters, has_speed), *(section.summary for section in sections if section.summary)],
+        verdict=verdict(drafters, has_speed),
         examples=first.get("examples", []) if len(reports) == 1 else [],
         commands=[each["command"] for each in reports.values() if "command" in each],
         settings=settings,
@@ -216,7 +176,7 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
             for name, each in drafters.items()
         ],
         sections=sections,
-        plots=plots_of(drafters, has_speed),
+        plots=plots_of(drafters),
     )
 
 
@@ -245,19 +205,6 @@ def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]
         speeds = [f"{drafting[name]['tokens_per_s']:,.0f} tokens/s" for name in (fastest, best)]
         sentences.append(f"The fastest was {fastest}, at {speeds[0]}; {best} gave {speeds[1]}.")
     return sentences
-
-
-def fastest_choices(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the sentence that names the fastest K at each batch size of `benchmarks.decoding`."""
-    best: dict[int, Mapping[str, Any]] = {}
-    for row in rows:
-        if row["batch_size"] not in best or row["speed_up"] > best[row["batch_size"]]["speed_up"]:
-            best[row["batch_size"]] = row
-    parts = [
-        f"K = {row['num_speculative_tokens']} ({row['speed_up']:.2f} times plain decoding) at batch size {size}"
-        for size, row in best.items()
-    ]
-    return f"Fastest here: {', '.join(parts)}."
 
 
 def cell_columns(num_depths: int) -> list[str]:

@@ -7,12 +7,8 @@ the server at `serving.url`. Sends the prompts of `mtptrain acceptance` at every
 that can vary K, and drafting was faster at any concurrency, it also writes settings for engines with the fastest K, and
 a `README.md` with the commands that use them. Prints a table.
 
-With `serving_bench.break_even=true`, it measures instead whether a draft would pay, before anything is trained: see
-`eval.serving_speed.break_even_measurement`.
-
     mtptrain serving-bench recipe=quickstart "serving_bench.num_speculative_tokens=[1,3,5]"
     mtptrain serving-bench recipe=quickstart serving.url=http://localhost:8000
-    mtptrain serving-bench recipe=quickstart serving_bench.break_even=true
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +23,6 @@ from mtptrain.config import PipelineConfig
 from mtptrain.engines.base import Served
 from mtptrain.engines.requests import best_num_drafts
 from mtptrain.engines.table import running_engine
-from mtptrain.planning.break_even import RoundCost, break_even_dir, read_costs
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.utils.files import write_sealed
@@ -37,52 +32,46 @@ from mtptrain.utils.startup import command
 from .engines import find_served, find_server, spare_tokens
 from .plots import drawing, plot_serving
 from .serving_speed.bench import Bench, Row, drafting_choices, measure, scratch_dir, speeds_of
-from .serving_speed.break_even_measurement import measure_break_even
 from .serving_speed.engine_settings import remove_engine_settings, write_engine_settings
 
 
 def main(config: PipelineConfig) -> None:
-    given, is_break_even = config.serving_bench.output_dir, config.serving_bench.break_even
-    default = break_even_dir(config) if is_break_even else config.stage_dir("serving_bench")
+    given, default = config.serving_bench.output_dir, config.stage_dir("serving_bench")
     stage_dir = StageDir.chosen(given, "serving_bench.output_dir", default)
     with stage_dir.writing() as output_dir:
-        if is_break_even:
-            measure_break_even(config, output_dir)
-            return
-        run = Run(config)
-        bench, costs = prepare(run, output_dir)
+        bench = prepare(Run(config), output_dir)
         stage_dir.claim(config)
         with scratch_dir(output_dir) as scratch:
             rows, version = measure(bench, scratch)
         stage_dir.record(config, "report.json")
-        write_results(bench, rows, version, costs)
+        write_results(bench, rows, version)
 
 
-def prepare(run: Run, output_dir: Path) -> tuple[Bench, list[RoundCost]]:
-    """Returns the checked inputs, and the costs that `serving_bench.break_even` has measured, if any.
+def prepare(run: Run, output_dir: Path) -> Bench:
+    """Returns the checked inputs.
 
     Raises:
         UserError: the engine's program does not exist, or the prompts do not exist or do not fit the context of the
             target or the head, or the export does not exist or holds another head, or the server does not respond or
-            does not fit the settings, or the report of `serving_bench.break_even` is damaged.
+            does not fit the settings.
     """
     config, most_drafts = run.config, max(drafting_choices(run.config))
     concurrency = max(config.serving_bench.concurrency)
     prompts = list(run.measured_prompts(spare_tokens(most_drafts)).input_ids.values())
     if (server := find_server(run, prompts, most_drafts)) is not None:
-        return Bench(config, prompts, output_dir, server), []
+        return Bench(config, prompts, output_dir, server)
     served = find_served(run, prompts, most_drafts, output_dir)
     engine = running_engine(config.serving.engine)
     engine.check_bench(served.program, config.head.name, concurrency, config.acceptance.temperature)
-    return Bench(config, prompts, output_dir, served), read_costs(config, run.target)
+    return Bench(config, prompts, output_dir, served)
 
 
-def write_results(bench: Bench, rows: Sequence[Row], version: str, costs: Sequence[RoundCost]) -> None:
+def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     """Write the report, the plot and the engines' settings, and print the table."""
     config, settings, serving = bench.config, bench.config.acceptance, bench.config.serving
     served = bench.served if isinstance(bench.served, Served) else None
     engine, speeds = running_engine(serving.engine), speeds_of(rows)
-    described = [row.describe(speeds, serving.engine, costs) for row in rows]
+    described = [row.describe(speeds) for row in rows]
     report = {
         "command": command(),
         "date": date.today().isoformat(),
@@ -104,7 +93,7 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str, costs: Sequen
     }
     path = bench.output_dir / "report.json"
     write_sealed(path, report)
-    print_table(bench, described, f"{engine.name} {version}", bool(costs))
+    print_table(bench, described, f"{engine.name} {version}")
     remove_engine_settings(bench.output_dir)
     if served and engine.varies_drafts:
         print(write_engine_settings(bench.output_dir, speeds, served, config.head))
@@ -112,14 +101,12 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str, costs: Sequen
         (bench.output_dir / "plot.svg").write_text(plot_serving(described))
 
 
-def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: str, has_costs: bool) -> None:
+def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: str) -> None:
     """Print the described rows. A running server does not say its K, and has no speed-up."""
     settings = bench.config.acceptance
     sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
     what = f"{bench.num_requests} requests per row, {sampling}, up to {settings.max_new_tokens} tokens"
     caption = "TTFT and TPOT: medians over requests. ITL: ms between consecutive messages of a stream."
-    if has_costs:
-        caption += " Predicted: speed-up by the costs of serving_bench.break_even."
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "K": lambda row: "?" if row["num_speculative_tokens"] is None else str(row["num_speculative_tokens"]),
         "in flight": lambda row: str(row["concurrency"]),
@@ -129,7 +116,6 @@ def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: st
         "P99": lambda row: f"{row['itl_ms']['p99']:,.1f}",
         "tokens/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
         "speed-up": lambda row: rounded(row["speed_up"], 2),
-        **({"predicted": lambda row: rounded(row["predicted_speed_up"], 2)} if has_costs else {}),
         "acceptance length": lambda row: rounded(row["acceptance_length"], 3),
     }
     table = Table(title=f"{engine_version}: {what}", caption=caption)
@@ -138,7 +124,7 @@ def print_table(bench: Bench, rows: Sequence[dict[str, Any]], engine_version: st
     for row in rows:
         is_last = row["concurrency"] == rows[-1]["concurrency"]
         table.add_row(*(shown(row) for shown in columns.values()), end_section=is_last)
-    wide_console(108 if has_costs else 88).print(table)
+    wide_console(88).print(table)
 
 
 def rounded(figure: float | None, digits: int) -> str:

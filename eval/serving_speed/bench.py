@@ -3,7 +3,6 @@
 A row is one K at one concurrency. Latencies are defined as those of `vllm bench serve`.
 """
 
-import math
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,11 +20,10 @@ from mtptrain.engines.load import send_all
 from mtptrain.engines.requests import EngineCounts, Load, LoadResult, Requests, Speeds
 from mtptrain.engines.server import EngineServer
 from mtptrain.engines.table import running_engine
-from mtptrain.planning.break_even import RoundCost, predicted_speed_up
 from mtptrain.utils.files import write_json
 
 SCRATCH = ".scratch"
-"""Name of the folder for random heads and converted models, which is removed at the end or by the next benchmark."""
+"""Name of the folder for converted models, which is removed at the end or by the next benchmark."""
 MOST_DIFFERENT_TOKENS = 0.01
 """Warn if the numbers of output tokens of two rows differ by more than this share."""
 
@@ -63,8 +61,6 @@ class Row:
     """Time per output token after the first: one value per request with at least two tokens."""
     itl_ms: Spread
     """Time between consecutive steps of an answer. A step gives several tokens with drafts."""
-    step_ms: float
-    """Mean time between consecutive steps without the slowest tenth, in which the engine also read other prompts."""
     counts: EngineCounts | None
     """None without drafts."""
 
@@ -83,7 +79,6 @@ class Row:
             ttft_ms=Spread.of([answer.steps_s[0] for answer in answers]),
             tpot_ms=Spread.of([(each.steps_s[-1] - each.steps_s[0]) / (each.num_tokens - 1) for each in several]),
             itl_ms=Spread.of(gaps),
-            step_ms=Spread.of(sorted(gaps)[: math.ceil(0.9 * len(gaps))]).mean,
             counts=result.counts,
         )
 
@@ -91,22 +86,14 @@ class Row:
     def output_tokens_per_s(self) -> float:
         return self.output_tokens / self.duration_s
 
-    def describe(self, speeds: Speeds, engine: str, costs: Sequence[RoundCost]) -> dict[str, Any]:
-        """Returns the figures for the report. Speed-ups are relative to the engine without drafts.
-
-        `costs` are those of `serving_bench.break_even`, if they are known.
-        """
-        num_drafts, names = self.num_speculative_tokens, ("rounds", "drafted", "accepted_at", "acceptance_length")
+    def describe(self, speeds: Speeds) -> dict[str, Any]:
+        """Returns the figures for the report. Speed-ups are relative to the engine without drafts."""
+        names = ("rounds", "drafted", "accepted_at", "acceptance_length")
         figures, counted = asdict(self), {name: self.counts and getattr(self.counts, name) for name in names}
         del figures["counts"]
-        length = counted["acceptance_length"]
-        speed_up = None if num_drafts is None else self.output_tokens_per_s / speeds[self.concurrency][0]
-        predicted = length and predicted_speed_up(costs, engine, self.concurrency, num_drafts, length)
-        return {
-            **figures,
-            **{"output_tokens_per_s": self.output_tokens_per_s, "speed_up": speed_up, "predicted_speed_up": predicted},
-            **counted,
-        }
+        plain = None if self.num_speculative_tokens is None else speeds[self.concurrency][0]
+        speed_up = plain and self.output_tokens_per_s / plain
+        return {**figures, "output_tokens_per_s": self.output_tokens_per_s, "speed_up": speed_up, **counted}
 
 
 def fastest(rows: Sequence[Row]) -> list[Row]:

@@ -131,10 +131,6 @@ class RunningEngine(Engine):
         """Returns entries of a report: what chose the type of the weights. `dtype` is None if that setting did not."""
         return {"dtype": dtype}
 
-    def served_types(self, target: TargetFiles, serving: ServingConfig, export_dtype: str) -> list[str | None] | None:
-        """Returns what tells the weights that the engine serves from others of the same run; None if nothing does."""
-        return None
-
     def may_round(self, served: Served) -> bool:
         """Returns whether the engine rounds weights, whatever `acceptance.dtype` is."""
         return False

@@ -12,14 +12,12 @@ Until mtptrain prompts has been run, upper bounds stand in for unknown numbers: 
 """
 
 import math
-import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
@@ -35,19 +33,16 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.vllm_streams import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
-from mtptrain.planning.break_even import read_costs, verdicts
 from mtptrain.planning.step import activation_bytes, step_flops
 from mtptrain.planning.target import cached_values, target_costs, validation_bytes
 from mtptrain.settings.precision import train_dtype
 from mtptrain.target.families import read_target_config
-from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import gguf_of
 from mtptrain.target.hub import config_dir, weight_files
 from mtptrain.target.loading import FITTING_SHARE
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.losses import LossSettings
 from mtptrain.training.step_packing import pack_documents, shuffled
-from mtptrain.utils.masking import hide_passwords
 
 ENGINE_SHARE = 0.9
 """Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including a batch's activations."""
@@ -366,28 +361,15 @@ class Plan:
 def print_plan(config: PipelineConfig) -> None:
     """Print the plan of a run, and warn about everything that will not fit."""
     plan = Plan(config)
-    of_machine = {"does a draft pay?": describe_break_even(config), "engines here": describe_engines(config.serving)}
     table = Table(title=f"plan of {config.run_dir}: memory and time are estimates", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")  # a path in the command is not cut off
-    for row in [*plan.rows.items(), *of_machine.items()]:
+    for row in [*plan.rows.items(), ("engines here", describe_engines(config.serving))]:
         table.add_row(*row)
     console = Console(markup=False)
     console.print(table)
     for warning in plan.warnings:
         console.print(f"WARNING {warning}", highlight=False, soft_wrap=True)
-
-
-def describe_break_even(config: PipelineConfig) -> str:
-    """Returns the measured verdicts on drafting with this head, or the command that measures them."""
-    path, revision = config.target.path, config.target.revision
-    costs = read_costs(config, TargetFiles(config_dir(path, revision), path, revision, config.target.gguf))
-    if costs:
-        return "\n".join(verdicts(costs, config.head.name))
-    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    settings = [each for each in given if not each.startswith(("plan=", "serving_bench.break_even="))]
-    command = ["mtptrain", "serving-bench", *hide_passwords(settings), "serving_bench.break_even=true"]
-    return "not measured; " + shlex.join(command)
 
 
 def streams_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:

@@ -213,16 +213,12 @@ class ServingBenchConfig:
     `acceptance` sets the prompts, answer length, sampling and dtype, and `serving` sets the engine.
     """
 
-    break_even: bool = False
-    """Measure, before training, above which acceptance length such a head makes decoding faster on this machine. A head
-    with random weights drafts for prompts of `acceptance.prompt_tokens` random tokens, in our own loop and in the
-    engine. Needs neither prompts nor an export."""
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8], metadata=each_at_least(1))
     """Numbers of requests in flight, in increasing order. Each is measured separately."""
     num_speculative_tokens: list[int] = field(default_factory=list)
     """Values of K, in increasing order, each served by a separate engine; empty measures
-    acceptance.num_speculative_tokens, or with `break_even` 1, 2, 3 and 5 if the head can draft as many. An engine
-    without drafts, K = 0, is always measured too, except with `serving.url`, which measures only the running server."""
+    acceptance.num_speculative_tokens. An engine without drafts, K = 0, is always measured too, except with
+    `serving.url`, which measures only the running server."""
     num_requests: int | None = None
     """Number of requests at each concurrency. Prompts repeat if there are fewer of them. null sends each prompt once,
     but at least as many requests as the largest concurrency."""
@@ -261,13 +257,6 @@ def check_serving(settings: ServingBenchConfig, serving: ServingConfig) -> None:
             f"serving_bench.num_speculative_tokens: must increase and begin at 1 or above, but is {depths}; sort it, "
             "name each K once, and leave out 0, which is always measured"
         )
-    for setting in ("url", "head_dir"):
-        value = getattr(serving, setting)
-        if settings.break_even and value:
-            raise UserError(
-                f"serving.{setting}: must be left out with serving_bench.break_even=true, which starts engines with a "
-                f"head of random weights, but is {hide_passwords(value)}; leave one of them out"
-            )
     if settings.num_requests is not None and settings.num_requests < largest:
         raise UserError(
             f"serving_bench.num_requests: must be at least {largest}, the largest of serving_bench.concurrency, but is "

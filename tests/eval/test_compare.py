@@ -76,13 +76,13 @@ def test_reports_are_compared_in_a_table_and_on_a_page_without_a_network(
     assert re.search(r"a: head mtp .* 2\.050 .* 1\.90-2\.20 ", table) and re.search(r"b: head mtp .* 1\.600 ", table)
     for name in ("a: head mtp", "a: prompt lookup", "b: head mtp", "b: prompt lookup"):
         assert f"</span>{name}</td>" in page
-    assert page.count("<svg") == 4, "the charts must show positions, prompt tokens, categories and costs"
+    assert page.count("<svg") == 3, "the charts must show positions, prompt tokens and categories"
     assert not re.findall(r"(?:src|href)=[\"']https?://", page.replace('xmlns:xlink="', "")) and "<script" not in page
     assert "<b>" not in page, "names must be shown as text, not markup"
     for path, size in zip(paths, (1, 8), strict=True):
         seal_again(path, batch_size=size)
     page = comparison(*paths, out="new/page.html")
-    assert page.count("<svg") == 3 and "<td>50</td>" not in page and " 50 " not in capsys.readouterr().out
+    assert "<td>50</td>" not in page and " 50 " not in capsys.readouterr().out
 
 
 def test_runs_are_named_by_their_directories_and_say_how_they_were_trained(
@@ -145,29 +145,9 @@ def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(
     for name, other in (("head_sha256", "dd"), ("prompts_sha256", "11"), ("max_new_tokens", 21), ("dtype", "bfloat16")):
         write_other_report(tmp_path, "serving_check/report.json", {**served, "theirs": counts, name: other})
         assert "vllm" not in page_of(tmp_path)
-
-
-def test_decoding_speed_of_the_run_is_shown_on_its_page_with_its_command(tmp_path: Path) -> None:
-    speeds = ("tokens_per_s", "speed_up", "speed_up_with_prompt", "refilled_speed_up", "tokens_per_own_round")
-    row: dict[str, object] = {**dict.fromkeys(speeds, 1.25), "draft_ms": 2.0, "verify_ms": 3.0}
-    sizes = ((8, 3, 1.25), (8, 0, 1.0), (1, 0, 1.0), (1, 3, 0.8))
-    rows = [row | {"batch_size": size, "num_speculative_tokens": k, "speed_up": up} for size, k, up in sizes]
-    decoding = {**MEASURED, **DECODED, "rows": rows, "command": "bench it"}
-    write_report(tmp_path / "acceptance/report.json", [8, 6], command="measure it")
-    write_other_report(tmp_path, "bench_decode/report.json", decoding)
-    page, cells = page_of(tmp_path), ("8", "3", "1", *["1.25"] * 4, "2.00", "3.00")
-    assert "".join(f"<td>{text}</td>" for text in cells) in page
-    fastest = "K = 3 (1.25 times plain decoding) at batch size 8, K = 0 (1.00 times plain decoding) at batch size 1"
-    assert f"Fastest here: {fastest}." in page
-    assert all(f"<pre>{command}</pre>" in page for command in ("measure it", "bench it"))
-    write_other_report(tmp_path, "bench_decode/report.json", {**decoding, "head_sha256": "dd"})
-    assert "bench it" not in page_of(tmp_path)
-    write_other_report(tmp_path, "bench_decode/report.json", {**decoding, "rows": [{}]})
-    (tmp_path / "serving_check").mkdir()
     (tmp_path / "serving_check/report.json").write_text('{"torn')
     page = page_of(tmp_path)
-    assert "head mtp" in page and "bench_decode/report.json cannot be shown (KeyError(" in page
-    assert "serving_check/report.json cannot be shown (UserError(" in page
+    assert "head mtp" in page and "serving_check/report.json cannot be shown (UserError(" in page
 
 
 def test_plots_show_names_as_they_are_and_keep_their_size_whatever_their_number(
@@ -176,7 +156,7 @@ def test_plots_show_names_as_they_are_and_keep_their_size_whatever_their_number(
     write_report(tmp_path / "acceptance/report.json", [8, 6], by_category={"$x_{$ cost": figures([2, 2])})
     assert "<!-- $x_{$ cost -->" in page_of(tmp_path)
     drafters = {f"runs/losses/seed_{i}: temperature 1 sampled drafts": figures([8, 6]) for i in range(20)}
-    plots = plots_of(drafters, has_speed=False)
+    plots = plots_of(drafters)
     heights = [float(height) for svg in plots.values() for height in re.findall(r'<rect .* height="([\d.]+)"', svg)]
     assert len(heights) == len(plots) and min(heights) > 150 and not user_warnings, "the area within the axes"
 
@@ -243,7 +223,7 @@ MISSING: list[tuple[str, ...]] = [
     ("batch_size",),
     ("intervals", "acceptance_rate_at"),
     ("baselines", "prompt_lookup", "by_prompt_tokens", "0", "acceptance_length"),
-    ("speed", "head", "seconds", "all"),
+    ("speed", "head", "tokens_per_s"),
 ]
 INVALID = {'{"examples": [1]}': "Undefined", '{"more": NaN}': "Out of", '{"more": 1e400}': "Out of"}
 

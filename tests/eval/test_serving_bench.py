@@ -25,7 +25,6 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program
 from tests.mtptrain.engines.fake_server import fake_server
-from tests.mtptrain.planning.test_break_even import store as store_costs
 
 SPEEDS = {
     1: {0: 100.0, 1: 120.0, 3: 150.0},
@@ -124,7 +123,7 @@ def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warn_of_unequal_work(rows)  # a difference of 1 % gives no warning
-    assert [each.describe(speeds_of(rows), "vllm", [])["speed_up"] for each in rows] == [1.0, 1.01]
+    assert [each.describe(speeds_of(rows))["speed_up"] for each in rows] == [1.0, 1.01]
 
 
 def test_a_benchmark_that_fails_keeps_the_earlier_report_and_its_settings(
@@ -138,7 +137,7 @@ def test_a_benchmark_that_fails_keeps_the_earlier_report_and_its_settings(
     def fail(*_: object) -> None:
         raise UserError("the engine failed")
 
-    monkeypatch.setattr(serving_bench, "prepare", lambda *_: (None, []))
+    monkeypatch.setattr(serving_bench, "prepare", lambda *_: None)
     monkeypatch.setattr(serving_bench, "measure", fail)
     with initialize_config_dir(RECIPES, version_base="1.3"):
         cfg = compose("pipeline", ["recipe=quickstart", *settings, "acceptance.max_new_tokens=7"])
@@ -148,12 +147,11 @@ def test_a_benchmark_that_fails_keeps_the_earlier_report_and_its_settings(
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llama_cpp"])
-def test_a_running_server_is_measured_and_its_report_claims_neither_head_nor_prediction_nor_settings(
+def test_a_running_server_is_measured_and_its_report_claims_neither_head_nor_settings(
     fresh_run: tuple[Path, tuple[str, ...]],
     tiny_target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     engine: str,
 ) -> None:
     """Needs no program, export or GGUF file on this machine."""
@@ -164,12 +162,11 @@ def test_a_running_server_is_measured_and_its_report_claims_neither_head_nor_pre
         fake.serves(tiny_target)
         url = f"serving.url={fake.url.replace('//', '//me:secret@')}"
         config = make_config(*fresh_run[1], *missing, url, *bench_settings, f"target.path={tiny_target}")
-        store_costs(config, TargetFiles(tiny_target))
         output_dir = tmp_path / "bench"
         output_dir.mkdir()
         write(output_dir, tiny_target, "mtp", method="eagle")  # by an earlier run
-        bench, costs = prepare(Run(config), output_dir)
-        write_results(bench, *measure(bench, output_dir), costs)
+        bench = prepare(Run(config), output_dir)
+        write_results(bench, *measure(bench, output_dir))
     report = json.loads((output_dir / "report.json").read_text())
     num_requests = report["requests"]
     assert num_requests == max(3, report["prompts"])
@@ -181,12 +178,11 @@ def test_a_running_server_is_measured_and_its_report_claims_neither_head_nor_pre
     for each in report["rows"]:
         assert each["rounds"] == 3 * num_requests and each["acceptance_length"] == pytest.approx(5 / 3)
         assert each["output_tokens"] == sum(map(len, (bench.prompts * num_requests)[:num_requests]))
-        assert each["speed_up"] is each["predicted_speed_up"] is each["num_speculative_tokens"] is None
+        assert each["speed_up"] is each["num_speculative_tokens"] is None
     loads = {f"load_server_concurrency{size}_run{number}.json" for size in (1, 3) for number in (1, 2)}
     loads.add("load_server_warmup.json")
     assert {path.name for path in output_dir.iterdir()} == {"report.json", "plot.svg", *loads}
     assert report["head"] is report["dtype"] is None and report["url"].startswith("http://***@127.0.0.1:")
-    assert "predicted" not in capsys.readouterr().out.lower()
 
 
 URL = "serving.url=http://127.0.0.1:9"
@@ -212,13 +208,7 @@ def test_a_sweep_that_cannot_be_run_is_refused() -> None:
             "",
             "must be left out with serving.engine=vllm, but is int8; leave it out",
         ),
-        (
-            "serving.url=http://a:b@c",
-            "serving_bench.break_even=true",
-            "must be left out with serving_bench.break",
-        ),
         ("serving.url=http://a:b@c", "serving.engine=openvino", "http://***@c; leave it out"),
-        ("serving.head_dir=/there", "serving_bench.break_even=true", "must be left out with serving_bench.break"),
     ):
         with pytest.raises(UserError) as refused:
             make_config(override, *others.split())
@@ -247,16 +237,3 @@ def test_bad_input_is_refused_before_anything_starts(
     result = run_program("serving-bench", *settings, f"serving.python={sys.executable}")
     assert result.returncode == 1 and f"must be a Python with vLLM, but {sys.executable} has" in result.stderr
     assert not (run_dir / "serving_bench").exists()
-
-
-def test_a_damaged_report_of_costs_is_refused_before_an_engine_starts(
-    fresh_run: tuple[Path, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, settings = fresh_run
-    target = TargetFiles(run_dir)
-    served = Served(Path(sys.executable), target, run_dir, {}, ServingConfig(), "float32", 64, 8, run_dir)
-    monkeypatch.setattr(serving_bench, "find_served", lambda *_: served)
-    (run_dir / "serving_bench/break_even").mkdir(parents=True)
-    (run_dir / "serving_bench/break_even/report.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"break_even/report\.json: must have the entries subject, rows"):
-        prepare(Run(make_config(*settings)), run_dir / "serving_bench")

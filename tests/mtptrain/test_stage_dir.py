@@ -74,7 +74,7 @@ def test_a_folder_that_is_new_empty_or_ours_is_taken(tmp_path: Path, case: str) 
         folder.record(config)
     if case == "ours and another":
         (folder.path / "notes.txt").write_text("mine")
-    if case == "part of ours":  # such as serving_bench/break_even in serving_bench
+    if case == "part of ours":
         StageDir(folder.path / "part").record(config)
     if case == "empty folder":
         (folder.path / "part").mkdir()

@@ -97,17 +97,6 @@ def test_serving_bench_measures_openvino(run: Run, tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "bench").iterdir() if path.is_dir()], "converted models must be removed"
 
 
-def test_whether_a_draft_pays_is_measured_in_openvino(run: Run) -> None:
-    settings = (
-        *("serving_bench.break_even=true", "serving_bench.num_speculative_tokens=[3]"),
-        *("serving_bench.concurrency=[1]", "acceptance.prompt_tokens=16"),
-    )
-    result = run_program("serving-bench", *run[1], *settings)
-    assert result.returncode == 0, result.stderr[-3000:]
-    rows = json.loads((run[0] / "serving_bench/break_even/report.json").read_text())["rows"]
-    assert [row["engine"] for row in rows] == ["mtptrain", "openvino"] and rows[1]["round_ms"] > 0
-
-
 def test_a_worker_without_models_says_so(run: Run, tmp_path: Path) -> None:
     head = shutil.copytree(run[0] / "export/openvino", tmp_path / "head")
     tensors = head / "model.safetensors"

@@ -21,7 +21,7 @@ from tests.serving.ours import OnDisk
 NUM_PROMPTS, NUM_REQUESTS = 4, 6
 KEYS = {
     *("num_speculative_tokens", "concurrency", "requests", "output_tokens", "duration_s", "ttft_ms", "tpot_ms"),
-    *("itl_ms", "output_tokens_per_s", "speed_up", "predicted_speed_up", "step_ms", "rounds", "drafted"),
+    *("itl_ms", "output_tokens_per_s", "speed_up", "rounds", "drafted"),
     *("accepted_at", "acceptance_length"),
 }
 STARTED = ("serving_bench.num_speculative_tokens=[3]", "serving_bench.server_args=[--enforce-eager]")
@@ -40,22 +40,9 @@ def run(exported_run: Callable[..., Run]) -> Run:
     )
 
 
-def test_costs_are_measured_with_a_random_head_and_rows_with_the_trained_one(run: Run) -> None:
-    # 1. Before training.
-    result = run_program("serving-bench", *run[1], *STARTED, "serving_bench.break_even=true")
-    assert result.returncode == 0, result.stderr[-3000:]
-    directory = run[0] / "serving_bench/break_even"
-    costs = json.loads((directory / "report.json").read_text())["rows"]
-    assert [(row["engine"], row["batch_size"]) for row in costs] == [
-        (engine, size) for engine in ("mtptrain", "vllm") for size in (1, 2)
-    ]
-    loads = [json.loads(path.read_text()) for path in directory.glob("load_*.json")]
-    assert {answer["num_tokens"] for load in loads for answer in load["answers"]} == {33}
-    assert "vllm, batch 2: " in result.stdout and "was not measured" not in result.stdout
-    assert not [path for path in directory.iterdir() if path.is_dir()], "the random head must be removed"
-    # 2. After training.
+def test_every_k_and_concurrency_has_a_row_of_its_fastest_run(run: Run) -> None:
     result = run_program("serving-bench", *run[1], *STARTED, "serving_bench.repeats=2")
-    assert result.returncode == 0 and "predicted" in result.stdout, result.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((run[0] / "serving_bench/report.json").read_text())
     rows = report["rows"]
     assert [(row["num_speculative_tokens"], row["concurrency"]) for row in rows] == [(0, 1), (0, 2), (3, 1), (3, 2)]
@@ -79,9 +66,6 @@ def test_costs_are_measured_with_a_random_head_and_rows_with_the_trained_one(run
         assert row["drafted"] == 3 * row["rounds"] and len(row["accepted_at"]) == 3
         assert row["acceptance_length"] == pytest.approx(1 + sum(row["accepted_at"]) / row["rounds"])
         assert 0 < row["accepted_at"][0] < row["rounds"]
-        cost = next(each for each in costs if (each["engine"], each["batch_size"]) == ("vllm", row["concurrency"]))
-        expected = row["acceptance_length"] * cost["plain_ms"] / cost["round_ms"]
-        assert row["predicted_speed_up"] == pytest.approx(expected)
     assert report["version"].startswith("0.32") and report["prompts"] == NUM_PROMPTS
     assert report["best_num_speculative_tokens"].keys() == {"1", "2"}
     for name in ("plot.svg", "server_K0.log", "server_K3.log"):

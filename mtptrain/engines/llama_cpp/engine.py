@@ -33,7 +33,7 @@ from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.settings.heads import Dflash2Config, DflashConfig, DraftModelConfig, Eagle3Config, HeadConfig
 from mtptrain.target.families import head_rope_parameters
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.gguf import fingerprint, require_same_sizes
+from mtptrain.target.gguf import require_same_sizes
 from mtptrain.utils.errors import UserError
 
 DEFAULT_SERVER = Path(__file__).parents[3] / ".engines" / "llama_cpp" / "bin" / "llama-server"
@@ -128,10 +128,6 @@ class LlamaCpp(RunningEngine):
 
     def report_types(self, target: TargetFiles, serving: ServingConfig, dtype: str) -> dict[str, str | None]:
         return {"dtype": None, "gguf": str(target.gguf)}
-
-    def served_types(self, target: TargetFiles, serving: ServingConfig, export_dtype: str) -> list[str | None] | None:
-        file = target.gguf
-        return [fingerprint(file) if file and file.is_file() else None, export_dtype]
 
     def may_round(self, served: Served) -> bool:
         assert served.target.gguf is not None

@@ -119,9 +119,6 @@ class Openvino(RunningEngine):
     def report_types(self, target: TargetFiles, serving: ServingConfig, dtype: str) -> dict[str, str | None]:
         return {"dtype": None, "openvino_weights": str(serving.openvino_weights)}
 
-    def served_types(self, target: TargetFiles, serving: ServingConfig, export_dtype: str) -> list[str | None] | None:
-        return [str(serving.openvino_weights)]
-
     def may_round(self, served: Served) -> bool:
         return served.serving.openvino_weights is not OpenvinoWeights.fp32
 

@@ -85,12 +85,4 @@ def test_latencies_are_those_of_requests_and_of_steps() -> None:
     # The times per token after the first are 0.8 s / 4 and 2 s / 5. An answer of one token has no such time.
     assert row.tpot_ms.mean == pytest.approx(300) and row.tpot_ms.p50 == pytest.approx(300)
     assert row.itl_ms.p50 == pytest.approx(750) and row.itl_ms.mean == pytest.approx(700)
-    assert row.step_ms == pytest.approx(700), "of four gaps, none is the slowest tenth"
     assert Spread.of([]) == Spread(0.0, 0.0, 0.0)
-
-
-def test_the_slowest_tenth_of_gaps_does_not_count_as_steps() -> None:
-    gaps = [0.01] * 15 + [0.03] * 3 + [2.0] * 2  # two steps also read the prompt of another request
-    answers = [Answer([sum(part[:end]) for end in range(len(part) + 1)], 11) for part in (gaps[::2], gaps[1::2])]
-    expected = 1e3 * (15 * 0.01 + 3 * 0.03) / 18
-    assert Row.of(3, 2, LoadResult(answers, 4.0, None)).step_ms == pytest.approx(expected)

@@ -243,14 +243,11 @@ def test_states_in_flight_take_a_page_in_every_layer_of_each_gpu(llama_70b: Path
 
 
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
-    run_dir, url = tmp_path / "run[bold]", "http://me:secret@localhost:1"
-    settings = (f"target.path={tiny_target}", f"run_dir={quoted(run_dir)}", f"responses.url='{url}'")
-    result = run_program("plan", *settings, "hydra.job.name=plan")
+    run_dir = tmp_path / "run[bold]"
+    result = run_program("plan", f"target.path={tiny_target}", f"run_dir={quoted(run_dir)}")
     assert result.returncode == 0, result.stderr[-3000:]
     letters = "".join(result.stdout.replace("│", " ").split())
     assert f"planof{run_dir}:memory" in letters, "brackets are no markup"
-    assert "notmeasured;mtptrainserving-benchrecipe=quickstart" in letters and f"'{run_dir}'" in letters
-    assert "http://***@localhost:1" in letters and "hydra." not in letters and "plan=true" not in letters
     assert "mtptrainpromptshasnotbeenrun" in letters and "ofhostmemory" in letters
     assert "WARNING train.micro_batches_per_step" in result.stdout
     assert not run_dir.exists()
