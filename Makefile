@@ -17,7 +17,6 @@
 #                 overrides to every program
 #   make docs     build the pages of docs/ into build/docs; a dead link fails
 #   make check    lint, format, types, every recipe composes, imports point one way; installs the tools of developers
-#   make .venv-peer/.installed   vLLM Speculators, with which benchmarks.training_step compares our step
 #   make clean    remove what was built; keeps the environments, .engines and runs/
 
 PYTHON ?= python3
@@ -28,7 +27,6 @@ LLAMA_CPP := .engines/llama_cpp
 LLAMA_CPP_VERSION := 11434
 OPENVINO_VENV ?= .venv-openvino
 OPENVINO := $(OPENVINO_VENV)/bin/python
-PEER_VENV ?= .venv-peer
 ARGS ?=
 RECIPE ?= quickstart
 RUN := $(VENV)/bin/python
@@ -107,13 +105,6 @@ $(OPENVINO_VENV)/.installed:
 		&& $(OPENVINO) -m pip uninstall --yes torchvision \
 		&& touch $@ \
 		|| echo "*** OpenVINO COULD NOT BE INSTALLED into $(OPENVINO_VENV): THE TESTS OF IT ARE SKIPPED ***"
-
-# Another trainer, with which benchmarks.training_step compares ours; in an environment of its own, because it needs another torch.
-$(PEER_VENV)/.installed:
-	test -x $(PEER_VENV)/bin/pip || $(PYTHON) -m venv --clear $(PEER_VENV)
-	$(PEER_VENV)/bin/python -m pip install torch==2.13.0
-	$(PEER_VENV)/bin/python -m pip install speculators==0.9.0
-	touch $@
 
 demo: setup
 	$(RUN) -m mtptrain run recipe=$(RECIPE) $(ARGS)

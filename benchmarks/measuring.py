@@ -1,4 +1,4 @@
-"""Measures time and memory. Imports only torch, so that `speculators_worker` can import it without mtptrain."""
+"""Measures time and memory."""
 
 import json
 import math

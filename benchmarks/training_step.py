@@ -1,15 +1,13 @@
-"""Measures the training step, and compares it with the EAGLE-3 step of vLLM Speculators.
+"""Measures the training step.
 
     python -m benchmarks.training_step recipe=quickstart
-    python -m benchmarks.training_step recipe=quickstart --8b     # on a GPU: only our step, for an 8B Llama
-    make .venv-peer/.installed                                    # Speculators, once
+    python -m benchmarks.training_step recipe=quickstart --8b     # on a GPU, heads for an 8B Llama
 
-A step is forward, loss, backward, clipping and AdamW on random tokens and states, in the precision of `deepspeed` (with
-bf16, fp32 master weights). Ours is the trainer's own step, with `train.compile`; the peer's is eager on a CPU. In each
-group of rows, the candidates take turns:
+A step is the trainer's own: forward, loss, backward, clipping and the optimizer on random tokens and states, in the
+precision of `deepspeed` (with bf16, fp32 master weights) and with `train.compile`. In each group of rows, the
+candidates take turns:
 
-- documents of 512 tokens, all supervised, and two documents whose prompts are nine times as long as the answers, by
-  both trainers;
+- documents of 512 tokens, all supervised, and two documents whose prompts are nine times as long as the answers;
 - two answers without and with prompts, from which the cost of a prompt token follows;
 - one document of increasing length, of which the last 1,024 or all tokens are supervised.
 
@@ -20,12 +18,10 @@ Every row is also printed as a line of JSON.
 import argparse
 import json
 import math
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import LlamaConfig
@@ -49,7 +45,6 @@ from mtptrain.utils.errors import UserError
 from .command import Row, llama_8b, positive, print_table, run_benchmark
 from .measuring import fastest, tensor_bytes
 
-WORKER = Path(__file__).with_name("speculators_worker.py")
 HEADS_8B = (
     MtpConfig(ttt_steps=3),
     Eagle3Config(ttt_steps=7),
@@ -65,8 +60,6 @@ COLUMNS = {
     "MFU": ("mfu", ".3f"),
     "optimizer": ("optimizer_share", ".3f"),
     "MB": ("megabytes", ",.0f"),
-    "x peer": ("speed_of_peer", ".2f"),
-    "memory, x peer": ("memory_of_peer", ".2f"),
 }
 
 
@@ -79,12 +72,11 @@ class Case:
     documents: Sequence[tuple[int, int]]
     """Number of tokens in each document, and in its prompt."""
 
-    def row(self, seconds: float, megabytes: float, trainer: str = "") -> Row:
+    def row(self, seconds: float, megabytes: float) -> Row:
         tokens = sum(length for length, _ in self.documents)
         own = getattr(self.head, "draft_vocab_size", None) or self.target.vocab_size
-        case = f"{self.head.name}, T {self.head.ttt_steps}, H {self.target.hidden_size:,}, V {own:,}"
         return {
-            "case": trainer or case,
+            "case": f"{self.head.name}, T {self.head.ttt_steps}, H {self.target.hidden_size:,}, V {own:,}",
             "documents": len(self.documents),
             "tokens": tokens,
             "supervised": tokens - sum(prompt for _, prompt in self.documents),
@@ -97,14 +89,9 @@ class Case:
 def main(config: PipelineConfig, options: argparse.Namespace) -> None:
     if options.is_8b and not torch.cuda.is_available():
         raise UserError("--8b: must be left out without a GPU, because its steps take hours on a CPU; leave it out")
-    if not (options.is_8b or options.peer_python.exists()):
-        print(
-            f"*** THE PEER IS LEFT OUT: --peer-python must be a Python with speculators, but {options.peer_python} "
-            "does not exist; run `make .venv-peer/.installed` ***"
-        )
     ranks, dtype = init_ranks(config.distributed_timeout_hours), getattr(torch, train_dtype(config.deepspeed))
     config = replace(config, train=replace(config.train, micro_batches_per_step=1))
-    measure = partial(measure_cases, config, ranks, options)
+    measure = partial(measure_cases, config, ranks, options.repeats)
     if options.is_8b:
         rows = [row for head in HEADS_8B for row in measure(Case(head, llama_8b(8), [(8192, 0)] * 2))]
     else:
@@ -118,7 +105,7 @@ def rows_of_eagle3(measure: Callable[..., list[Row]], options: argparse.Namespac
     head, smallest, rows = Eagle3Config(ttt_steps=3), options.hidden_sizes[0], list[Row]()
     compared = [(size, documents_of(tokens)) for size in options.hidden_sizes for tokens in options.tokens]
     for hidden_size, documents in (*compared, (smallest, [(1000, 900)] * 2)):
-        rows += measure(Case(head, narrow_target(hidden_size), documents), with_peer=True)
+        rows += measure(Case(head, narrow_target(hidden_size), documents))
     target = narrow_target(options.hidden_sizes[-1], 32_000)
     answers, prompts = measure(*(Case(head, target, [document] * 2) for document in ((256, 0), (2560, 2304))))
     cost = (prompts["seconds"] / answers["seconds"] - 1) / 9
@@ -151,23 +138,16 @@ def narrow_target(hidden_size: int, vocab_size: int = 4096) -> LlamaConfig:
     )
 
 
-def measure_cases(
-    config: PipelineConfig, ranks: Ranks, options: argparse.Namespace, *cases: Case, with_peer: bool = False
-) -> list[Row]:
-    """Measures the step of each case in turns, with the peer's step of the first case, and prints their JSON."""
-    steps: list[OurStep | PeerStep] = [OurStep(config, ranks, case) for case in cases]
-    if with_peer and options.peer_python.exists():
-        steps.append(PeerStep(options.peer_python, cases[0], ranks.device, steps[0].dtype))
-    best = fastest({str(i): step.seconds for i, step in enumerate(steps)}, options.repeats)
+def measure_cases(config: PipelineConfig, ranks: Ranks, repeats: int, *cases: Case) -> list[Row]:
+    """Measures the step of each case in turns, and prints their JSON."""
+    steps = [MeasuredStep(config, ranks, case) for case in cases]
+    best = fastest({str(i): step.seconds for i, step in enumerate(steps)}, repeats)
     rows = [step.row(seconds) for step, seconds in zip(steps, best.values(), strict=True)]
-    if len(steps) > len(cases):
-        rows[0]["speed_of_peer"] = rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"]
-        rows[0]["memory_of_peer"] = rows[0]["megabytes"] / rows[-1]["megabytes"]
     print(*map(json.dumps, rows), sep="\n", flush=True)
     return rows
 
 
-class OurStep:
+class MeasuredStep:
     """The trainer's own step on a batch of random documents."""
 
     def __init__(self, config: PipelineConfig, ranks: Ranks, case: Case) -> None:
@@ -221,43 +201,10 @@ def random_batch(case: Case, head: Head) -> Batch:
     return make_batch(stored, head.ttt_steps, anchors=anchors, window=head.shared_window)
 
 
-@dataclass
-class PeerStep:
-    """The step of vLLM Speculators, in a process with packages of its own."""
-
-    python: Path
-    case: Case
-    device: torch.device
-    dtype: torch.dtype
-    megabytes: float = 0.0
-
-    def seconds(self) -> float:
-        """Runs steps in a new process, and returns the duration of the last one."""
-        names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        sizes = {name: getattr(self.case.target, name) for name in names} | {"attn_implementation": "sdpa"}
-        request = {"target": sizes, "documents": self.case.documents, "depths": self.case.head.ttt_steps}
-        request |= {"device": str(self.device), "autocasts": self.dtype is torch.bfloat16}
-        asked = subprocess.run(
-            [self.python, WORKER], input=json.dumps(request), capture_output=True, text=True, check=False
-        )
-        if asked.returncode:
-            raise UserError(
-                f"--peer-python: the peer must answer, but exited with {asked.returncode}: "
-                f"{asked.stderr.strip()[-300:]}; lower --hidden-sizes or --tokens if its memory does not suffice"
-            )
-        answer = json.loads(asked.stdout)
-        self.megabytes = answer["peak_bytes"] / 1e6
-        return float(answer["seconds"])
-
-    def row(self, seconds: float) -> Row:
-        return self.case.row(seconds, self.megabytes, "vLLM Speculators")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--8b", dest="is_8b", action="store_true", help="measure heads for an 8B Llama, on a GPU")
     parser.add_argument("--hidden-sizes", type=positive, nargs="+", default=[256, 512, 1024], help="multiples of 64")
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1024, 4096], help="tokens of a supervised step")
     parser.add_argument("--longest-tokens", type=positive, default=32_768, help="tokens of the longest document")
-    parser.add_argument("--peer-python", type=Path, default=Path(".venv-peer/bin/python"))
     run_benchmark(main, parser)

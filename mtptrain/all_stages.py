@@ -230,8 +230,7 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
     """Run a stage as its own program would, and end the process without what its parent does at its end."""
     code: object = 1
     try:
-        # After a fork, torch renews its pool of threads when it is next told their number, and aborts if several
-        # threads, such as autograd's, are told at once as they start.
+        # After a fork, torch renews its pool when it is told the number of threads, and aborts if several tell it at once.
         torch.set_num_threads(torch.get_num_threads())
         GlobalHydra.instance().clear()
         sys.argv[1:] = overrides
@@ -251,8 +250,7 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
 def print_stages(config: PipelineConfig, is_planned: bool) -> None:
     """Print what will be run and, with `is_planned`, how long stages will take on this machine.
 
-    Another process plans, because measuring the machine starts threads, which stages that are forks of this one could
-    not use, or takes memory of a GPU. CUDA does not work in forks.
+    Another process plans: measuring the machine starts threads, which forks cannot use, or takes memory of a GPU.
     """
     planned: dict[str, float] = {}
     if is_planned:
@@ -285,9 +283,8 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
     if plain := speed.get("none"):
         table.add_row("our loop", f"{speed['head']:,.0f} tokens/s, {speed['head'] / plain:.2f} times plain decoding")
     Console().print(table)
-    page = report_path.with_name("report.html")
-    figures = page if page.is_file() else report_path  # a kill or a failure to draw may leave no page
-    print(f"{figures} shows it")
+    page = report_path.with_name("report.html")  # a kill or a failure to draw may leave none
+    print(f"{page if page.is_file() else report_path} shows it")
     if has_format(config.head.name):
         overrides = shlex.join(HydraConfig.get().overrides.task)
         print(
