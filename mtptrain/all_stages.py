@@ -230,7 +230,7 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
     """Run a stage as its own program would, and end the process without what its parent does at its end."""
     code: object = 1
     try:
-        # After a fork, torch renews its pool when it is told the number of threads, and aborts if several tell it at once.
+        # A fork renews its pool when torch is told the number of threads, and aborts if several tell it at once.
         torch.set_num_threads(torch.get_num_threads())
         GlobalHydra.instance().clear()
         sys.argv[1:] = overrides
