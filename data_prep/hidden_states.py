@@ -55,7 +55,6 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import refuse_quantised_parts
-from mtptrain.target.hub_hashes import verify_weights
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError
@@ -89,8 +88,6 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
     extraction = prepare_extraction(run)
     if run.backend is Backend.transformers:
         check_placement(run.target.directory, getattr(torch, config.hidden_states.dtype.value), ranks.device)
-    if config.target.verify and ranks.is_first:
-        verify_weights(run.target.directory)
     if ranks.local_rank == 0:
         remove_scratch(config)
     if not begin_unless_finished(extraction, ranks):

@@ -10,7 +10,7 @@ import sys
 from difflib import get_close_matches
 
 from mtptrain.cli.stages import STAGES
-from mtptrain.utils.startup import prepare_process
+from mtptrain.utils.startup import guarded_imports, prepare_process
 
 
 def main() -> None:
@@ -21,8 +21,9 @@ def main() -> None:
         lines = [f"  {name:<{width}}  {each.does}" for name, each in STAGES.items()]
         print("usage: mtptrain STAGE recipe=NAME [setting=value ...]", *lines, sep="\n")
         return
-    from mtptrain.cli.program import run_stage  # after the help, which should not wait for Hydra
-    from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
+    with guarded_imports():  # after the help, which should not wait for Hydra
+        from mtptrain.cli.program import run_stage
+        from mtptrain.utils.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, exit_with_line
 
     if stage not in STAGES:
         near = get_close_matches(stage, STAGES, n=1)
@@ -32,7 +33,7 @@ def main() -> None:
     try:
         run_stage(stage)
     except KeyboardInterrupt:
-        # between imports: during one, prepare_process's handler ends the process, and later the program handles it
+        # between imports: during one, the process ends at once, and later the program handles it
         exit_with_line("stopped by Ctrl-C before anything started", EXIT_INTERRUPTED)
 
 

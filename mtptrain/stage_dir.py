@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
 from mtptrain.utils.errors import StageMissing, UserError
@@ -30,8 +29,6 @@ STAGE = "stage.json"
 _SETTINGS = "settings"
 FACTS = ("argv", "git_revision", "python", "packages")
 """Entries of every `stage.json`, besides the settings."""
-_PROVENANCE, _CONFIG = "provenance.json", "config.yaml"
-"""The files that earlier versions wrote in place of `stage.json`: the facts, and the settings."""
 _LOCK = ".mtptrain.lock"
 
 
@@ -53,11 +50,7 @@ class StageDir:
         return StageDir(default) if given is None else StageDir(Path(given), setting)
 
     def check(self) -> None:
-        """Refuse a folder that holds files of somebody else.
-
-        Raises:
-            UserError: the folder is not empty and has no `stage.json` of ours, or the path is a file.
-        """
+        """Refuse a folder that is not empty and has no `stage.json` of ours, or a path that is a file."""
         if self.path.is_symlink() and not self.path.exists():
             problem: str | None = "is a link to nothing"
         elif self.path.exists() and not self.path.is_dir():
@@ -75,18 +68,12 @@ class StageDir:
 
     @contextmanager
     def writing(self, part: int = 0) -> Iterator[Path]:
-        """Hold the folder while the block writes to it, and yield its path.
+        """Hold the folder while the block writes to it, and yield its path; refuse it if another program writes there.
 
-        Every program with a folder calls this before any work, and before it forks ranks. Only `mtptrain export` does
-        not: it replaces its folder as a whole. The first rank holds the folder for all. The system frees the lock when
-        its processes end, however they end. The lock's file is removed after the block, and so are the folders that
-        were made for it and are still empty.
-
-        Args:
-            part: programs with different numbers may write at the same time.
-
-        Raises:
-            UserError: `check` refuses the folder, or another program writes there.
+        Programs call this before any work, and before they fork ranks. Only `mtptrain export` does not: it replaces its
+        folder as a whole. The first rank holds the folder for all. The system frees the lock when its processes end,
+        however they end. Programs with different numbers `part` may write at the same time. The lock's file is removed
+        after the block, and so are the folders that were made for it and are still empty.
         """
         if os.environ.get("RANK", "0") != "0":
             yield self.path
@@ -133,12 +120,10 @@ class StageDir:
             os.close(descriptor)
 
     def record(self, config: object, output: str | None = None) -> None:
-        """Write `stage.json`.
+        """Write `stage.json` with the settings of this run.
 
-        Args:
-            config: the settings of this run.
-            output: the file that marks a finished stage, to be written again last. It is removed before the settings
-                change, so that after a kill old files never pass as made with the new settings.
+        `output` is the file that marks a finished stage. It is removed before the settings change, so that after a kill
+        old files never pass as made with the new settings.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if output is not None:
@@ -146,8 +131,6 @@ class StageDir:
         facts = (hide_passwords(sys.argv), git_revision(), sys.version.split()[0], package_versions())
         stored = dict(zip(FACTS, facts, strict=True)) | {_SETTINGS: _plain(config)}
         write_json(self.path / STAGE, stored, unique_temporary(self.path / STAGE))
-        for name in (_CONFIG, _PROVENANCE):
-            (self.path / name).unlink(missing_ok=True)
 
     def claim(self, config: object) -> None:
         """Record the settings in a folder without `stage.json`. Several processes may call this at the same time."""
@@ -155,31 +138,19 @@ class StageDir:
             self.record(config)
 
     def settings(self) -> dict[str, Any] | None:
-        """Returns the recorded settings; None in a folder that is not ours.
-
-        Raises:
-            UserError: they cannot be read.
-        """
-        if not self._is_ours():
-            return None
-        settings = self._stored().get(_SETTINGS)
-        if not isinstance(settings, dict):
-            raise UserError(
-                f"{self.path}: {STAGE} (or {_CONFIG} of an earlier version) must hold the settings that the stage "
-                f"began with, but cannot be read; restore it, or delete {self.path} to begin again"
-            )
-        return settings
+        """Returns the recorded settings; None in a folder that is not ours."""
+        return self._stored()[_SETTINGS] if self._is_ours() else None
 
     def was_made_with(self, config: object, names: Sequence[str]) -> bool:
         """Returns whether these settings of the recorded config are those of `config`. In an export, `~` hides the
         home."""
-        settings = self._stored().get(_SETTINGS)
+        settings = self.settings()
 
         def shown(settings: dict[str, Any]) -> str:  # as text, because 0 equals false as a value
             return json.dumps([settings.get(name) for name in names], sort_keys=True, default=str)
 
         present = _plain(config)
-        return isinstance(settings, dict) and shown(settings) in [shown(each) for each in (present, _public(present))]
+        return settings is not None and shown(settings) in [shown(each) for each in (present, _public(present))]
 
     def files(self) -> dict[str, Any]:
         """Returns the files that `replaced` wrote, as `stage.json` describes them."""
@@ -189,9 +160,7 @@ class StageDir:
     def check_replaceable(self) -> None:
         """Refuse to replace the folder unless every file in it is as `replaced` wrote it, and none was added.
 
-        Raises:
-            UserError: the folder, or one of those beside it that `replaced` uses, holds files of somebody else, or the
-                folder is the working directory.
+        The folders beside it that `replaced` uses must not hold files of somebody else either.
         """
         if self.path.resolve() == Path.cwd():
             raise UserError(
@@ -208,7 +177,7 @@ class StageDir:
         self.check()
         files = self.files()
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
-            is_known = path.is_file() and (path.name in files or path.name in (STAGE, _PROVENANCE))
+            is_known = path.is_file() and path.name in (*files, STAGE)
             if not is_known or (path.name in files and files[path.name] != describe_file(path)):
                 raise UserError(
                     f"{self.setting}: {self.path} must hold only the files of an earlier export to be replaced, but "
@@ -222,9 +191,6 @@ class StageDir:
 
         A kill leaves this folder as it was, absent or new. Whatever else it leaves beside it is ours, and the next call
         removes it. `stage.json` has `~` in place of the user's home, since an export may be published.
-
-        Raises:
-            UserError: `check_replaceable` refuses the folder, before the block or after it.
         """
         self.check_replaceable()
         new, old = self._beside()
@@ -255,7 +221,7 @@ class StageDir:
     def _remove(self) -> None:
         """Remove a folder of ours. What marks it as ours goes last, so that a kill leaves a folder that still is."""
         if self.path.is_dir():
-            for path in sorted(self.path.iterdir(), key=lambda each: each.name in (STAGE, _PROVENANCE)):
+            for path in sorted(self.path.iterdir(), key=lambda each: each.name == STAGE):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             self.path.rmdir()
 
@@ -272,34 +238,21 @@ class StageDir:
         return None
 
     def _is_ours(self) -> bool:
-        return set(FACTS) <= self._stored().keys()
+        stored = self._stored()
+        return set(FACTS) <= stored.keys() and isinstance(stored.get(_SETTINGS), dict)
 
     def _stored(self) -> dict[str, Any]:
         """Returns the contents of `stage.json`, or an empty dict if there is none that can be read."""
         with suppress(OSError, ValueError):
             return read_json(self.path / STAGE)
-        with suppress(OSError, ValueError):
-            return _read_old(self.path)
         return {}
 
 
 def require(path: Path, program: str) -> Path:
-    """Returns `path`, the output of an earlier stage.
-
-    Raises:
-        StageMissing: that stage has not been run.
-    """
+    """Returns `path`, the output of an earlier stage. Raises StageMissing if that stage has not been run."""
     if not path.exists():
         raise StageMissing(f"{path}: must exist, but does not; run {program} with the same recipe and run_dir first")
     return path
-
-
-def _read_old(directory: Path) -> dict[str, Any]:
-    """Returns what `stage.json` would have in a folder that an earlier version wrote."""
-    facts, settings = read_json(directory / _PROVENANCE), None
-    with suppress(OSError, yaml.YAMLError, ValueError):
-        settings = yaml.safe_load((directory / _CONFIG).read_text(encoding="utf-8"))
-    return facts | {_SETTINGS: settings}
 
 
 def _plain(config: object) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from mtptrain.utils.errors import (
     refusal,
     show_warning,
 )
-from mtptrain.utils.startup import guarded_imports, imports_are_done, start_stage, started_stage
+from mtptrain.utils.startup import guarded_imports, start_stage, started_stage
 
 
 def run_stage(name: str) -> None:
@@ -84,7 +84,6 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
 
     run = hydra.main(config_path=RECIPES, config_name="pipeline", version_base="1.3")(task)
 
-    imports_are_done()
     warnings.showwarning = show_warning
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:

@@ -66,8 +66,6 @@ class TargetConfig:
     """The target as a GGUF file, for llama.cpp; null is `target.path` if that is one."""
     revision: str | None = None
     """Hub revision; ignored for a local directory or file."""
-    verify: bool = False
-    """Before extraction, compare the weight files with the hub's hashes, which huggingface_hub saves on download."""
 
 
 @dataclass

@@ -11,7 +11,6 @@ from textwrap import shorten
 from typing import NoReturn, TextIO
 
 from mtptrain.utils.progress import ProgressBar
-from mtptrain.utils.startup import imports_are_done
 
 DEBUG = "MTPTRAIN_DEBUG"
 """Environment variable that shows the stack of every error if it is 1."""
@@ -45,7 +44,6 @@ def errors_as_lines(
         kept: returns what the line after Ctrl-C says about the work done so far.
         run_dir: the run's directory, if the program has one.
     """
-    imports_are_done()
     try:
         yield
     except KeyboardInterrupt as interrupt:

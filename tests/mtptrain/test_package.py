@@ -1,4 +1,4 @@
-"""Tests what programs set for OpenMP, that Ctrl-C stops their imports only, and that the library sets nothing."""
+"""Tests what programs set for OpenMP, that Ctrl-C ends their imports, and that the library sets nothing."""
 
 import os
 import signal
@@ -43,51 +43,11 @@ def test_what_the_user_sets_stays() -> None:
     assert "GOMP_SPINCOUNT = '1000'" not in openmp_settings(PREPARE, OMP_WAIT_POLICY="ACTIVE")
 
 
-def test_ctrl_c_while_torch_is_imported_ends_in_one_line() -> None:
+def test_ctrl_c_while_torch_is_imported_ends_the_process_at_once() -> None:
     command = [sys.executable, "-m", "mtptrain", "prompts", "recipe=quickstart", "run_dir=not_there"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None, "the process ended before Ctrl-C was sent"
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=120)[1] == "stopped by Ctrl-C before anything started\n"
-    assert process.returncode == 130
-
-
-CTRL_C = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
-MODULES = {
-    "catches": f"try:\n    {CTRL_C}\nexcept KeyboardInterrupt:\n    raise ImportError('half an import') from None",
-    "presses": CTRL_C,
-}
-"""Modules that are interrupted while they are imported. The first treats Ctrl-C as numpy's lazy imports may."""
-PROGRAMS = {
-    "import that catches it": (f"{PREPARE}\nimport catches", "stopped by Ctrl-C before anything started\n", 130),
-    "code of a user": (f"{PREPARE}\ntry:\n    {CTRL_C}\nexcept KeyboardInterrupt:\n    exit(7)", "", 7),
-    "import of a started program": (
-        f"{PREPARE}\nfrom mtptrain.utils.errors import errors_as_lines\nwith errors_as_lines():\n    import presses",
-        "stopped by Ctrl-C; the same command starts again\n",
-        130,
-    ),
-    "handler of a user": (
-        f"import signal\nsignal.signal(signal.SIGINT, lambda *_: exit(8))\n{PREPARE}\nimport presses",
-        "",
-        8,
-    ),
-    "import in a thread": (
-        "import signal, threading\nfrom mtptrain.utils.startup import prepare_process\n"
-        "thread = threading.Thread(target=prepare_process)\nthread.start()\nthread.join()\n"
-        "exit(9 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)",
-        "",
-        9,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", PROGRAMS)
-def test_ctrl_c_ends_in_one_line_during_imports_and_is_handled_as_usual_otherwise(tmp_path: Path, case: str) -> None:
-    code, stderr, status = PROGRAMS[case]
-    for name, text in MODULES.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert (process.stderr, process.returncode) == (stderr, status)
+    assert (process.communicate(timeout=120)[1], process.returncode) == ("", -signal.SIGINT)

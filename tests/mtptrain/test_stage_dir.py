@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mtptrain import stage_dir
 from mtptrain.cli.stages import STAGES
@@ -32,7 +31,7 @@ SOMEBODYS = {
     "hidden-states": ["hidden_states/shard_99999.json", "hidden_states/paper.tmp"],
     "train": [
         *("train/config.yaml", "train/checkpoints/step_00000001/thesis.tex", "train/heads/step_best/a.bin"),
-        *("train/metrics.jsonl", "train/stage.json", "train/provenance.json", "train/best/head.json"),
+        *("train/metrics.jsonl", "train/stage.json", "train/best/head.json"),
     ],
     "choose-head": ["train/heads/step_00000009/head.json"],
     "acceptance": ["acceptance/report.json", "acceptance/report.html"],
@@ -103,28 +102,6 @@ def test_a_damaged_stage_json_is_named(tmp_path: Path) -> None:
             folder.check()
 
 
-def make_old(directory: Path) -> None:
-    """Turn a folder into one that an earlier version wrote."""
-    stored = json.loads((directory / STAGE).read_text())
-    (directory / "config.yaml").write_text(yaml.safe_dump(stored.pop("settings")))
-    (directory / "provenance.json").write_text(json.dumps(stored))
-    (directory / STAGE).unlink()
-
-
-def test_a_folder_of_an_older_version_is_read_and_becomes_one_of_this_version(tmp_path: Path) -> None:
-    config, other, folder = make_config(), make_config("seed=5"), StageDir(tmp_path)
-    folder.record(config)
-    make_old(tmp_path)
-    folder.check()
-    assert folder.was_made_with(config, ["seed", "train"]) and not folder.was_made_with(other, ["seed"])
-    folder.record(other)
-    assert [path.name for path in tmp_path.iterdir()] == [STAGE] and folder.was_made_with(other, ["seed"])
-    make_old(tmp_path)
-    (tmp_path / "config.yaml").write_text("seed: [")
-    with pytest.raises(UserError, match=rf"^{tmp_path}: stage\.json \(or config\.yaml .*\) must hold the settings"):
-        folder.settings()
-
-
 def test_stage_json_is_the_first_file_of_a_folder_and_a_finished_stage_loses_its_mark_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,22 +156,16 @@ ADDED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-@pytest.mark.parametrize("case", ADDED)
-def test_a_folder_to_which_somebody_added_files_is_not_replaced(tmp_path: Path, case: str, is_old: bool) -> None:
-    add, message = ADDED[case]
-    replace(tmp_path / "vllm", "old")
-    if is_old:
-        make_old(tmp_path / "vllm")
-        stored = json.loads((tmp_path / "vllm/provenance.json").read_text())
-        stored["files"]["config.yaml"] = stage_dir.describe_file(tmp_path / "vllm/config.yaml")
-        write_json(tmp_path / "vllm/provenance.json", stored)
-    StageDir(tmp_path / "vllm").check_replaceable()
-    add(tmp_path / "vllm")
-    before = files_of(tmp_path)
-    with pytest.raises(ValueError, match=rf"^export\.output_dir: \S+/vllm must hold only the files of .*{message}"):
-        replace(tmp_path / "vllm", "new")
-    assert files_of(tmp_path) == before and (case != "git" or (tmp_path / "vllm/.git").is_dir())
+def test_a_folder_to_which_somebody_added_files_is_not_replaced(tmp_path: Path) -> None:
+    for case, (add, message) in ADDED.items():
+        folder = tmp_path / case / "vllm"
+        replace(folder, "old")
+        StageDir(folder).check_replaceable()
+        add(folder)
+        before = files_of(folder)
+        with pytest.raises(UserError, match=rf"^export\.output_dir: \S+/vllm must hold only the files of .*{message}"):
+            replace(folder, "new")
+        assert files_of(folder) == before and (case != "git" or (folder / ".git").is_dir())
 
 
 def test_a_link_beside_an_export_is_not_followed(tmp_path: Path) -> None:
@@ -248,7 +219,7 @@ def die_at(count: int, function: Callable[..., object]) -> Callable[..., object]
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("rename", 0), ("rename", 1), ("unlink", 0), ("unlink", 2), ("unlink", 5), ("rmdir", 0), ("write_text", 1)],
+    [("rename", 0), ("rename", 1), ("unlink", 0), ("unlink", 3), ("rmdir", 0), ("write_text", 1)],
 )
 def test_a_kill_at_any_moment_leaves_the_old_the_new_or_no_folder_and_the_next_export_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int
@@ -298,7 +269,7 @@ def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-@pytest.mark.parametrize("stage", ["prompts", "hidden-states", "train", "acceptance"])
+@pytest.mark.parametrize("stage", ["prompts", "train"])
 def test_a_second_program_in_the_same_folder_is_refused_and_changes_nothing(
     fresh_run: tuple[Path, tuple[str, ...]], stage: str
 ) -> None:
@@ -361,32 +332,21 @@ def test_ranks_that_a_program_becomes_keep_its_lock_until_all_have_ended(
     assert not folder.path.exists()
 
 
-@pytest.mark.parametrize("third_takes_it", [False, True])
 def test_a_lock_that_its_holder_removes_in_between_is_taken_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, third_takes_it: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, lock, stat = tmp_path / LOCK, fcntl.flock, Path.stat
-    calls: list[str] = []
+    path, lock, calls = tmp_path / LOCK, fcntl.flock, 0
 
     def remove_first(descriptor: int, operation: int) -> None:
+        nonlocal calls
         if not calls:
             path.unlink()
-            if third_takes_it:
-                path.touch()
-        calls.append("flock")
+        calls += 1
         lock(descriptor, operation)
 
-    def remove_after_a_look(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-        seen = stat(self, follow_symlinks=follow_symlinks)
-        if self == path and third_takes_it and calls == ["flock"]:
-            calls.append("third has ended")
-            path.unlink()
-        return seen
-
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    monkeypatch.setattr(Path, "stat", remove_after_a_look)
     with StageDir(tmp_path).writing():
-        assert path.read_text().startswith(f"process {os.getpid()} on ") and calls.count("flock") == 2
+        assert path.read_text().startswith(f"process {os.getpid()} on ") and calls == 2
 
 
 def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

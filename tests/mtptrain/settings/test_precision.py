@@ -19,7 +19,6 @@ from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
 from mtptrain.utils.errors import UserError
 from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
-from tests.mtptrain.test_stage_dir import make_old
 
 WITHOUT, WITH = "0", "1"
 CHOICES = {WITHOUT: (Dtype.float32, False, 0), WITH: (Dtype.bfloat16, True, 1)}
@@ -80,16 +79,13 @@ def test_without_a_switch_the_cpu_itself_is_asked(monkeypatch: pytest.MonkeyPatc
         has_bf16_instructions()
 
 
-@pytest.mark.parametrize("is_old", [False, True])
 def test_a_stage_that_has_begun_keeps_its_precision_and_damaged_settings_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = StageDir(tmp_path / "run/hidden_states")
     config = make_config(f"run_dir={tmp_path}/run")
     assert config.hidden_states.dtype is Dtype.bfloat16
     folder.record(config)
-    if is_old:
-        make_old(folder.path)
     monkeypatch.setenv(PRETENDED_BF16, "0")
     assert make_config("run_dir=elsewhere").hidden_states.dtype is Dtype.float32
     assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype is Dtype.bfloat16
