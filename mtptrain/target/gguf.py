@@ -4,12 +4,10 @@ The copy is in `gguf/` inside the cache directory: `$MTPTRAIN_CACHE`, or else `m
 `~/.cache`. It may be deleted at any time.
 
 The package gguf reads and dequantises the file, and transformers builds the tokenizer, which is corrected here.
-Settings and tensors are translated here, by a whitelist: the readers of transformers ignore what they do not know, such
-as RoPE factors, and replace missing settings by the family's defaults, so that a head would be trained for another
-model than the one that is served. They also hold all weights in memory at once.
+Settings and tensors are translated here, by a whitelist. The readers of transformers ignore what they do not know, such
+as RoPE factors, replace missing settings by the family's defaults, and hold all weights in memory at once.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -17,7 +15,7 @@ import os
 import re
 import reprlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
+from huggingface_hub.utils import WeakFileLock
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,6 +44,7 @@ FORMAT = 2
 """Raised when the same GGUF file would be translated into another model directory."""
 DOWNLOAD_AGAIN = "download it again"
 CHOOSE_ANOTHER = "choose another file, or the model directory that it was converted from"
+MERGE = "merge the parts with llama.cpp's `llama-gguf-split --merge`"
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names that llama.cpp and transformers share. Mistral's files are of the architecture llama."""
@@ -104,8 +104,8 @@ CONTROL = 3
 """The `token_type` of tokens that stand for themselves, such as the end of a turn."""
 SWITCHED_OFF = ("add_space_prefix", "add_eos_token", "add_sep_token", "remove_extra_whitespaces")
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-IN_TOKENIZER = ("model", "pre", *LISTS, "scores", "token_type_count", "add_bos_token", *SWITCHED_OFF)
-"""Keys of a tokenizer that may be there, beside those of ids of tokens."""
+IN_TOKENIZER = (*LISTS, "scores", "token_type_count", "add_bos_token")
+"""Keys of a tokenizer that may be there, beside those of ids of tokens and those with few allowed values."""
 END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
@@ -134,10 +134,7 @@ def gguf_of(path: str, given: str | None) -> Path | None:
 
 
 def dequantised_dir(path: Path, setting: str) -> Path:
-    """Returns a model directory with the weights of a GGUF file in fp32, which is written when it is first needed.
-
-    `setting` is the name of the setting that holds the path, for error messages.
-    """
+    """Returns a model directory with the weights of a GGUF file in fp32, which is written when it is first needed."""
     if not path.is_file():
         raise UserError(
             f"{setting}: must be an existing file if it ends in {SUFFIX}, but {str(path)!r} does not exist; correct "
@@ -150,7 +147,7 @@ def dequantised_dir(path: Path, setting: str) -> Path:
     _check_settings(header)
     config, names = _model_of(header)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(directory.with_name(directory.name + ".lock")):
+    with WeakFileLock(directory.with_name(directory.name + ".lock")):  # ranks of a run come here at the same time
         if not directory.is_dir():  # otherwise another rank has written it
             _write_copy(directory, header, config, names)
     return directory
@@ -263,36 +260,30 @@ def _check_settings(header: GGUFHeader) -> None:
         if not holds:
             raise UserError(f"{path}: {key} must be {be}, but is {reprlib.repr(metadata.get(key))}; {advice}")
 
-    # 1) What kind of file it is.
-    must("general.type", "model", metadata.get("general.type", "model") == "model", "give the file of the model itself")
-    must(
-        *("split.count", "1, a whole model in one file", metadata.get("split.count", 0) in (0, 1)),
-        "merge the parts with llama.cpp's `llama-gguf-split --merge`",
-    )
     architecture = metadata.get("general.architecture")
     must("general.architecture", f"one of {', '.join(ARCHITECTURES)}", architecture in ARCHITECTURES)
-    # 2) Settings of the model.
     prefix = f"{architecture}."
     for key in (prefix + name for name in NUMBERS):
         value = metadata.get(key, None if key.removeprefix(prefix) in SIZES else 1)
         must(key, "a number above 0", isinstance(value, int | float) and 0 < value < math.inf, DOWNLOAD_AGAIN)
-    only = {
-        "attention.value_length": (header.head_dim,),
-        "rope.dimension_count": (header.head_dim,),
-        "rope.scaling.type": ("linear", "none"),
-        "rope.scaling.finetuned": (True, False),
-        "expert_count": (0,),
-        "expert_used_count": (0,),
+    allowed: dict[str, Sequence[object]] = {  # None: may be left out
+        "general.type": ("model", None),
+        "split.count": (0, 1, None),
+        f"{prefix}attention.value_length": (header.head_dim, None),
+        f"{prefix}rope.dimension_count": (header.head_dim, None),
+        f"{prefix}rope.scaling.type": ("linear", "none", None),
+        f"{prefix}rope.scaling.finetuned": (True, False, None),
+        f"{prefix}expert_count": (0, None),
+        f"{prefix}expert_used_count": (0, None),
+        # With SentencePiece, llama.cpp puts other spaces after special tokens than transformers does.
+        f"{TOKENIZER}model": ("gpt2",),
+        f"{TOKENIZER}pre": SPLITS,
+        **{TOKENIZER + name: (False, None) for name in SWITCHED_OFF},
     }
-    for name, allowed in only.items():
-        must(prefix + name, " or ".join(map(str, allowed)), metadata.get(prefix + name, allowed[0]) in allowed)
-    # 3) The tokenizer.
+    for key, values in allowed.items():
+        be = " or ".join(str(value) for value in values if value is not None)
+        must(key, be, metadata.get(key) in values, MERGE if key == "split.count" else CHOOSE_ANOTHER)
     settings = header.section(TOKENIZER)
-    # With SentencePiece, llama.cpp puts other spaces after special tokens than transformers does.
-    must(f"{TOKENIZER}model", "gpt2", settings.get("model") == "gpt2")
-    must(f"{TOKENIZER}pre", f"one of {', '.join(SPLITS)}", settings.get("pre") in SPLITS)
-    for name in SWITCHED_OFF:
-        must(TOKENIZER + name, "False", not settings.get(name))
     for name in LISTS:
         must(TOKENIZER + name, "a list", isinstance(settings.get(name), list), DOWNLOAD_AGAIN)
     num_tokens, ids = len(settings["tokens"]), [name for name in settings if name.endswith("_token_id")]
@@ -302,8 +293,11 @@ def _check_settings(header: GGUFHeader) -> None:
         is_token = isinstance(settings[name], int) and 0 <= settings[name] < num_tokens
         must(TOKENIZER + name, f"below the number of tokens {num_tokens}", is_token, DOWNLOAD_AGAIN)
     must(CHAT_TEMPLATE, "a text", isinstance(metadata.get(CHAT_TEMPLATE, ""), str), DOWNLOAD_AGAIN)
-    # 4) Nothing else.
-    known = {prefix + name for name in (*NUMBERS, *only)} | {TOKENIZER + name for name in (*IN_TOKENIZER, *ids)}
+    known = {
+        *allowed,
+        *(prefix + name for name in NUMBERS),
+        *(TOKENIZER + name for name in (*IN_TOKENIZER, *ids)),
+    }
     if unknown := [key for key in metadata if key.startswith((prefix, TOKENIZER)) and key not in known]:
         raise UserError(
             f"{path}: settings must be among those that this program can translate, but {', '.join(unknown)} are not; "
@@ -382,23 +376,6 @@ def _translated(name: str) -> str:
     layer = re.match(r"blk\.(\d+)\.", name)
     module, _, parameter = name[layer.end() if layer else 0 :].rpartition(".")
     return (f"model.layers.{layer[1]}." if layer else "") + f"{MODULES.get(module, module)}.{parameter}"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Waits until no other process is in this block with the same path. A process that dies leaves the block.
-
-    Ranks of a run come here at the same time, so unlike a program's own folder, the cache must have locks.
-    """
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise UserError(
-                f"{path.parent}: must be on a file system with locks, but this one has none ({error.strerror}); set "
-                "MTPTRAIN_CACHE to a directory on another"
-            ) from error
-        yield
 
 
 def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:

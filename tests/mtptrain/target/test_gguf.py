@@ -1,7 +1,5 @@
 """Tests that a GGUF file is read as the model that llama.cpp serves, once, or refused before anything is written."""
 
-import errno
-import fcntl
 import re
 import shutil
 import struct
@@ -182,14 +180,7 @@ def test_a_copy_that_cannot_be_written_leaves_nothing(file: Path, cache: Path, m
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
         with pytest.raises(UserError, match=rf"^{cache}/gguf: 0\.1 GB must be free for .* copy of {file}, but 0\.0 GB"):
             resolve_target(str(file))
-    assert [path.suffix for path in (cache / "gguf").iterdir()] == [".lock"]
-
-    def no_locks(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(UserError, match=rf"^{cache}/gguf: must be on a file system with locks, but .* \(No locks avai"):
-        resolve_target(str(file))
+    assert {path.suffix for path in (cache / "gguf").iterdir()} <= {".lock"}
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +253,8 @@ def test_a_damaged_file_or_one_that_is_cut_off_is_refused(file: Path) -> None:
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"general.type": "mmproj"}, "general.type must be model, but is 'mmproj'; give the file of the model itself"),
-    ({"split.count": 3}, "split.count must be 1, a whole model in one file, but is 3; merge the parts with"),
+    ({"general.type": "mmproj"}, "general.type must be model, but is 'mmproj'; choose another file"),
+    ({"split.count": 3}, "split.count must be 0 or 1, but is 3; merge the parts with"),
     ({"general.architecture": "rwkv7"}, "general.architecture must be one of llama, qwen2, qwen3, but is 'rwkv7'"),
     ({"llama.attention.sliding_window": 64}, "settings must be .*, but llama.attention.sliding_window are not; choose"),
     ({"llama.block_count": None}, "llama.block_count must be a number above 0, but is None; download it again"),
@@ -279,7 +270,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model must be gpt2, but is None; choose another file, or the"),
     ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges must be a list, but is None; download it again"),
     ({"tokenizer.ggml.merges": ["one"]}, "the tokenizer must be readable by transformers, but the library reports"),
-    ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre must be one of gpt-2, qwen2, .*, but is 'falcon'; choose"),
+    ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre must be gpt-2 or qwen2 or .*, but is 'falcon'; choose"),
     ({"tokenizer.ggml.escape": True}, "settings must be among .*, but tokenizer.ggml.escape are not; choose"),
     ({"tokenizer.ggml.add_eos_token": True}, "tokenizer.ggml.add_eos_token must be False, but is True"),
     ({"tokenizer.ggml.eos_token_id": 260}, "tokenizer.ggml.eos_token_id must be below the number of tokens 260, but"),
