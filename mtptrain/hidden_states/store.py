@@ -75,12 +75,7 @@ class StoreManifest:
 
     @staticmethod
     def read(directory: Path) -> "StoreManifest":
-        """Read `directory`/manifest.json.
-
-        Raises:
-            StageMissing: the store does not exist or is unfinished.
-            UserError: the file is damaged or has another schema version.
-        """
+        """Read `directory`/manifest.json. Raises StageMissing if the store does not exist or is unfinished."""
         path = directory / MANIFEST
         if not path.exists():
             state = "the extraction is unfinished" if (directory / PLAN).exists() else "it does not"
@@ -164,11 +159,7 @@ class HiddenStates(ABC):
         """Returns what identifies the documents and the order of training on them, by names for error messages."""
 
     def document(self, index: int) -> StoredDocument:
-        """Returns the document at `index`, without a copy, after checking its bytes.
-
-        Raises:
-            UserError: its shard is missing or truncated, or the document was changed or damaged.
-        """
+        """Returns the document at `index`, without a copy, after checking its bytes."""
         path, shard, local = self._locate(index)
         document = _document(shard, local)
         expected, checksum = shard[CHECKSUMS][local].numpy().tobytes(), document_checksum(vars(document))
@@ -194,11 +185,7 @@ class HiddenStates(ABC):
         self._mapped.clear()
 
     def set_steps(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:  # noqa: B027 (a finished store need not know)
-        """Set the documents that training reads: those of each micro-batch of each step of the first epoch.
-
-        Raises:
-            UserError: the states cannot be read in this order.
-        """
+        """Set the documents that training reads: those of each micro-batch of each step of the first epoch."""
 
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
         """Wait until the states of step `step` (from 0) exist. Returns early with the signal if a rank received one."""
@@ -239,16 +226,9 @@ class HiddenStore(HiddenStates):
 
     @staticmethod
     def open(directory: Path, expected: StoreIdentity | None = None) -> "HiddenStore":
-        """Open a store. This reads only the manifest, and compares the length of every shard if `expected` is given.
+        """Open a finished store. This reads only the manifest.
 
-        Args:
-            directory: the store's folder.
-            expected: the identity that the store must have.
-
-        Raises:
-            UserError: the store does not exist or is unfinished, the manifest is damaged or has another schema version,
-                or the store has another identity (the message lists every difference), or a shard is missing or
-                truncated.
+        If `expected` is given, the store must have this identity, and every shard its full length.
         """
         store = HiddenStore(directory, StoreManifest.read(directory))
         if expected is not None:
@@ -287,16 +267,9 @@ def _document(shard: dict[str, torch.Tensor], index: int) -> StoredDocument:
 
 
 def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> dict[int, str]:
-    """Compare the sha256 of every shard with the manifest.
+    """Compare the sha256 of these shards, all by default, with the manifest.
 
-    Args:
-        store: the store to check.
-        shards: shard indices, all by default. Ranks may share the work: `range(rank, len(store.manifest.shards),
-            world_size)`.
-        show_progress: whether to show a progress bar.
-
-    Returns:
-        A message for each damaged shard, by shard index. It says what is wrong and what to do.
+    Returns a message for each damaged shard, by its index, which says what is wrong and what to do.
     """
     indices = range(len(store.manifest.shards)) if shards is None else shards
     records = {index: store.manifest.shards[index] for index in indices}

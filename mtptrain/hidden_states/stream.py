@@ -67,9 +67,7 @@ class StreamState:
 def released_windows(store_dir: Path, windows: Sequence[Sequence[int]]) -> int:
     """Returns the number of windows that training has released so far.
 
-    Raises:
-        UserError: the file is damaged, or training reads the shards in a different order, so both programs would wait
-            forever.
+    Training must read the shards in the same order: otherwise both programs would wait forever.
     """
     path = store_dir / STREAM
     if not path.exists():
@@ -149,15 +147,7 @@ class StreamedStates(HiddenStates):
     order: NDArray[np.int64]
 
     def __init__(self, directory: Path, documents: Documents, shard_tokens: int, window_shards: int, seed: int) -> None:
-        """Describe states without reading the disk; `open` checks the files.
-
-        Args:
-            directory: the store's folder.
-            documents: the prompts that the states are extracted from.
-            shard_tokens: as in `shard_ranges`.
-            window_shards: `train.stream_shards`.
-            seed: the run's seed.
-        """
+        """Describe the states of these prompts without reading the disk; `open` checks the files."""
         self.ranges = shard_ranges(documents.lengths, shard_tokens)
         super().__init__(directory, [len(documents_of_shard) for documents_of_shard in self.ranges])
         self.documents = documents
@@ -183,9 +173,6 @@ class StreamedStates(HiddenStates):
 
         All ranks must call this. If one of them receives a stop signal meanwhile, all end with the exit code of an
         interrupted training.
-
-        Raises:
-            UserError: the store is finished, or was made with other settings.
         """
         if (directory / MANIFEST).exists():
             raise UserError(
@@ -239,11 +226,8 @@ class StreamedStates(HiddenStates):
     def set_steps(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:
         """Set which documents are read when, and so after which step each window can be released.
 
-        Args:
-            steps: for each step, the indices of the documents of each micro-batch.
-
-        Raises:
-            UserError: the steps need more than `OPEN_WINDOWS` windows on disk at once.
+        `steps` are, for each step, the indices of the documents of each micro-batch. They may need no more than
+        `OPEN_WINDOWS` windows on disk at once.
         """
         self._steps = steps
         window_of = {shard: number for number, window in enumerate(self.windows) for shard in window}

@@ -53,11 +53,9 @@ _OTHER_TEMPORARY = re.compile(
 
 
 def shard_ranges(lengths: NDArray[np.int64], shard_tokens: int) -> list[range]:
-    """Returns the indices of the documents in each shard. They do not depend on the number of ranks.
+    """Returns the indices of the documents in each shard, from the number of tokens in each document, i64[documents].
 
-    Args:
-        lengths: number of tokens in each document, i64[documents].
-        shard_tokens: a shard ends with the document that reaches this many tokens; at least 1.
+    A shard ends with the document that reaches `shard_tokens`, so the number of ranks does not matter.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     shards: list[range] = []
@@ -74,19 +72,9 @@ def begin_store(
 ) -> StoreManifest | None:
     """Prepare a directory for new shards, or for the missing ones after an interruption.
 
-    One process of each `hidden_states.part` calls this. Other parts may be writing other shards at the same time.
-
-    Args:
-        directory: the store's directory.
-        identity: the identity of the states.
-        shard_tokens: as in `shard_ranges`.
-        shards: indices of this part's shards. Their incomplete files are removed.
-
-    Returns:
-        The manifest if the store is finished and every shard has its full length; otherwise None.
-
-    Raises:
-        UserError: the directory holds a store with another identity or shard size.
+    One process of each `hidden_states.part` calls this. Other parts may be writing other shards at the same time. The
+    incomplete files of this part's `shards` are removed. Returns the manifest if the store is finished and every shard
+    has its full length; otherwise None.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / MANIFEST).exists():
@@ -149,19 +137,10 @@ class ShardFile:
         num_captured: int,
         dtype: StoreDtype,
     ) -> None:
-        """Allocate the disk space of a shard.
+        """Allocate the disk space of a shard in a store that `begin_store` has prepared.
 
-        Args:
-            directory: a store that `begin_store` has prepared.
-            index: the shard's index.
-            tokens: `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as in
-                mtptrain/hidden_states/store.py.
-            hidden_size: H.
-            num_captured: L, the number of captured layers.
-            dtype: the dtype of the stored states.
-
-        Raises:
-            OSError: the disk is full.
+        `tokens` are `input_ids`, `loss_mask`, `document_offsets` and `document_ids`, as in
+        mtptrain/hidden_states/store.py. `num_captured` is L, and `dtype` is that of the stored states.
         """
         self._path = shard_path(directory, index)
         self._temporary = unique_temporary(self._path)
@@ -182,11 +161,7 @@ class ShardFile:
     def write(self, document: int, streams: torch.Tensor) -> None:
         """Write the states [n, L + 1, H] of the document at index `document` in the shard.
 
-        The captured layers come before the last layer. The states may have any float dtype.
-
-        Raises:
-            UserError: a state is not finite.
-            OSError: the disk is full.
+        The captured layers come before the last layer. The states may have any float dtype, and must be finite.
         """
         first, end = self._tokens["document_offsets"][document : document + 2].tolist()
         expected = (end - first, self._num_captured + 1, self._hidden_size)

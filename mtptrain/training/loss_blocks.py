@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from mtptrain.heads.corrected import Correction
 from mtptrain.settings.loss import LossPart
 from mtptrain.training.loss_parts import DIVERGENCES, GRADIENTS, Drafted, Rows
 from mtptrain.training.teacher import Teacher
-from mtptrain.utils.compile import fused_by_recomputing, mark_width_static
+from mtptrain.utils.compile import fused, mark_width_static
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _at(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].float()
 
 
-@fused_by_recomputing
+@partial(fused, recomputes=True)
 def _rows_and_grad(
     logits: torch.Tensor,
     teacher_values: torch.Tensor,

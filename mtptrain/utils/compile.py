@@ -55,17 +55,12 @@ def mark_width_static(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a pure function of tensors. Compiled and eager results differ only by rounding."""
-    return _fused(function, recomputes=False)
+def fused(function: Callable[P, R], recomputes: bool = False) -> Callable[P, R]:
+    """Decorate a pure function of tensors. Compiled and eager results differ only by rounding.
 
+    On a GPU, `recomputes` makes it recompute values instead of writing them to memory.
+    """
 
-def fused_by_recomputing(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate as `fused` does, but on a GPU recompute values instead of writing them to memory."""
-    return _fused(function, recomputes=True)
-
-
-def _fused(function: Callable[P, R], recomputes: bool) -> Callable[P, R]:
     @cache
     def compiled(recomputing: bool) -> Callable[P, R]:
         """Compile on first use: loading the compiler takes seconds, too long for an import."""

@@ -21,9 +21,6 @@ def has_bf16_instructions() -> bool:
     """Returns whether torch multiplies bf16 matrices on this CPU with instructions that make them fast.
 
     Without them, torch falls back to loops that reach 0.3 to 8 GFLOP/s, where fp32 reaches 23 to 86 (one core).
-
-    Raises:
-        UserError: `PRETENDED_BF16` has another value than `0` and `1`.
     """
     pretended = os.environ.get(PRETENDED_BF16)
     if pretended not in (None, "0", "1"):

@@ -38,13 +38,7 @@ CGROUP = Path("/sys/fs/cgroup")
 _waiting_group: dist.ProcessGroup | None = None
 """A gloo group of all ranks. Ranks sleep while they wait in it; NCCL's barrier would keep the GPU busy."""
 
-_SINGLE_PROCESS = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-}
+_SINGLE_PROCESS = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -108,13 +102,9 @@ class StopSignal:
 
 
 def init_ranks(timeout_hours: float) -> Ranks:
-    """Join the process groups if torchrun started more than one rank.
+    """Join the process groups if torchrun started more than one rank, of which each has a GPU or none has.
 
-    Args:
-        timeout_hours: how long ranks wait for each other before they fail, in all groups.
-
-    Raises:
-        UserError: there are more ranks than GPUs.
+    In all groups, ranks wait so long for each other before they fail.
     """
     global _waiting_group
     ranks = Ranks(
@@ -140,12 +130,9 @@ def init_ranks(timeout_hours: float) -> Ranks:
 
 
 def cpu_ranks(num_ranks: int, weights_bytes: int) -> int:
-    """Returns how many ranks a program should become on this machine's CPU.
+    """Returns how many ranks a program should become on this machine's CPU: the setting `cpu_ranks`, if it is not 0.
 
-    Args:
-        num_ranks: the setting `cpu_ranks`; 0 for as many as are worth it.
-        weights_bytes: size of the target's weights, of which every rank holds a copy. All copies together may take half
-            of the memory that is available.
+    Every rank holds a copy of the target's weights. All copies together may take half of the memory that is available.
     """
     if num_ranks:
         return num_ranks

@@ -38,11 +38,8 @@ def errors_as_lines(
 ) -> Iterator[None]:
     """End the program with its error on stderr if the block, or the function that this decorates, cannot finish.
 
-    `refusal` decides between one line and the stack. The argument of a KeyboardInterrupt goes before `kept`.
-
-    Args:
-        kept: returns what the line after Ctrl-C says about the work done so far.
-        run_dir: the run's directory, if the program has one.
+    `refusal` decides between one line and the stack. After Ctrl-C, the line says what was `kept` of the work so far, or
+    what the argument of the KeyboardInterrupt says.
     """
     try:
         yield
@@ -103,23 +100,20 @@ def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFU
 def refusal(error: Exception, run_dir: str | None) -> str | None:
     """Returns the message of an error that the user can correct, or None for any other error.
 
-    The user can correct every `UserError` and errors of the operating system. The error of a failed write does not name
-    the file, so the run's directory is named instead, if the program has one.
+    These are every `UserError` and errors of the operating system. The error of a failed write does not name the file,
+    so the run's directory is named instead, if the program has one.
     """
     message = str(error)
     if isinstance(error, UserError):
-        return message if is_list(message) else one_line(message)
+        # A list after a colon keeps its line breaks, and so do lines that are an error each.
+        is_list = ":\n" in message or all(" must " in line for line in message.splitlines())
+        return message if is_list else one_line(message)
     if not isinstance(error, OSError):
         return None
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
     if error.strerror and names:
         return f"{' -> '.join(names)}: {error.strerror}"
     return f"{error.strerror}, with run_dir={run_dir}" if error.strerror and run_dir else one_line(message)
-
-
-def is_list(message: str) -> bool:
-    """Returns whether a message keeps its line breaks: it has a list after a colon, or every line is an error."""
-    return ":\n" in message or all(" must " in line for line in message.splitlines())
 
 
 def error_summary(error: Exception) -> str:

@@ -69,12 +69,8 @@ def written_whole(path: Path, temporary: Path) -> Iterator[None]:
 def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
     """Write a text file atomically.
 
-    Args:
-        temporary: path of the incomplete file, `path`.tmp by default. Processes that write the same file at the same
-            time must each pass a different path.
-
-    Raises:
-        OSError: the file could not be written, for example because the disk is full. The temporary file is removed.
+    `temporary` is the path of the incomplete file, by default `path`.tmp. Processes that write the same file at the same
+    time must each pass a different one.
     """
     temporary = temporary or path.with_name(path.name + ".tmp")
     with written_whole(path, temporary):
@@ -99,10 +95,8 @@ def write_sealed(
 ) -> None:
     """Write a JSON object that `read_sealed` can check. Write it last: it is the record of finished work.
 
-    Args:
-        files: names of files in the same directory, whose sizes and hashes become the entry `files`.
-        temporary: as for `write_text`.
-        suffix: added to the names of `files` while they wait to be renamed.
+    The sizes and hashes of `files` in the same directory become the entry `files`. Their names end in `suffix` while
+    they wait to be renamed.
     """
     described = {FILES: {name: describe_file(path.with_name(name + suffix)) for name in files}} if files else {}
     write_json(path, sealed({**content, **described}), temporary)
@@ -111,15 +105,9 @@ def write_sealed(
 def read_sealed(
     path: Path, advice: str, required: Collection[str] = (), files: Collection[str] | None = ()
 ) -> dict[str, Any]:
-    """Returns the object that `write_sealed` has written, if neither it nor the files have changed since.
+    """Returns the object that `write_sealed` has written; refuses it if it or one of `files` has changed since.
 
-    Args:
-        advice: what to do about a damaged file.
-        required: entries that it must have.
-        files: names of those described files that the caller reads next, or None for all. All their bytes are read.
-
-    Raises:
-        UserError: the object or one of the files was changed or damaged, or the object has no seal.
+    `files` are the names of those described files that the caller reads next, or None for all. All their bytes are read.
     """
     content = unsealed(read_json(path, advice, required), str(path), advice)
     described = content.pop(FILES, {})
@@ -134,15 +122,9 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(content: Any, where: str, advice: str) -> dict[str, Any]:
-    """Returns the object that `sealed` was given, if it has not changed since.
+    """Returns the object that `sealed` was given; refuses one that has changed since, or has no seal.
 
-    Args:
-        content: the value parsed from a file or from one line.
-        where: the file, or file and line, for error messages.
-        advice: what to do about a damaged one.
-
-    Raises:
-        UserError: the object was changed or damaged, or has no seal.
+    `where` is the file, or the file and the line, and `advice` is what to do about a damaged one.
     """
     if not isinstance(content, dict) or SEAL not in content:
         raise UserError(
@@ -178,12 +160,8 @@ def _seal_of(content: Mapping[str, Any]) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the object of its keys and values, for json's `object_pairs_hook`. By default json would keep the last
-    value of a repeated key without a word.
-
-    Raises:
-        UserError: a key is repeated.
-    """
+    """Returns the object of its keys and values, for json's `object_pairs_hook`; refuses a repeated key, of which json
+    would keep the last value without a word."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -192,17 +170,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> Any:
-    """Returns the value parsed from a JSON text.
-
-    Args:
-        content: the text of a file or of one line.
-        where: the file, or file and line, for error messages.
-        advice: what to do about a text that is not JSON.
-
-    Raises:
-        UserError: the text is not UTF-8, not JSON, nested too deep, has a number with thousands of digits, or an
-            object with a repeated key.
-    """
+    """Returns the value of the JSON text of a file or of one line, `where`; refuses one that is damaged or repeats a key."""
     try:
         # From bytes, json would also read UTF-16. But callers split files into lines as bytes, which breaks UTF-16.
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
@@ -224,11 +192,7 @@ def refuse_lone_surrogates(value: Any, where: str) -> None:
 
 
 def read_json(path: Path, advice: str = "correct it", required: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the object that a JSON file holds.
-
-    Raises:
-        UserError: the file is not JSON, does not hold an object, or the object lacks a required entry.
-    """
+    """Returns the object that a JSON file holds, with at least the required entries."""
     content = parse_json(path.read_bytes(), str(path), advice)
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold a JSON object, but holds a {type(content).__name__}; {advice}")
@@ -240,19 +204,10 @@ def read_json(path: Path, advice: str = "correct it", required: Collection[str] 
 def read_manifest(
     kind: type[T], path: Path, program: str, advice: str, version: int | None = None, files: Collection[str] | None = ()
 ) -> T:
-    """Returns the dataclass that a program has written with `write_sealed`, nested dataclasses and tuples included.
+    """Returns the dataclass that `program` has written with `write_sealed`, nested dataclasses and tuples included.
 
-    Args:
-        kind: the dataclass.
-        path: the file.
-        program: the program that writes the file.
-        advice: what to do about a damaged file.
-        version: the `schema_version` that it must have; None if it has none.
-        files: as for `read_sealed`.
-
-    Raises:
-        UserError: another version of mtptrain wrote the file, or it or one of `files` was changed or damaged, or an
-            entry is missing, unknown or of the wrong type.
+    Entries must have the types of the dataclass, and `schema_version` must be `version` if that is given. `files` are as
+    for `read_sealed`.
     """
     from pydantic import TypeAdapter, ValidationError  # takes longer to import than a refused setting may wait
 
@@ -276,12 +231,7 @@ def refuse_unopenable(path: Path) -> None:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns the dtype and shape of every tensor in a safetensors file, by name. Reads only the header.
-
-    Raises:
-        OSError: the file does not exist, or cannot be opened.
-        UserError: the header is damaged, or does not match the length of the file.
-    """
+    """Returns the dtype and shape of every tensor in a safetensors file, by name. Reads only the header."""
     refuse_unopenable(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -294,13 +244,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def save_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
-    """Write a safetensors file atomically, with permissions from the umask.
-
-    safetensors would let only the owner read the file.
-
-    Raises:
-        OSError: the file could not be written, for example because the disk is full. The temporary file is removed.
-    """
+    """Write a safetensors file atomically, with permissions from the umask: safetensors would let only the owner read it."""
     from safetensors.torch import save_file  # torch takes seconds to import, which a refused setting need not wait for
 
     temporary = path.with_name(path.name + ".tmp")
@@ -344,11 +288,9 @@ def remove_files(directory: Path, names: Collection[str]) -> None:
 
 def refuse_overwriting(path: Path, setting: str, marks: Collection[str], advice: str = "choose another name") -> None:
     """Raises UserError if a program would write its output to a file that exists, but has none of these texts."""
-    if not path.exists():
-        return
     is_text = path.is_file() and path.stat().st_size <= MAX_TEXT_BYTES
     content = path.read_text(encoding="utf-8", errors="replace") if is_text else ""
-    if not any(mark in content for mark in marks):
+    if path.exists() and not any(mark in content for mark in marks):
         raise UserError(
             f"{setting}: must be a new file or an earlier output of this program, but {path} is something else; "
             f"{advice}"

@@ -48,23 +48,19 @@ def fill_shards(
     show: bool = True,
     writer_threads: int = 1,
 ) -> None:
-    """Write shards. Each document is written while later ones are computed.
+    """Write shards into a store that `begin_store` has prepared. A document is written while later ones are computed.
 
     Args:
         streams: the backend.
         documents: all prompts.
         shards: the documents of each shard to write, by the shard's index.
-        store_dir: a store that `begin_store` has prepared.
+        store_dir: the store.
         hidden_size: H.
         num_captured: L, the number of layers in `aux_hidden_states`.
         dtype: the dtype of the stored states.
         progress_name: name of this process in the progress bar.
         show: whether to show the progress bar.
         writer_threads: number of threads that check, encode and write states.
-
-    Raises:
-        UserError: a state is not finite.
-        OSError: the disk of the store or of the backend's temporary files is full.
     """
     total = num_tokens(documents, list(shards.values()))
     prompts = ([documents.token_ids(i) for i in shard] for shard in shards.values())

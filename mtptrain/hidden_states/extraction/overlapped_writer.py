@@ -25,11 +25,7 @@ class OverlappedWriter:
     """
 
     def __init__(self, num_threads: int = 1) -> None:
-        """Start the threads.
-
-        Args:
-            num_threads: number of documents written at a time. The bytes on disk do not depend on it.
-        """
+        """Start threads that write so many documents at a time. The bytes on disk do not depend on their number."""
         self._writing = ThreadPoolExecutor(num_threads)
         self._finishing = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[tuple[Future[None], int]] = deque()

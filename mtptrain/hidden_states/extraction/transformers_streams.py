@@ -93,15 +93,10 @@ def token_budget_batches(lengths: Sequence[int], batch_tokens: int, is_padded: b
 
 
 def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: tuple[int, ...]) -> torch.Tensor:
-    """Computes the residual streams of documents in one forward.
+    """Returns the residual streams [N, L, H] of all N tokens of documents, from one forward with attention `PACKED`.
 
-    Args:
-        target: a target whose attention implementation is `PACKED`.
-        documents: token ids [n] of each document.
-        layers: k is the stream after k decoder layers.
-
-    Returns:
-        The streams [N, L, H] of all N tokens, in the target's dtype and on the device of its embeddings.
+    Documents are token ids [n]; layer k is the stream after k decoder layers. The streams are in the target's dtype and
+    on the device of its embeddings.
     """
     with target.capturing(layers) as streams:
         forward_documents(target, documents)
@@ -115,11 +110,7 @@ def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: 
 
 @torch.no_grad()
 def check_streams(target: Target) -> None:
-    """Compare the streams of several documents with those of the model's own forward over each document.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Refuse a target whose streams of several documents are not those of its own forward over each document."""
     text, other = check_texts(target)
     layers = tuple(range(len(target.layers) + 1))
     documents = [text[:-3], text, other]
@@ -202,20 +193,9 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Returns causal attention inside each document, with the signature that transformers expects.
 
-    Args:
-        module: the layer's attention.
-        query: [1, heads, N, head_dim].
-        key: [1, kv heads, N, head_dim].
-        value: [1, kv heads, N, value head_dim].
-        attention_mask: must be None; `packed_documents` replaces it.
-        scaling: scale of the scores.
-        packed_documents: the boundaries of the documents.
-        softcap: soft cap of the scores.
-        s_aux: sinks of the attention heads.
-        kwargs: other arguments that transformers passes, which must be among `UNUSED_KEYWORDS`.
-
-    Returns:
-        The attention output [1, N, heads, value head_dim], and None in place of attention weights.
+    Queries are [1, heads, N, head_dim], keys [1, kv heads, N, head_dim] and values [1, kv heads, N, value head_dim].
+    `packed_documents` replaces the mask, which must be None; `s_aux` are the sinks of the attention heads. Returns the
+    output [1, N, heads, value head_dim], and None in place of attention weights.
     """
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
     mask, extras = packed_documents.mask_of(module), Extras(softcap, s_aux)

@@ -57,11 +57,7 @@ ENVIRONMENT = {
 
 
 def choose_backend(setting: Backend, target_config: PreTrainedConfig) -> Backend:
-    """Returns the engine that runs the target: vllm or transformers. If `auto` is not vllm, a line on stderr says why.
-
-    Raises:
-        UserError: vllm is set, and is known not to extract hidden states from the target.
-    """
+    """Returns the engine that runs the target: vllm or transformers. If `auto` is not vllm, a line on stderr says why."""
     if setting is Backend.transformers:
         return setting
     if not (reason := _why_not_vllm(target_config)):
@@ -126,10 +122,6 @@ class VllmStreams:
             local_rank: the rank on its node. Its engine uses the GPUs after those of the lower ranks.
             device_type: `cuda` if this rank has a GPU: its engine then refuses to run on CPUs.
             python: `serving.python`.
-
-        Raises:
-            UserError: the Python interpreter does not exist, or that Python has no vLLM, vLLM cannot extract from this
-                target, or CUDA_VISIBLE_DEVICES lists too few GPUs.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
@@ -180,14 +172,9 @@ class VllmStreams:
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
         """Yields an iterator for each shard in order.
 
-        A shard's iterator yields the index of each prompt in the shard and its states [n, layers, H] on the CPU.
-
-        The caller must exhaust one iterator before it requests the next. The engine works one shard ahead, so files of
-        at most two shards exist.
-
-        Raises:
-            OSError: the disk is full.
-            UserError: the engine failed, or its states do not match the prompt.
+        A shard's iterator yields the index of each prompt in the shard and its states [n, layers, H] on the CPU. The
+        caller must exhaust one iterator before it requests the next. The engine works one shard ahead, so files of at
+        most two shards exist.
         """
         sent: list[tuple[int, list[Path], Sequence[NDArray[np.int32]]]] = []  # at most the shard that the engine runs
         for number, prompts in enumerate(shards):
@@ -263,11 +250,7 @@ def _check_states(
 
 
 def engine_environment(environment: Mapping[str, str], local_rank: int, tensor_parallel_size: int) -> dict[str, str]:
-    """Returns the environment of a rank's engine, with its GPUs and `ENVIRONMENT`, and without torchrun's variables.
-
-    Raises:
-        UserError: CUDA_VISIBLE_DEVICES lists too few GPUs.
-    """
+    """Returns the environment of a rank's engine, with its GPUs and `ENVIRONMENT`, and without torchrun's variables."""
     kept = {name: value for name, value in without_own_settings(environment).items() if not _is_torchrun_variable(name)}
     devices = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), local_rank, tensor_parallel_size)
     return {**kept, "CUDA_VISIBLE_DEVICES": devices, **ENVIRONMENT}
@@ -278,15 +261,9 @@ def _is_torchrun_variable(name: str) -> bool:
 
 
 def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: int) -> str:
-    """Returns CUDA_VISIBLE_DEVICES of a rank's engine.
+    """Returns CUDA_VISIBLE_DEVICES of the engine of a node's rank, from that of the rank itself.
 
-    Args:
-        visible: CUDA_VISIBLE_DEVICES of the rank. None shows all GPUs; an empty string, -1 and NoDevFiles hide them.
-        local_rank: the rank on its node.
-        tensor_parallel_size: number of GPUs per engine.
-
-    Raises:
-        UserError: `visible` lists too few GPUs for the ranks up to this one.
+    None shows all GPUs; an empty string, -1 and NoDevFiles hide them.
     """
     if visible is not None and visible.partition(",")[0] in ("", "-1", "NoDevFiles"):
         return visible
