@@ -69,8 +69,8 @@ def written_whole(path: Path, temporary: Path) -> Iterator[None]:
 def write_text(path: Path, text: str, temporary: Path | None = None) -> None:
     """Write a text file atomically.
 
-    `temporary` is the path of the incomplete file, by default `path`.tmp. Processes that write the same file at the same
-    time must each pass a different one.
+    `temporary` is the path of the incomplete file, by default `path`.tmp. Processes that write the same file at once
+    must each pass a different one.
     """
     temporary = temporary or path.with_name(path.name + ".tmp")
     with written_whole(path, temporary):
@@ -107,7 +107,7 @@ def read_sealed(
 ) -> dict[str, Any]:
     """Returns the object that `write_sealed` has written; refuses it if it or one of `files` has changed since.
 
-    `files` are the names of those described files that the caller reads next, or None for all. All their bytes are read.
+    `files` are the names of the described files that the caller reads next, or None for all. Their bytes are read.
     """
     content = unsealed(read_json(path, advice, required), str(path), advice)
     described = content.pop(FILES, {})
@@ -170,7 +170,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> Any:
-    """Returns the value of the JSON text of a file or of one line, `where`; refuses one that is damaged or repeats a key."""
+    """Returns the value of the JSON text of a file or of one line, `where`; refuses damage and repeated keys."""
     try:
         # From bytes, json would also read UTF-16. But callers split files into lines as bytes, which breaks UTF-16.
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
@@ -206,8 +206,8 @@ def read_manifest(
 ) -> T:
     """Returns the dataclass that `program` has written with `write_sealed`, nested dataclasses and tuples included.
 
-    Entries must have the types of the dataclass, and `schema_version` must be `version` if that is given. `files` are as
-    for `read_sealed`.
+    Entries must have the types of the dataclass, and `schema_version` must be `version` if that is given. `files` are
+    as for `read_sealed`.
     """
     from pydantic import TypeAdapter, ValidationError  # takes longer to import than a refused setting may wait
 
@@ -244,7 +244,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def save_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
-    """Write a safetensors file atomically, with permissions from the umask: safetensors would let only the owner read it."""
+    """Write a safetensors file atomically. Its permissions are those of the umask, not the owner's alone."""
     from safetensors.torch import save_file  # torch takes seconds to import, which a refused setting need not wait for
 
     temporary = path.with_name(path.name + ".tmp")

@@ -57,7 +57,7 @@ ENVIRONMENT = {
 
 
 def choose_backend(setting: Backend, target_config: PreTrainedConfig) -> Backend:
-    """Returns the engine that runs the target: vllm or transformers. If `auto` is not vllm, a line on stderr says why."""
+    """Returns the engine that runs the target: vllm or transformers. A line on stderr says why `auto` is not vllm."""
     if setting is Backend.transformers:
         return setting
     if not (reason := _why_not_vllm(target_config)):
