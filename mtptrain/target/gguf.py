@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor, dequantize
-from huggingface_hub.utils import WeakFileLock
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
