@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from mtptrain import heads, training
-from mtptrain.heads.attention import cpu_blocks
 from tests.cuda import guard
 from tests.cuda.inductor import Kernel, compile_step
 from tests.cuda.steps import in_child
@@ -29,12 +28,10 @@ NOT_IN_STEPS = {"_softmax", "_own_probs"}
 
 
 def fused_functions() -> set[str]:
-    """Returns the names of all functions of heads and training that are decorated with `fused`, apart from a CPU's."""
+    """Returns the names of all functions of heads and training that are decorated with `fused`."""
     names = set()
     for package in (heads, training):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if module.name == cpu_blocks.__name__:
-                continue
             tree = ast.parse(inspect.getsource(import_module(module.name)))
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef) and any(

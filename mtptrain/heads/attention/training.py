@@ -1,14 +1,13 @@
 """Computes a head's attention during training, over a document's depth-0 keys and the keys of later depths.
 
-`MergedAttention` merges the parts of the softmax. `_attend` and its backward pass use FlashAttention on a GPU and
-`cpu_blocks` on a CPU.
+`MergedAttention` merges the parts of the softmax. `_attend` and its backward pass use torch's flash kernels.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from mtptrain.heads.attention.cpu_blocks import attend_on_cpu, attend_on_cpu_backward
+from mtptrain.heads.attention.cpu_flash import attend_on_cpu, attend_on_cpu_backward
 from mtptrain.heads.packing import Indices, Packing, Segments
 from mtptrain.utils.compile import fused, uses_gpu_kernels
 
@@ -70,20 +69,18 @@ class MergedAttention(torch.autograd.Function):
         merge: Callable[..., tuple[torch.Tensor, torch.Tensor]],  # for example `_merge_own`
         merge_backward: Callable[..., tuple[torch.Tensor, ...]],  # for example `_own_backward`
     ) -> torch.Tensor:
-        out, lse, row_maxes = _attend_to_tokens(query, key, value, packing)
+        out, lse = _attend_to_tokens(query, key, value, packing)
         if len(own_keys):
             out, lse = merge(out, lse, query, own_keys, own_values)
-        ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse, *row_maxes)  # type: ignore[arg-type]  # takes None
+        ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse)
         ctx.packing, ctx.merge_backward = packing, merge_backward  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, own_keys, own_values, out, lse, *row_maxes = ctx.saved_tensors  # type: ignore[attr-defined]
+        query, key, value, own_keys, own_values, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         packing: Packing = ctx.packing  # type: ignore[attr-defined]
-        grad_query, grad_key, grad_value = _attend_to_tokens_backward(
-            grad_out, query, key, value, out, lse, row_maxes, packing
-        )
+        grad_query, grad_key, grad_value = _attend_to_tokens_backward(grad_out, query, key, value, out, lse, packing)
         if not len(own_keys):
             return grad_query, grad_key, grad_value, own_keys, own_values, None, None, None  # empty, as their gradients
         grad_query, *own_grads = ctx.merge_backward(  # type: ignore[attr-defined]
@@ -94,23 +91,20 @@ class MergedAttention(torch.autograd.Function):
 
 def _attend_to_tokens(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from draft positions [M, heads, head_dim] to the tokens that they see [N, kv heads, head_dim].
 
     Returns:
-        The output [M, heads, head_dim], its log-sum-exp f32[M, heads], and the row maxima of each kernel (see
-        `_attend`).
+        The output [M, heads, head_dim] and its log-sum-exp f32[M, heads].
     """
     # Run the first kernel, which has all draft positions, then merge the results of the others into its results.
     first, *others = packing.segments
-    out, lse, row_max = _attend(query[first.queries], key[first.keys], value[first.keys], first)
+    out, lse = _attend(query[first.queries], key[first.keys], value[first.keys], first)
     out, lse = _ordered(out, first.queries), _ordered(lse, first.queries)  # [M, heads, head_dim], f32[M, heads]
-    row_maxes = [row_max]
     for part in others:
-        part_out, part_lse, row_max = _attend(query[part.queries], key[part.keys], value[part.keys], part)
+        part_out, part_lse = _attend(query[part.queries], key[part.keys], value[part.keys], part)
         out[part.queries], lse[part.queries] = _merge(out[part.queries], lse[part.queries], part_out, part_lse)
-        row_maxes.append(row_max)
-    return out, lse, row_maxes
+    return out, lse
 
 
 def _attend_to_tokens_backward(
@@ -120,7 +114,6 @@ def _attend_to_tokens_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    row_maxes: Sequence[torch.Tensor | None],
     packing: Packing,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
@@ -129,10 +122,9 @@ def _attend_to_tokens_backward(
     # query is such a sum too, but keeps the query's dtype, like the output that is merged. No kernel has one twice.
     sum_dtype = torch.float32 if len(packing.segments) > 1 else None
     grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
-    for part, row_max in zip(packing.segments, row_maxes, strict=True):
+    for part in packing.segments:
         part_grad, part_query, part_out, part_lse = (x[part.queries] for x in (grad_out, query, out, lse))
-        part_key, part_value = key[part.keys], value[part.keys]
-        grads = _attend_backward(part_grad, part_query, part_key, part_value, part_out, part_lse, row_max, part)
+        grads = _attend_backward(part_grad, part_query, key[part.keys], value[part.keys], part_out, part_lse, part)
         _add_at(grad_query, part.queries, grads[0])
         _add_at(grad_key, part.keys, grads[1])
         _add_at(grad_value, part.keys, grads[2])
@@ -141,25 +133,28 @@ def _attend_to_tokens_backward(
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each segment's queries [Q, heads, head_dim] to its keys [S, kv heads, head_dim].
 
     Returns:
-        The output [Q, heads, head_dim], its log-sum-exp f32[Q, heads], and on a CPU each row's approximate maximum raw
-        score f32[Q, heads], else None.
+        The output [Q, heads, head_dim] and its log-sum-exp f32[Q, heads].
     """
-    if not uses_gpu_kernels(query):
-        return attend_on_cpu(query, key, value, segments)
-    if len(segments.lengths) > MAX_SEGMENTS:
+    is_on_gpu = uses_gpu_kernels(query)
+    if is_on_gpu and len(segments.lengths) > MAX_SEGMENTS:
         runs = segments.runs(MAX_SEGMENTS)
-        results = (_attend(query[run.queries], key[run.keys], value[run.keys], run)[:2] for run in runs)
+        results = (_attend(query[run.queries], key[run.keys], value[run.keys], run) for run in runs)
         out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return out, lse, None
+        return out, lse
     rows = _rows_per_query(query, key, segments)
-    tensors, sizes = (_heads_to_rows(query, rows), key, value), _flash_sizes(segments, rows)
-    dropout, returns_mask = 0.0, False
-    out, lse, *_ = aten._flash_attention_forward(*tensors, *sizes, dropout, segments.is_causal, returns_mask)
-    return _rows_to_heads(out, rows), _rows_to_heads(lse.T, rows).contiguous(), None
+    tensors = _heads_to_rows(query, rows), key, value
+    if is_on_gpu:
+        dropout, returns_mask = 0.0, False
+        sizes = _flash_sizes(segments, rows)
+        out, lse, *_ = aten._flash_attention_forward(*tensors, *sizes, dropout, segments.is_causal, returns_mask)
+        lse = lse.T
+    else:
+        out, lse = attend_on_cpu(*tensors, segments, rows)
+    return _rows_to_heads(out, rows), _rows_to_heads(lse, rows).contiguous()
 
 
 def _attend_backward(
@@ -169,34 +164,37 @@ def _attend_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    row_max: torch.Tensor | None,
     segments: Segments,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value. The output and lse may be those of a larger softmax."""
-    if row_max is not None:
-        return attend_on_cpu_backward(grad_out, query, key, value, out, lse, row_max, segments)
-    if len(segments.lengths) > MAX_SEGMENTS:
+    is_on_gpu = uses_gpu_kernels(query)
+    if is_on_gpu and len(segments.lengths) > MAX_SEGMENTS:
         results = []
         for run in segments.runs(MAX_SEGMENTS):
             q, k = run.queries, run.keys
-            results.append(_attend_backward(grad_out[q], query[q], key[k], value[k], out[q], lse[q], None, run))
+            results.append(_attend_backward(grad_out[q], query[q], key[k], value[k], out[q], lse[q], run))
         grad_query, grad_key, grad_value = (torch.cat(parts) for parts in zip(*results, strict=True))
         return grad_query, grad_key, grad_value
     rows = _rows_per_query(query, key, segments)
     grad_rows, query_rows, out_rows, lse_rows = (_heads_to_rows(x, rows) for x in (grad_out, query, out, lse))
-    tensors = grad_rows.contiguous(), query_rows, key, value, out_rows, lse_rows.T.contiguous()
-    sizes, dropout = _flash_sizes(segments, rows), 0.0
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
-    grads = aten._flash_attention_backward(*tensors, *sizes, dropout, segments.is_causal, unused, unused[:0])
+    tensors = grad_rows.contiguous(), query_rows, key, value, out_rows
+    if is_on_gpu:
+        sizes, dropout = _flash_sizes(segments, rows), 0.0
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
+        grads = aten._flash_attention_backward(
+            *tensors, lse_rows.T.contiguous(), *sizes, dropout, segments.is_causal, unused, unused[:0]
+        )
+    else:
+        grads = attend_on_cpu_backward(*tensors, lse_rows, segments, rows)
     return _rows_to_heads(grads[0], rows), grads[1], grads[2]
 
 
 def _rows_per_query(query: torch.Tensor, key: torch.Tensor, segments: Segments) -> int:
-    """Returns the number of query heads of each key head that become rows of a GPU's kernel.
+    """Returns the number of query heads of each key head that become rows of the kernel.
 
     The rows of a segment that is not causal all see the same keys, so heads can be rows too. If they stayed heads,
-    segments of few draft positions with the heads of a whole block would leave most rows of the kernel's tiles empty,
-    and its backward pass would allocate sums of at least 128 rows for each segment and each of those heads.
+    segments of few draft positions with the heads of a whole block would leave most rows of a GPU's tiles empty, and
+    its backward pass would allocate sums of at least 128 rows for each segment and each of those heads.
     """
     return 1 if segments.is_causal else query.shape[1] // key.shape[1]
 

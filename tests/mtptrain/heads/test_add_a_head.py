@@ -46,7 +46,7 @@ def test_the_pages_head_decodes_what_it_was_trained_on_and_has_all_gradients(
     tokens = packed_inputs(head)
     states = run(head, tokens)  # [T, M, H]
     with torch.no_grad():
-        assert largest_difference(head, states) < 1e-5
+        assert largest_difference(head, states) < 2e-5
         shifted = replace(tokens, next_ids=torch.roll(tokens.next_ids, -1))
         assert largest_difference(head, run(head, shifted)) > 1e-2
     is_draft, targets = torch.ones(states.shape[:2], dtype=torch.bool), tokens.target_states

@@ -150,7 +150,7 @@ def test_the_decode_step_at_depth_k_equals_the_training_forward_at_depth_k(name:
     """An alignment shifted by one token must be caught."""
     head = random_head(name)
     tokens = packed_inputs(head)
-    assert largest_difference(head, run(head, tokens)) < 1e-5
+    assert largest_difference(head, run(head, tokens)) < 2e-5
     read = "target_states" if CASES[name][0] == "medusa" else "next_ids"
     shifted = replace(tokens, **{read: torch.roll(getattr(tokens, read), -1, 0)})
     assert largest_difference(head, run(head, shifted)) > 1e-2

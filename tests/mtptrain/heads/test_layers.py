@@ -7,12 +7,10 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from mtptrain.heads.attention import cpu_blocks
 from mtptrain.heads.attention.training import depth_attention
 from mtptrain.heads.layers import RmsNorm, Rope, rotate
 from mtptrain.heads.packing import Packing
 from mtptrain.target.families import check_rope
-from mtptrain.utils import compile as fusing
 from tests.conftest import tiers
 from tests.mtptrain.heads.dense import dense_depth_attention
 
@@ -33,7 +31,7 @@ def packings(draw: st.DrawFn) -> Packing:
 
 
 EQUAL_DOCUMENTS = Packing.of_spans([30] * 5, [(document, 2, 28) for document in range(5)])
-"""Attention computes them two at a time if a batch has 60 tokens."""
+"""Attention on a CPU computes segments of equal length together."""
 
 
 def assert_attention_is_dense(packing: Packing, depths: int, kv_heads: int, seed: int, atol: float) -> None:
@@ -52,26 +50,12 @@ def assert_attention_is_dense(packing: Packing, depths: int, kv_heads: int, seed
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    packing=packings(),
-    depths=st.integers(0, 4),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    short_tokens=st.sampled_from([0, 20, 1024]),
-    block_rows=st.sampled_from([1, 7, 128]),
-    block_keys=st.sampled_from([1, 5, 512]),
-    seed=st.integers(0, 99),
-)
-@example(packing=EQUAL_DOCUMENTS, depths=1, kv_heads=2, short_tokens=0, block_rows=20, block_keys=5, seed=0)
+@given(packing=packings(), depths=st.integers(0, 4), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 99))
+@example(packing=EQUAL_DOCUMENTS, depths=1, kv_heads=2, seed=0)
 def test_merged_attention_and_all_its_gradients_equal_dense_attention(
-    packing: Packing, depths: int, kv_heads: int, short_tokens: int, block_rows: int, block_keys: int, seed: int
+    packing: Packing, depths: int, kv_heads: int, seed: int
 ) -> None:
-    sizes = {"SHORT_TOKENS": short_tokens, "BLOCK_ROWS": block_rows, "BLOCK_KEYS": block_keys, "BLOCK_SCORES": 100}
-    sizes["BATCH_TOKENS"] = 3 * block_rows
-    sizes |= dict.fromkeys(("BACKWARD_ROWS", "MIN_BLOCK_ROWS"), 4 * block_rows)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in sizes.items():
-            patch.setattr(cpu_blocks, name, value)
-        assert_attention_is_dense(packing, depths, kv_heads, seed, 5e-6)
+    assert_attention_is_dense(packing, depths, kv_heads, seed, 5e-6)
 
 
 def bf16_errors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
@@ -94,17 +78,10 @@ LONG: dict[str, tuple[list[int], Spans]] = {
 }
 
 
-@pytest.mark.parametrize("is_fused", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", tiers(LONG, [CHATS]))
-@pytest.mark.parametrize("has_tiles", [False, True])
-def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
-    has_tiles: bool, case: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(case: str) -> None:
     """Scores range from 40, where one key of a row dominates, to values so small that thousands of keys have equal
-    weight. The output would be off by 0.01 if scores were computed only once, and gradients by 0.015 if the lse were
-    subtracted instead of the largest score."""
-    monkeypatch.setattr(fusing, "_is_on", is_fused)
-    monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
+    weight."""
     lengths, spans = LONG[case]
     packing = Packing.of_spans(lengths, spans)
     for size, head_dim in ((0.1, 64), (1.0, 64), (3.0, 64), (0.1, 128), (1.0, 128)):
@@ -115,46 +92,13 @@ def test_attention_in_bf16_is_as_exact_as_its_dtype_whatever_the_size_of_scores(
         assert of_output < 5e-3 and max(of_gradients) < 1e-2, (size, head_dim)
 
 
-def test_gradients_in_bf16_are_exact_where_many_rows_or_answers_read_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Targets attend to the first token of a document almost alone. With tiles, its probability of one would be off by
-    0.005 if the gap between the lse and the subtracted value were not rounded to bf16.
-
-    Sums in bf16 over the sixty answers of a document would be off by more than a hundredth.
-    """
+def test_gradients_in_bf16_are_exact_where_many_answers_read_a_key() -> None:
+    """Sums in bf16 over the sixty answers of a document would be off by more than a hundredth."""
     generator = torch.Generator().manual_seed(0)
-    key, value = torch.randn(300, 2, 64, generator=generator) / 10, torch.randn(300, 2, 64, generator=generator)
-    key[0] = 2.0  # the scaled score is 32, and those of other keys are near 0
-    for has_tiles in (False, True):
-        monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
-        *_, of_value = bf16_errors(torch.full((300, 4, 64), 2.0), key, value, Packing.of_spans([300]))
-        assert of_value < 3e-3
     packing = Packing.of_spans([600], [(0, 10 * i + 5, 5) for i in range(60)])
     query, key, value = (torch.randn(*shape, 64, generator=generator) for shape in ((300, 4), (600, 2), (600, 2)))
     *_, of_key, of_value = bf16_errors(query, key, value, packing)
     assert max(of_key, of_value) < 6e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_tiles", [False, True])
-def test_documents_of_all_lengths_are_computed_by_few_compiled_functions(
-    has_tiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After eight recompilations, torch runs a function eagerly and only logs that.
-
-    Given a view, torch would also recompile for each shape of the viewed tensor, and exceed this limit here.
-    """
-    monkeypatch.setattr(fusing, "_is_on", True)
-    monkeypatch.setattr(cpu_blocks, "HAS_TILES", has_tiles)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for lengths in ([510, 510], [512], [129, 64, 37], [256, 256, 256], [300, 1000], [128, 128], [513]):
-            for divisor in (None, 2):  # draft in all of each document, or in its second half
-                firsts = [length // divisor if divisor else 0 for length in lengths]
-                packing = Packing.of_spans(lengths, [(i, first, lengths[i] - first) for i, first in enumerate(firsts)])
-                for heads, kv_heads in ((4, 1), (8, 2)):
-                    shapes = (len(packing.draft_positions), heads), *[(sum(lengths), kv_heads)] * 2
-                    inputs = [torch.randn(*shape, 64).bfloat16().requires_grad_() for shape in shapes]
-                    depth_attention(*inputs, [], [], packing).sum().backward()
 
 
 TURNS: dict[str, object] = {"rope_theta": 10000.0, "factor": 4.0}
