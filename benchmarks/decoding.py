@@ -22,10 +22,11 @@ from tqdm import tqdm
 from mtptrain.config import AcceptanceConfig, PipelineConfig, check_depths
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
-from mtptrain.decoding.prompts import check_head_context
+from mtptrain.decoding.prompts import check_head_context, read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.heads.base import Head
+from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run import Run
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
@@ -118,8 +119,9 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
         check_depths(config.head, "--drafts", num_drafts)
     ranks, settings = init_ranks(config.distributed_timeout_hours), config.acceptance
     run, dtype = Run(config), getattr(torch, settings.dtype)
-    found = run.head(dtype, ranks.device)
-    prompts = run.measured_prompts(spare_tokens=max(options.drafts))
+    found = trained_or_initial_head(run.stage_dir("train"), config.head, run.target, dtype, ranks.device)
+    prompts_dir, most_drafts = run.stage_dir("prompts"), max(options.drafts)
+    prompts = read_prompts(settings, config.prompts, run.target, prompts_dir, spare_tokens=most_drafts)
     measured = list(prompts.input_ids.values())[: options.prompts]
     if len(measured) < max(options.batch_sizes):
         raise UserError(

@@ -34,12 +34,12 @@ from mtptrain.decoding.drafters import (
     PromptLookupDrafter,
     TreeDrafter,
 )
-from mtptrain.decoding.prompts import check_head_context
+from mtptrain.decoding.prompts import check_head_context, read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import RESTORE
-from mtptrain.init_from.start import RunHead, load_draft_model
+from mtptrain.init_from.start import RunHead, load_draft_model, trained_or_initial_head
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.loading import load_target
@@ -69,9 +69,9 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
     """Measure the head and the baselines on all ranks, and write and print the report on the first."""
     config, settings = run.config, run.config.acceptance
     dtype = getattr(torch, settings.dtype)
-    run_head = run.head(dtype, ranks.device)
+    run_head = trained_or_initial_head(run.stage_dir("train"), config.head, run.target, dtype, ranks.device)
     trained_on = training_facts(run_head)  # refuses damaged records before the measurement
-    prompts = run.measured_prompts()
+    prompts = read_prompts(settings, config.prompts, run.target, run.stage_dir("prompts"))
     model = None
     if settings.draft_model is not None:
         model = load_draft_model(

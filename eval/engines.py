@@ -10,6 +10,7 @@ from mtptrain.engines.base import Served
 from mtptrain.engines.exports import read_serving_facts
 from mtptrain.engines.server import EngineServer
 from mtptrain.engines.table import running_engine
+from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run import Run
 
 Prompts = Sequence[Sequence[int]]
@@ -76,6 +77,7 @@ def check_head(run: Run, prompts: Prompts, num_drafts: int) -> str:
     Raises:
         UserError: there is none, or its context does not hold the prompts, answers and drafts.
     """
-    found = run.head(getattr(torch, run.config.acceptance.dtype), torch.device("cpu"))
+    dtype = getattr(torch, run.config.acceptance.dtype)
+    found = trained_or_initial_head(run.stage_dir("train"), run.config.head, run.target, dtype, torch.device("cpu"))
     check_head_context(found.head, prompts, run.config.acceptance.max_new_tokens, num_drafts, "head")
     return found.sha256

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig
+from mtptrain.decoding.prompts import read_prompts
 from mtptrain.engines.base import Served
 from mtptrain.engines.requests import best_num_drafts
 from mtptrain.engines.table import running_engine
@@ -57,7 +58,10 @@ def prepare(run: Run, output_dir: Path) -> Bench:
     """
     config, most_drafts = run.config, max(drafting_choices(run.config))
     concurrency = max(config.serving_bench.concurrency)
-    prompts = list(run.measured_prompts(spare_tokens(most_drafts)).input_ids.values())
+    asked = read_prompts(
+        config.acceptance, config.prompts, run.target, run.stage_dir("prompts"), spare_tokens(most_drafts)
+    )
+    prompts = list(asked.input_ids.values())
     if (server := find_server(run, prompts, most_drafts)) is not None:
         return Bench(config, prompts, output_dir, server)
     served = find_served(run, prompts, most_drafts, output_dir)

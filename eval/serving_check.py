@@ -26,13 +26,14 @@ from mtptrain.config import Dtype, PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
+from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import RunningEngine
 from mtptrain.engines.requests import ROUNDED_DRAFTS, ROUNDING_TOLERANCE, TOLERANCE, EngineCounts, EngineRun, Questions
 from mtptrain.engines.table import running_engine
-from mtptrain.init_from.start import RunHead
+from mtptrain.init_from.start import RunHead, trained_or_initial_head
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles
@@ -69,7 +70,9 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     config, settings = run.config, run.config.acceptance
     # The check uses only the first turn of a conversation.
     num_drafts = settings.num_speculative_tokens
-    prompts = run.measured_prompts(spare_tokens(num_drafts)).input_ids
+    prompts = read_prompts(
+        settings, config.prompts, run.target, run.stage_dir("prompts"), spare_tokens(num_drafts)
+    ).input_ids
     engine, all_prompts = running_engine(config.serving.engine), list(prompts.values())
     server, served = find_server(run, all_prompts, num_drafts), None
     if server is None:
@@ -147,7 +150,8 @@ def load_pair(run: Run) -> tuple[Target, RunHead]:
     """Returns the target and the run's head, both in `acceptance.dtype`."""
     config = run.config
     device, dtype = init_ranks(config.distributed_timeout_hours).device, getattr(torch, config.acceptance.dtype)
-    return load_target(run.target.directory, dtype, device), run.head(dtype, device)
+    found = trained_or_initial_head(run.stage_dir("train"), config.head, run.target, dtype, device)
+    return load_target(run.target.directory, dtype, device), found
 
 
 def decode(

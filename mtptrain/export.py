@@ -23,6 +23,7 @@ from mtptrain.engines.table import engine_of, format_for
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.hidden_states.store import MANIFEST, HiddenStore
+from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run import Run
 from mtptrain.settings.evaluation import ExportDtype
 from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
@@ -60,7 +61,7 @@ def export(run: Run) -> None:
     dtype, chosen = None, config.export.dtype
     if chosen is not ExportDtype.auto:
         dtype = torch.float32 if chosen is ExportDtype.q8_0 else getattr(torch, chosen)
-    trained = run.head(dtype, torch.device("cpu"))
+    trained = trained_or_initial_head(run.stage_dir("train"), config.head, run.target, dtype, torch.device("cpu"))
     if chosen is ExportDtype.q8_0:
         form.is_quantised = True
         trained.head.load_state_dict(form.rounded(trained.head.state_dict()))

@@ -1,4 +1,4 @@
-"""Finds what the programs of one run share: its target, prompts, hidden states and head."""
+"""Finds what the programs of one run share: its target, its prompts, and the identity of its hidden states."""
 
 from functools import cached_property
 from pathlib import Path
@@ -8,20 +8,13 @@ import torch
 from mtptrain.config import Backend, Dtype, PipelineConfig
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
-from mtptrain.data.rows import RowFormat
-from mtptrain.decoding.prompts import read_prompts
-from mtptrain.decoding.prompts_file import Prompts
-from mtptrain.heads.files import RESTORE
-from mtptrain.hidden_states.extraction.vllm_streams import choose_backend
-from mtptrain.hidden_states.store import HiddenStates, HiddenStore
-from mtptrain.hidden_states.stream import StreamedStates
-from mtptrain.init_from.start import RunHead, trained_or_initial_head
+from mtptrain.engines.vllm.families import choose_backend
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.loading import weights_bytes
 from mtptrain.target.template_kwargs import override_of
-from mtptrain.utils.distributed import Ranks, StopSignal, become_ranks, cpu_ranks, is_alone_on_cpu
-from mtptrain.utils.files import file_sha256, read_sealed
+from mtptrain.utils.distributed import become_ranks, cpu_ranks, is_alone_on_cpu
+from mtptrain.utils.files import file_sha256
 
 
 class Run:
@@ -91,46 +84,6 @@ class Run:
             dtype=str(settings.store_dtype),
             backend=str(self.backend),
         )
-
-    def hidden_states(self, identity: StoreIdentity, ranks: Ranks, stop: StopSignal) -> HiddenStates:
-        """Opens the finished hidden states, or with `train.stream` waits for those that are being written.
-
-        Args:
-            identity: the identity that they must have.
-            ranks: all of them must call this.
-            stop: ends the wait, and the program.
-
-        Raises:
-            StageMissing: mtptrain hidden-states has not been run, or is unfinished.
-            UserError: the states have another identity, or are damaged.
-        """
-        directory, settings = self.stage_dir("hidden_states"), self.config.train
-        if not settings.stream:
-            return HiddenStore.open(directory, identity)
-        documents, shard_tokens = self.documents(Split.train), self.config.hidden_states.shard_tokens
-        return StreamedStates.open(
-            directory, identity, documents, shard_tokens, settings.stream_shards, self.config.seed, ranks, stop
-        )
-
-    def head(self, dtype: torch.dtype | None, device: torch.device) -> RunHead:
-        """Returns the head that the run trained, or else that of `head.init_from`: see `trained_or_initial_head`.
-
-        Raises:
-            UserError: see `trained_or_initial_head`; or the head was trained with other `prompts.template_kwargs`.
-        """
-        found = trained_or_initial_head(self.stage_dir("train"), self.config.head, self.target, dtype, device)
-        if found.is_trained:
-            path, name = found.directory / "head.json", "template_kwargs"
-            given = self.target.template_kwargs_json
-            stored = read_sealed(path, RESTORE).get(name, given)
-            refuse_different_facts(path, {name: given}, {name: stored}, f"use {override_of(str(stored))}")
-        return found
-
-    def measured_prompts(self, spare_tokens: int = 0) -> Prompts:
-        """Returns the prompts that `acceptance` selects: see `read_prompts`."""
-        prompts = self.config.prompts
-        form = RowFormat(metadata=prompts.metadata, roles=prompts.roles)  # a prompts_file may have another schema
-        return read_prompts(self.config.acceptance, self.target, self.stage_dir("prompts"), spare_tokens, form)
 
     @property
     def served_head_dir(self) -> Path:

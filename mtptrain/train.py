@@ -26,6 +26,7 @@ import torch
 
 from mtptrain.config import PipelineConfig, Resume, TrainConfig
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
+from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Split
 from mtptrain.decoding.prompts import check_document_lengths
 from mtptrain.engines.table import warn_of_limits
@@ -40,7 +41,8 @@ from mtptrain.heads.files import (
     remove_stale_heads,
     save_head,
 )
-from mtptrain.hidden_states.store import HiddenStates
+from mtptrain.hidden_states.store import HiddenStates, HiddenStore
+from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.init_from.from_target import start_from_target
 from mtptrain.init_from.start import check_one_start, load_init
 from mtptrain.planning.step import step_flops
@@ -139,7 +141,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
             warnings.simplefilter("ignore")  # the first rank warns for all
         initialise(run, head, parts, identity.prompts_sha256)
     # 3. Open the hidden states, and find the checkpoint to resume from.
-    states = run.hidden_states(identity, ranks, stop)
+    states = open_states(run, identity, ranks, stop)
     check_document_lengths(int(states.document_lengths.max()), head)
     facts = resume_facts(config, states, head)
     checkpoint = newest_whole_checkpoint(checkpoints, ranks)
@@ -186,6 +188,17 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     }
     states.release(progress.step, progress.step == num_steps, ranks.is_first)
     return Training(config, states, schedule, num_steps, trainer, meter, validation, progress, facts, head_facts)
+
+
+def open_states(run: Run, identity: StoreIdentity, ranks: Ranks, stop: StopSignal) -> HiddenStates:
+    """Opens the finished hidden states, or with `train.stream` waits for those that are being written."""
+    directory, settings = run.stage_dir("hidden_states"), run.config.train
+    if not settings.stream:
+        return HiddenStore.open(directory, identity)
+    documents, shard_tokens = run.documents(Split.train), run.config.hidden_states.shard_tokens
+    return StreamedStates.open(
+        directory, identity, documents, shard_tokens, settings.stream_shards, run.config.seed, ranks, stop
+    )
 
 
 def warn_of_lost_checkpoints(stage_dir: Path) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from mtptrain.config import AcceptanceConfig
+from mtptrain.config import AcceptanceConfig, PromptsConfig
 from mtptrain.data.prompt_files import DOCUMENTS_FILE, DocumentEntry, Documents, Split, name_hash, require_prompts
-from mtptrain.data.rows import ANY_SCHEMA, RowFormat
+from mtptrain.data.rows import RowFormat
 from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
 from mtptrain.decoding.speculate import check_prompts, tokens_to_fit
 from mtptrain.heads.base import Head
@@ -28,22 +28,23 @@ class HeldOut(StrEnum):
 
 def read_prompts(
     settings: AcceptanceConfig,
+    rows: PromptsConfig,
     target: TargetFiles,
     prompts_dir: Path,
     spare_tokens: int = 0,
-    form: RowFormat = ANY_SCHEMA,
 ) -> Prompts:
     """Returns the prompts that the settings select, after checking that they fit the target's context.
 
     Args:
         settings: `acceptance`.
+        rows: `prompts`, whose metadata and roles also hold for `settings.prompts_file`. Its schema may be another.
         target: the target that reads the prompts.
         prompts_dir: output of stage 1.
         spare_tokens: number of tokens of the target's context to keep free after prompt and answer.
-        form: how the rows of `settings.prompts_file` are read.
     """
     context_tokens = target.config.max_position_embeddings
     if settings.prompts_file is not None:
+        form = RowFormat(metadata=rows.metadata, roles=rows.roles)
         prompts = read_prompts_file(Path(settings.prompts_file), target.tokenizer, target.config.vocab_size, form)
         names = [f"{settings.prompts_file}: id {prompt_id}" for prompt_id in prompts.input_ids]
         check_prompts(list(prompts.input_ids.values()), settings.max_new_tokens, context_tokens, names, spare_tokens)

@@ -14,11 +14,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from mtptrain.data.draft_vocab import check_draft_token_ids
+from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.corrected import Confident
 from mtptrain.heads.draft_model import DraftModelHead, published_config
 from mtptrain.heads.files import (
+    RESTORE,
     best_or_last,
     build_head,
     check_head_target,
@@ -36,8 +38,9 @@ from mtptrain.settings.heads import DraftModelConfig, HeadConfig, NativeMtpConfi
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
+from mtptrain.target.template_kwargs import override_of
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import file_sha256
+from mtptrain.utils.files import file_sha256, read_sealed
 
 REPEATED = {
     r"embed_tokens\.weight": "embed_tokens",
@@ -64,11 +67,15 @@ def trained_or_initial_head(
 ) -> RunHead:
     """Returns the best head that a run trained, its last one if none was measured, or that of `head.init_from`.
 
-    A confidence is calibrated as validation found best. The dtype None keeps the stored one.
+    A confidence is calibrated as validation found best. The dtype None keeps the stored one. A trained head is refused
+    if it was trained with other `prompts.template_kwargs`.
     """
     trained = best_or_last(train_dir)
     if config.init_from is None or (trained / "head.json").is_file():
         check_head_target(trained, target)
+        path, name, given = trained / "head.json", "template_kwargs", target.template_kwargs_json
+        kwargs = read_sealed(path, RESTORE).get(name, given)
+        refuse_different_facts(path, {name: given}, {name: kwargs}, f"use {override_of(str(kwargs))}")
         head = load_head(trained, config, target.config, dtype, device)
         sha256 = _calibrate_and_hash(head, trained, file_sha256(trained / "head.safetensors"))
         return RunHead(head, trained, sha256, is_trained=True)

@@ -22,9 +22,11 @@ from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.divergence import first_answer_divergence
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
+from mtptrain.decoding.prompts import read_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.engines.vllm.client import find_python
 from mtptrain.hidden_states.store import HiddenStore
+from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run import Run
 from mtptrain.target.loading import load_target
 from mtptrain.training.batches import pack_states
@@ -208,8 +210,8 @@ def test_answers_are_those_of_plain_decoding(dtype: torch.dtype, trained: Checke
     """They may differ only where two logits are nearly equal."""
     run, settings = Run(trained.config), trained.config.acceptance
     target = load_target(run.target.directory, dtype, trained.device)
-    head = run.head(dtype, trained.device).head
-    prompts = list(run.measured_prompts().input_ids.values())
+    head = trained_or_initial_head(run.stage_dir("train"), run.config.head, run.target, dtype, trained.device).head
+    prompts = list(read_prompts(settings, run.config.prompts, run.target, run.stage_dir("prompts")).input_ids.values())
 
     def answers(drafter: HeadDrafter | NoDrafter) -> list[list[int]]:
         sizes = {"max_new_tokens": settings.max_new_tokens, "batch_size": settings.batch_size}

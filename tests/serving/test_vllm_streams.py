@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtptrain.config import Dtype, HiddenStatesConfig
-from mtptrain.engines.vllm.limits import WITHOUT_STREAMS
+from mtptrain.engines.vllm.families import WITHOUT_STREAMS
 from mtptrain.hidden_states.extraction.vllm_streams import (
     ENVIRONMENT,
     VllmStreams,

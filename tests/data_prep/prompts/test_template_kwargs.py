@@ -8,6 +8,7 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.regenerate import prepare_responses
 from mtptrain.data.prompt_files import PromptsManifest
+from mtptrain.decoding.prompts import read_prompts
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.data_prep.hidden_states.stage import ONE_RANK
@@ -89,5 +90,6 @@ def test_acceptance_asks_the_prompts_of_a_file_in_the_chosen_mode(
 ) -> None:
     (tmp_path / "asked.jsonl").write_text(json.dumps({"id": 1, "turns": ["hi"]}))
     overrides = (f"acceptance.prompts_file={tmp_path}/asked.jsonl", "acceptance.max_new_tokens=8", NOT_THINKING)
-    prompts = Run(config_for(f"target.path={target}", *overrides)).measured_prompts()
+    config = config_for(f"target.path={target}", *overrides)
+    prompts = read_prompts(config.acceptance, config.prompts, Run(config).target, tmp_path)
     assert load_tokenizer(target).decode(prompts.input_ids["1"]).endswith("assistant\n" + BLOCK)

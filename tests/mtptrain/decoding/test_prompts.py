@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtptrain.config import AcceptanceConfig, PipelineConfig
+from mtptrain.config import AcceptanceConfig, PipelineConfig, PromptsConfig
 from mtptrain.data.conversation import question_group
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
 from mtptrain.decoding.prompts import (
@@ -21,7 +21,6 @@ from mtptrain.decoding.prompts import (
     warn_of_trained_questions,
 )
 from mtptrain.decoding.prompts_file import Prompts, read_prompts_file
-from mtptrain.run import Run
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
@@ -219,7 +218,7 @@ def test_a_bad_prompts_file_is_refused_with_its_line(tmp_path: Path) -> None:
 
 
 def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_data(
-    config_for: Callable[..., PipelineConfig], tmp_path: Path
+    config_for: Callable[..., PipelineConfig], tmp_path: Path, tiny_target: Path
 ) -> None:
     path = tmp_path / "asked.jsonl"
     client = {"role": "client", "content": "hi", "name": "ann"}
@@ -227,12 +226,13 @@ def test_columns_keys_and_roles_that_the_settings_name_are_read_as_in_training_d
     path.write_text("\n".join(json.dumps({"id": number, "mask": "x", **row}) for number, row in enumerate(rows)))
     named = ("prompts.metadata=[mask,name]", "+prompts.roles.client=user", "prompts.schema=sharegpt")
     config = config_for(f"acceptance.prompts_file={path}", "acceptance.max_new_tokens=8", *named)
-    read = Run(config).measured_prompts().input_ids
+    target = TargetFiles(tiny_target)
+    read = read_prompts(config.acceptance, config.prompts, target, tmp_path).input_ids
     assert read["0"] == read["1"] == read["2"]
     config.prompts.metadata.remove("mask")
     message = r":1: must be .*column mask, .*\(add mask to prompts\.metadata to pass it over\)"
     with pytest.raises(UserError, match=message):
-        Run(config).measured_prompts()
+        read_prompts(config.acceptance, config.prompts, target, tmp_path)
 
 
 def test_prompts_that_leave_no_tokens_to_spare_are_refused_with_the_targets_own_context(
@@ -247,7 +247,8 @@ def test_prompts_that_leave_no_tokens_to_spare_are_refused_with_the_targets_own_
         settings = AcceptanceConfig(prompt_tokens=400, max_new_tokens=new_tokens, prompts_file=path)
         settings.num_speculative_tokens = num_drafts
         prompts_dir = tmp_path / ("none" if path else ".")
-        return [*map(len, read_prompts(settings, TargetFiles(tiny_target), prompts_dir, 10).input_ids.values())]
+        found = read_prompts(settings, PromptsConfig(), TargetFiles(tiny_target), prompts_dir, 10)
+        return [len(ids) for ids in found.input_ids.values()]
 
     assert lengths(102, path, 102) == [400, 10] and lengths(102, None) == [400]
     spare = "a context of 512 tokens with 10 to spare, but"
