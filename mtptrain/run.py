@@ -8,7 +8,7 @@ import torch
 from mtptrain.config import Backend, Dtype, PipelineConfig
 from mtptrain.data.identity import StoreIdentity, TargetIdentity, TokenizerIdentity, refuse_different_facts
 from mtptrain.data.prompt_files import Documents, PromptsManifest, Split, require_prompts
-from mtptrain.engines.vllm.families import choose_backend
+from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.loading import weights_bytes

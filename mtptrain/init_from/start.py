@@ -67,32 +67,27 @@ def trained_or_initial_head(
 ) -> RunHead:
     """Returns the best head that a run trained, its last one if none was measured, or that of `head.init_from`.
 
-    A confidence is calibrated as validation found best. The dtype None keeps the stored one. A trained head is refused
-    if it was trained with other `prompts.template_kwargs`.
+    A confidence is calibrated as validation found best. The dtype None keeps the stored one.
     """
-    trained = best_or_last(train_dir)
-    if config.init_from is None or (trained / "head.json").is_file():
-        check_head_target(trained, target)
-        path, name, given = trained / "head.json", "template_kwargs", target.template_kwargs_json
-        kwargs = read_sealed(path, RESTORE).get(name, given)
-        refuse_different_facts(path, {name: given}, {name: kwargs}, f"use {override_of(str(kwargs))}")
-        head = load_head(trained, config, target.config, dtype, device)
-        sha256 = _calibrate_and_hash(head, trained, file_sha256(trained / "head.safetensors"))
-        return RunHead(head, trained, sha256, is_trained=True)
-    directory, state = load_init(config.init_from, config, target)
-    if (directory / "head.json").is_file():
+    directory = best_or_last(train_dir)
+    start = None if (directory / "head.json").is_file() else config.init_from
+    if start is None:
         check_head_target(directory, target)
-    head = fill_head(build_head(config, target.config), state, dtype, device)
-    sha256 = _calibrate_and_hash(head, directory, weights_fingerprint(directory))
-    return RunHead(head, directory, sha256, is_trained=False)
-
-
-def _calibrate_and_hash(head: Head, directory: Path, sha256: str) -> str:
-    """Calibrate a head's confidence if its `head.json` says so. Returns the hash of weights and calibration."""
-    if not isinstance(head, Confident) or (calibration := stored_calibration(directory)) is None:
-        return sha256
-    head.calibrate(*calibration)
-    return hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
+        path, given = directory / "head.json", {"template_kwargs": target.template_kwargs_json}
+        stored = given | {name: x for name, x in read_sealed(path, RESTORE).items() if name in given}
+        refuse_different_facts(path, given, stored, f"use {override_of(stored['template_kwargs'])}")
+        head = load_head(directory, config, target.config, dtype, device)
+        sha256 = file_sha256(directory / "head.safetensors")
+    else:
+        directory, state = load_init(start, config, target)
+        if (directory / "head.json").is_file():
+            check_head_target(directory, target)
+        head = fill_head(build_head(config, target.config), state, dtype, device)
+        sha256 = weights_fingerprint(directory)
+    if isinstance(head, Confident) and (calibration := stored_calibration(directory)) is not None:
+        head.calibrate(*calibration)
+        sha256 = hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
+    return RunHead(head, directory, sha256, is_trained=start is None)
 
 
 def check_one_start(config: HeadConfig) -> None:

@@ -26,11 +26,11 @@ from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.export_proof import proof_bytes
 from mtptrain.engines.table import describe_engines, warn_of_limits
-from mtptrain.engines.vllm.families import choose_backend
 from mtptrain.heads import HEADS
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import Packing
+from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.step import activation_bytes, step_flops

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtptrain.config import Backend, Dtype, HiddenStatesConfig
-from mtptrain.engines.vllm.families import choose_backend
+from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.target.families import read_target_config
 from mtptrain.target.loading import load_target

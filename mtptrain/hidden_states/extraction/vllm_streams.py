@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from mtptrain.config import Backend, HiddenStatesConfig
 from mtptrain.engines.process import SHOWN_LINES
 from mtptrain.engines.vllm.client import WORKER, find_python
-from mtptrain.engines.vllm.families import choose_backend
+from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.target.families import head_dim, key_heads, read_target_config
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import without_own_settings
