@@ -1,7 +1,6 @@
 """Gives a head the initial weights of `head.init_from`, and finds the head that a run evaluates and exports.
 
-The weights of `head.init_from` must fit the head of the config; `published` lists the formats that can be read. If a
-run has no trained head, acceptance and export use the head of `head.init_from`.
+The weights of `head.init_from` must fit the head of the config; `published` lists the formats that can be read.
 """
 
 import hashlib
@@ -54,8 +53,7 @@ class RunHead:
     """The head that a run evaluates and exports."""
 
     head: Head
-    directory: Path
-    """The directory that the head was read from."""
+    directory: Path  # from which the head was read
     sha256: str
     """Hash of the stored weights and of the calibration: it differs if either does."""
     is_trained: bool

@@ -11,10 +11,7 @@ from mtptrain.utils.once import print_once
 
 
 def choose_backend(setting: Backend, target_config: PreTrainedConfig) -> Backend:
-    """Returns the engine that runs the target: vllm, or transformers if vLLM is known not to extract from the target.
-
-    Then a line on stderr says why if the setting is `auto`, and vllm is refused.
-    """
+    """Returns the engine that runs the target: vllm or transformers. A line on stderr says why `auto` is not vllm."""
     if setting is Backend.transformers:
         return setting
     if not (reason := _why_not_vllm(target_config)):
