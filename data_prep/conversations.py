@@ -4,20 +4,23 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 from datasets.utils.logging import CRITICAL, set_verbosity
 
 from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, question_group
-from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, Row, RowFormat, kind, parse_row, text_of
+from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, Row, RowFormat, parse_row, text_of
 from mtptrain.data.tool_calls import without_filled_nulls
 from mtptrain.target.hub import HUB_ERRORS
 from mtptrain.utils.errors import UserError, reason_of
 from mtptrain.utils.files import parse_json
+
+from .prompts_report import group_refusals
 
 CORRECT = "correct or remove it"
 REASONS_SHOWN = 3
@@ -58,6 +61,7 @@ class UsableRows:
     memory-mapped; the rows of jsonl and json files are in memory.
     """
 
+    form: RowFormat = ANY_SCHEMA
     names: list[str] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     """Group of each usable row. Rows with the same question share a group, which stays in one split."""
@@ -67,6 +71,14 @@ class UsableRows:
     passed_over: set[str] = field(default_factory=set)
     """Names of columns and message keys that are not read."""
 
+    def identify(self, row: Row) -> tuple[str, str, set[str]]:
+        """Returns the name and the group of a row, and the names of the columns and message keys that are passed over.
+
+        Raises:
+            ConversationRefused: the row cannot be used.
+        """
+        raise NotImplementedError
+
     def row(self, index: int) -> Row:
         rows, row = self.origins[index]
         return rows.row(row)
@@ -75,21 +87,14 @@ class UsableRows:
         rows, row = self.origins[index]
         return rows.location(row)
 
-    def add_all(self, paths: Sequence[str], split: str, identify: Callable[[Row], tuple[str, str, set[str]]]) -> None:
-        """Reads all files and data sets, and adds their rows.
-
-        Args:
-            paths: jsonl, json (one array) or parquet files, and names of data sets on the hub.
-            split: split of hub data sets.
-            identify: returns the name and the group of a row, and the names of the columns and message keys that are
-                passed over, or raises ConversationRefused.
-        """
+    def add_all(self, paths: Sequence[str], split: str) -> Self:
+        """Reads the rows of all jsonl, json (one array) and parquet files and of this split of data sets on the hub."""
         refuse_duplicate_paths(paths)
         for rows in [_read_rows(path, split) for path in paths]:
             refused: dict[str, str] = {}
             for index in range(len(rows.rows)):
                 try:
-                    name, group, passed_over = identify(rows.row(index))
+                    name, group, passed_over = self.identify(rows.row(index))
                 except ConversationRefused as refusal:
                     refused[rows.location(index)] = str(refusal)
                     continue
@@ -98,15 +103,23 @@ class UsableRows:
                 self.origins.append((rows, index))
                 self.passed_over |= passed_over
             if len(refused) == len(rows.rows):
-                raise _all_refused(rows.path, refused)
+                groups = group_refusals(refused)[:REASONS_SHOWN]
+                reasons = "".join(f", {group.count:,} refused ({group.reason})" for group in groups)
+                raise UserError(
+                    f"prompts.paths: every file must hold at least one usable row, but {rows.path} holds none of "
+                    f"{len(refused):,}{reasons}; convert the data, or correct prompts.source, prompts.paths, "
+                    "prompts.schema or prompts.roles"
+                )
             self.refused.update(refused)
+        return self
 
 
-@dataclass
 class Conversations(UsableRows):
-    """Usable conversations, and why other rows were refused."""
+    """Usable conversations. With schema `auto`, rows of different schemas may share a file."""
 
-    form: RowFormat = ANY_SCHEMA
+    def identify(self, row: Row) -> tuple[str, str, set[str]]:
+        messages, passed_over = parse_row(row, self.form)
+        return conversation_name(row, messages), question_group(messages), passed_over
 
     def messages(self, index: int) -> list[Message]:
         return parse_row(self.row(index), self.form)[0]
@@ -119,21 +132,7 @@ class Conversations(UsableRows):
 
 
 def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split: str = "train") -> Conversations:
-    """Reads all files and data sets, and finds the usable conversations.
-
-    Args:
-        paths: see `UsableRows.add_all`, which also lists the errors.
-        form: how rows are read. With schema `auto`, rows of different schemas may share a file.
-        split: split of hub data sets.
-    """
-
-    def identify(row: Row) -> tuple[str, str, set[str]]:
-        messages, passed_over = parse_row(row, form)
-        return conversation_name(row, messages), question_group(messages), passed_over
-
-    conversations = Conversations(form=form)
-    conversations.add_all(paths, split, identify)
-    return conversations
+    return Conversations(form).add_all(paths, split)
 
 
 def conversation_name(row: Row, messages: Sequence[Message]) -> str:
@@ -145,17 +144,6 @@ def conversation_name(row: Row, messages: Sequence[Message]) -> str:
         if row.get(key) not in (None, ""):
             return text_of("id", str(row[key]))
     return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
-
-
-def _all_refused(path: str, refused: Mapping[str, str]) -> UserError:
-    """Returns the error for a file without a usable row, with the most frequent reasons for refusing rows."""
-    reasons = Counter(refused.values()).most_common(REASONS_SHOWN)
-    counted = ", ".join(f"{count:,} refused ({reason})" for reason, count in reasons)
-    held = f"none: {counted}; the first row is {next(iter(refused))}" if refused else "no row at all"
-    return UserError(
-        f"prompts.paths: every file must hold at least one usable row, but {path} holds {held}; convert the data, or "
-        "correct prompts.source, prompts.paths, prompts.schema or prompts.roles"
-    )
 
 
 def refuse_duplicate_paths(paths: Sequence[str]) -> None:
@@ -196,7 +184,7 @@ def _read_jsonl(path: str) -> Rows:
 def _read_json(path: str) -> Rows:
     content = parse_json(Path(path).read_bytes(), path, CORRECT)
     if not isinstance(content, list):
-        raise UserError(f"{path}: must hold one array of rows, but holds {kind(content)}; convert it to jsonl")
+        raise UserError(f"{path}: must hold one array of rows, but holds {type(content).__name__}; convert it to jsonl")
     return Rows(path, content, range(1, len(content) + 1))
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PromptsConfig, PromptSource
 from mtptrain.data.chat_template import special_tokens
-from mtptrain.data.conversation import ConversationRefused
+from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.data.identity import TargetIdentity
 from mtptrain.data.rows import ID_COLUMNS, Row, RowFormat, given_columns, pass_over, text_of
 from mtptrain.target.files import TargetFiles
@@ -68,7 +68,8 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
             "prompts.paths=[...] in the recipe or on the command line"
         )
     if prompts.source is PromptSource.tokens:
-        return read_token_rows(prompts.paths, prompts.metadata, prompts.split)
+        rows = TokenRows(RowFormat.of(prompts)).add_all(prompts.paths, prompts.split)
+        return source_of(rows, rows.groups, rows.encode)
     tokenizer = target.tokenizer
     if prompts.source is PromptSource.text_files:
         return encoded_texts(*read_text_files(prompts.paths, prompts.pattern, prompts.exclude), tokenizer)
@@ -80,15 +81,13 @@ def read_source(prompts: PromptsConfig, target: TargetFiles, responses_dir: Path
     clusters, similarity = conversations.groups, prompts.near_duplicate_similarity
     if similarity < 1.0:
         clusters = join_near_duplicates(conversations.groups, conversations.question, similarity)
-    return Source(
-        conversations.names,
-        conversations.groups,
-        clusters,
-        conversations.refused,
-        conversations.location,
-        partial(encode_chats, tokenizer, conversations, are_generated),
-        conversations.passed_over,
-    )
+    return source_of(conversations, clusters, partial(encode_chats, tokenizer, conversations, are_generated))
+
+
+def source_of(
+    rows: UsableRows, clusters: list[str], encode: Callable[[Sequence[int]], list[EncodedItem | str]]
+) -> Source:
+    return Source(rows.names, rows.groups, clusters, rows.refused, rows.location, encode, rows.passed_over)
 
 
 def encoded_texts(texts: dict[str, str], refused: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> Source:
@@ -105,31 +104,23 @@ def encoded_texts(texts: dict[str, str], refused: dict[str, str], tokenizer: Pre
     return Source(names, names, names, refused, names.__getitem__, encode)
 
 
-def read_token_rows(paths: Sequence[str], metadata: Collection[str], split: str) -> Source:
-    """Reads rows that somebody else has tokenized, each with the loss mask that says what is supervised.
+class TokenRows(UsableRows):
+    """Rows that somebody else has tokenized, each with the loss mask that says what is supervised."""
 
-    A row's group is the hash of its tokens before the first supervised one, or of all if that comes first, so answers
-    to one prompt stay together. See `UsableRows.add_all` for errors, and `read_tokens` for `metadata`.
-    """
+    def identify(self, row: Row) -> tuple[str, str, set[str]]:
+        """See `UsableRows.identify`.
 
-    def identify(row: Row) -> tuple[str, str, set[str]]:
-        encoding, passed_over = read_tokens(row, metadata)
+        A row's group is the hash of its tokens before the first supervised one, or of all if that comes first, so
+        answers to one prompt stay together.
+        """
+        encoding, passed_over = read_tokens(row, self.form.metadata)
         ids, name = encoding.input_ids, row.get("id")
         asked = ids[: encoding.loss_mask.argmax()]
         name = _hash(ids) if name in (None, "") else text_of("id", str(name))
         return name, _hash(asked if len(asked) else ids), passed_over
 
-    rows = UsableRows()
-    rows.add_all(paths, split, identify)
-    return Source(
-        rows.names,
-        rows.groups,
-        rows.groups,
-        rows.refused,
-        rows.location,
-        lambda indices: [EncodedItem([read_tokens(rows.row(index), metadata)[0]]) for index in indices],
-        rows.passed_over,
-    )
+    def encode(self, indices: Sequence[int]) -> list[EncodedItem | str]:
+        return [EncodedItem([read_tokens(self.row(index), self.form.metadata)[0]]) for index in indices]
 
 
 def read_tokens(row: Row, metadata: Collection[str] = ()) -> tuple[Encoding, set[str]]:
@@ -178,11 +169,12 @@ def encode_chats(
     rendered: dict[int, RenderedConversation] = {}
     items: dict[int, EncodedItem | str] = {}
     for index in indices:
+        messages = conversations.messages(index)
         try:
             if are_generated:
-                rendered[index] = _render_responses(tokenizer, conversations, index)
+                rendered[index] = _render_responses(tokenizer, messages, conversations.row(index)["texts_kept"])
             else:
-                rendered[index] = render_conversation(tokenizer, conversations.messages(index))
+                rendered[index] = render_conversation(tokenizer, messages)
         except ConversationRefused as refusal:
             items[index] = str(refusal)
     special_ids = list(special_tokens(tokenizer))
@@ -197,15 +189,14 @@ def encode_chats(
 
 
 def _render_responses(
-    tokenizer: PreTrainedTokenizerBase, conversations: Conversations, index: int
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], are_kept: Sequence[bool]
 ) -> RenderedConversation:
-    is_kept = conversations.row(index)["texts_kept"]
-    if is_kept and not any(is_kept):
+    """Renders a conversation of which the target generated the responses. Those that are not `are_kept` are history."""
+    if are_kept and not any(are_kept):
         raise ConversationRefused("the chat template renders no answer as it was generated")
-    messages = conversations.messages(index)
     answers = [message for message in messages if message["role"] == "assistant"]
-    for message, kept in zip(answers, is_kept, strict=True):
-        if not kept:
+    for message, is_kept in zip(answers, are_kept, strict=True):
+        if not is_kept:
             message["weight"] = "0"
     rendered = render_conversation(tokenizer, messages, is_generated=True)
     return replace(rendered, trained=len(answers), untrained=0)

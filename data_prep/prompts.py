@@ -8,9 +8,11 @@ train.safetensors, validation.safetensors, documents.jsonl, report.json and, las
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from mtptrain.config import PipelineConfig, PromptsConfig
@@ -27,19 +29,12 @@ from mtptrain.data.prompt_files import (
 )
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
+from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
 from .prompt_sources import Source, read_source
-from .prompts_report import (
-    COUNTS,
-    PromptsReport,
-    SplitReport,
-    count_questions,
-    group_refusals,
-    has_drafts,
-    print_report,
-)
+from .prompts_report import COUNTS, PromptsReport, group_refusals, print_counts
 from .renderings import EncodedItem, Encoding
 
 _BATCH = 64
@@ -49,7 +44,8 @@ _BATCH = 64
 def main(config: PipelineConfig) -> None:
     with StageDir(config.stage_dir("prompts")).writing():
         report = prepare_prompts(Run(config))
-    print_report(report)
+    passed_over = f"passed over, because they are not read: {', '.join(report.passed_over) or 'no columns'}"
+    print_counts(f"prompts from {report.source}", report.counts, COUNTS, report.refused, passed_over)
     print(f"written to {config.stage_dir('prompts')}")
 
 
@@ -57,38 +53,40 @@ def prepare_prompts(run: Run) -> PromptsReport:
     """Read, tokenize, split and write the prompts."""
     prompts, vocab_size, tokenizer = run.config.prompts, int(run.target.config.vocab_size), run.target.tokenizer
     source = read_source(prompts, run.target, run.stage_dir("responses"))
-    check_source(source, prompts)
+    report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over))
+    counts = report.counts
+    counts["items"] = len(source.names) + len(source.refused)
+    counts["is_dated"] += prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer)
+    counts["questions"] = len(set(source.groups))
+    members = Counter(dict(zip(source.groups, source.clusters, strict=True)).values())
+    counts["near_duplicates"] = sum(count for count in members.values() if count > 1)
 
-    report = PromptsReport(
-        source=prompts.source,
-        items=len(source.names) + len(source.refused),
-        passed_over=sorted(source.passed_over),
+    windows = Windows(
+        prompts.validation_fraction, prompts.max_document_tokens, prompts.max_train_tokens, vocab_size, counts
     )
-    report.counts.update(count_questions(source.groups, source.clusters, prompts.validation_fraction))
-    report.counts["is_dated"] += prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer)
-    windows = Windows(prompts, vocab_size, report.counts)
     report.refused = group_refusals(windows.add_all(source))
     splits = {split: windows.documents(split) for split in Split}
-    report.splits = {split: SplitReport.of(documents) for split, documents in splits.items()}
-    check_splits(splits, report, prompts, tokenizer.name_or_path)
+    for split, documents in splits.items():
+        counts[f"{split}_documents"], counts[f"{split}_tokens"] = len(documents), len(documents.input_ids)
+        counts[f"{split}_supervised_tokens"] = int(documents.loss_mask.sum())
+        counts[f"{split}_longest"] = int(documents.lengths.max(initial=0))
+    check_splits(splits, report, prompts)
 
     stage_dir = run.stage_dir("prompts")
     StageDir(stage_dir).record(run.config, "manifest.json")
     for split, documents in splits.items():
         documents.save(stage_dir / split.filename)
     DocumentEntry.write_all(stage_dir, [entry for entry, _ in windows.written])
-    counts = {name: report.counts[name] for name in COUNTS}
-    write_json(stage_dir / "report.json", asdict(report) | {"counts": counts})
-    train, validation = splits[Split.train], splits[Split.validation]
+    write_json(stage_dir / "report.json", asdict(report) | {"counts": {name: counts[name] for name in COUNTS}})
     PromptsManifest(
         schema_version=SCHEMA_VERSION,
         tokenizer=TokenizerIdentity.of(tokenizer, run.target.template_kwargs_json),
         vocab_size=vocab_size,
         max_document_tokens=prompts.max_document_tokens,
-        train_documents=len(train),
-        train_tokens=len(train.input_ids),
-        validation_documents=len(validation),
-        validation_tokens=len(validation.input_ids),
+        train_documents=counts["train_documents"],
+        train_tokens=counts["train_tokens"],
+        validation_documents=counts["validation_documents"],
+        validation_tokens=counts["validation_tokens"],
     ).write(stage_dir)
     return report
 
@@ -99,12 +97,20 @@ class Windows:
     An item is a file, a conversation or a row of tokens. A conversation may need several encodings.
     """
 
-    def __init__(self, prompts: PromptsConfig, vocab_size: int, counts: Counter[str]) -> None:
+    def __init__(
+        self,
+        validation_fraction: float,
+        max_document_tokens: int,
+        max_train_tokens: int,
+        vocab_size: int,
+        counts: Counter[str],
+    ) -> None:
         self.written: list[tuple[DocumentEntry, Encoding]] = []
         """The documents of the output, and the tokens of each. An id is its index among them."""
         self._is_full = False
         """Whether a window would have exceeded prompts.max_train_tokens. If so, the training split is closed."""
-        self._prompts, self._vocab_size, self._counts = prompts, vocab_size, counts
+        self._validation_fraction, self._vocab_size, self._counts = validation_fraction, vocab_size, counts
+        self._max_document_tokens, self._max_train_tokens = max_document_tokens, max_train_tokens
         self._train_tokens = 0
         self._seen: set[bytes] = set()
 
@@ -131,7 +137,8 @@ class Windows:
                     if isinstance(item, str):
                         refused[source.location(index)] = item
                     else:
-                        self._add(source, index, item)
+                        check_vocabulary(item, self._vocab_size, source.location(index))
+                        self._add(source.names[index], source.groups[index], source.clusters[index], item)
                         tokens_read += sum(len(encoding.input_ids) for encoding in item.encodings)
                 bar.update(len(batch))
                 speed = tokens_read / max(bar.format_dict["elapsed"], 1e-9)
@@ -143,33 +150,26 @@ class Windows:
             [(entry.id, each.input_ids, each.loss_mask) for entry, each in self.written if entry.split is split]
         )
 
-    def _add(self, source: Source, index: int, item: EncodedItem) -> None:
+    def _add(self, name: str, group: str, cluster: str, item: EncodedItem) -> None:
         """Add the windows of an item that fit within prompts.max_train_tokens, which does not limit validation.
 
         An item with the same tokens and loss mask as an earlier one is left out.
         """
-        prompts, counts, name, group = self._prompts, self._counts, source.names[index], source.groups[index]
-        for encoding in item.encodings:
-            check_vocabulary(encoding, self._vocab_size, source.location(index))
+        counts = self._counts
         if self._is_copy(item):
             counts["copies"] += 1
             return
-        split = Split.validation if is_held_out(source.clusters[index], prompts.validation_fraction) else Split.train
+        split = Split.validation if is_held_out(cluster, self._validation_fraction) else Split.train
         if split is Split.train and self._is_full:
             counts["beyond_max_train_tokens"] += 1
             return
-        counts["answers_left_out"] += item.answers_left_out
-        counts["answers_untrained"] += item.answers_untrained
-        counts["answers_inserted"] += item.answers_inserted
-        is_cut, is_whole = False, True
+        counts.update(item.counts)
+        counts["items_cut"] += any(len(each.input_ids) > self._max_document_tokens for each in item.encodings)
+        is_whole = True
         for encoding in item.encodings:
-            windows = cut(encoding, prompts.max_document_tokens)
-            if len(windows) > 1:
-                is_cut = True
-                counts["windows_cut"] += len(windows)
             if encoding.turn:
                 counts["rewritten_answers"] += encoding.answers
-            for number, window in enumerate(windows):
+            for number, window in enumerate(cut(encoding, self._max_document_tokens)):
                 tokens = len(window.input_ids)
                 if not window.loss_mask.any():
                     counts["windows_unsupervised"] += 1
@@ -177,13 +177,9 @@ class Windows:
                     entry = DocumentEntry(len(self.written), name, split, tokens, number, encoding.turn, group)
                     self.written.append((entry, window))
                     counts["without_drafts"] += not has_drafts(window.loss_mask)
-                    if encoding.turn:
-                        counts["rewritten_documents"] += 1
-                        counts["rewritten_tokens"] += tokens
-                        counts["history_tokens"] += tokens - int(window.loss_mask.sum())
+                    counts["rewritten_tokens"] += tokens if encoding.turn else 0
                 else:
                     is_whole = False
-        counts["items_cut"] += is_cut
         counts["beyond_max_train_tokens"] += not is_whole
 
     def _is_copy(self, item: EncodedItem) -> bool:
@@ -197,9 +193,8 @@ class Windows:
 
     def _fits(self, tokens: int) -> bool:
         """Counts the tokens of a training window and returns True, or closes the split if they exceed the limit."""
-        limit = self._prompts.max_train_tokens
         # A full split stays full even if a shorter window would fit, so that raising the limit only appends windows.
-        self._is_full = self._is_full or 0 < limit < self._train_tokens + tokens
+        self._is_full = self._is_full or 0 < self._max_train_tokens < self._train_tokens + tokens
         self._train_tokens += 0 if self._is_full else tokens
         return not self._is_full
 
@@ -211,8 +206,13 @@ def cut(encoding: Encoding, max_tokens: int) -> list[Encoding]:
     return [replace(encoding, input_ids=ids[i : i + max_tokens], loss_mask=mask[i : i + max_tokens]) for i in starts]
 
 
-def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None:
-    highest = int(encoding.input_ids.max(initial=0))
+def has_drafts(mask: NDArray[np.uint8]) -> bool:
+    """Returns whether a document with this loss mask [S] has a draft position: two generated tokens after a token."""
+    return len(draft_spans(mask)[0]) > 0
+
+
+def check_vocabulary(item: EncodedItem, vocab_size: int, location: str) -> None:
+    highest = max(int(encoding.input_ids.max(initial=0)) for encoding in item.encodings)
     if highest >= vocab_size:
         raise UserError(
             f"target.path: token ids must be below the model's vocab_size {vocab_size}, but {location} has {highest}; "
@@ -221,36 +221,19 @@ def check_vocabulary(encoding: Encoding, vocab_size: int, location: str) -> None
         )
 
 
-def check_source(source: Source, prompts: PromptsConfig) -> None:
-    """Refuse sources without a document. Rows without a usable one have been refused, file by file."""
-    if not source.names:
-        counted = "".join(f", {each.count} refused ({each.reason})" for each in group_refusals(source.refused))
-        raise UserError(
-            f"prompts.paths: must hold at least one file with text that matches {prompts.pattern!r}, but "
-            f"{', '.join(prompts.paths)} holds none{counted}; correct the paths, prompts.pattern or the data"
-        )
-
-
-def check_splits(
-    splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig, tokenizer_name: str
-) -> None:
+def check_splits(splits: Mapping[Split, Documents], report: PromptsReport, prompts: PromptsConfig) -> None:
     """Refuse prompts of which a split is empty, or that train nothing."""
-    reasons = "".join(f", {group.count} refused ({group.reason})" for group in report.refused)
-    left_out = f"{report.counts['windows_unsupervised']} windows without a supervised token{reasons}"
-    empty = [split for split, documents in splits.items() if not len(documents)]
-    if len(empty) == len(splits) and not report.counts["beyond_max_train_tokens"]:
-        raise UserError(
-            "prompts.paths: conversations must have an answer to learn from, after exactly the prompt that a server "
-            f"sends, but with the chat template of {tokenizer_name} none of {report.items:,} has one: {left_out}; "
-            "correct the data or the template, or let the target answer (mtptrain responses, prompts.source=responses)"
-        )
+    empty: Sequence[str] = [split for split, documents in splits.items() if not len(documents)]
     if empty:
-        questions = report.counts["questions"] or report.items
+        reasons = "".join(f", {group.count} refused ({group.reason})" for group in report.refused)
         raise UserError(
-            f"prompts: the {empty[0]} split must hold at least one document, but holds none with "
-            f"prompts.validation_fraction={prompts.validation_fraction} and prompts.max_train_tokens="
-            f"{prompts.max_train_tokens}, of {questions:,} different questions or files: {left_out}; add data or "
-            "change these settings"
+            f"prompts.paths: each split must hold a document, with an answer after exactly the prompt that a server "
+            f"sends if it is a conversation, but {' and '.join(empty)} hold none of {report.counts['items']:,} items "
+            f"with {report.counts['questions']:,} different questions or files: "
+            f"{report.counts['windows_unsupervised']} windows without a supervised token{reasons}; correct "
+            f"prompts.paths, prompts.pattern ({prompts.pattern}), prompts.validation_fraction "
+            f"({prompts.validation_fraction}), prompts.max_train_tokens ({prompts.max_train_tokens}), the data or the "
+            "chat template, or let the target answer (mtptrain responses, prompts.source=responses)"
         )
     train = splits[Split.train]
     if not any(has_drafts(train.mask(i)) for i in range(len(train))):

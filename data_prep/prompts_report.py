@@ -1,4 +1,4 @@
-"""The report of stage 1, printed and stored as report.json: counts, lengths, and what was left out and why.
+"""The report of stage 1, printed and stored as report.json: what was written, and what was left out and why.
 
 Its items are the files, the conversations or the rows of tokens that the source holds.
 """
@@ -7,57 +7,39 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
-from mtptrain.config import PromptSource
-from mtptrain.data.prompt_files import Documents, Split, is_held_out
-from mtptrain.training.batches import draft_spans
+from mtptrain.cli.tables import wide_console
+from mtptrain.data.prompt_files import Split
 
 _NAMES_SHOWN = 3
-COUNTS = {
-    "rewritten_answers": "chat template: {:,} assistant turns change once later turns follow, and are also stored as "
-    "generated",
-    "rewritten_documents": "chat template: {:,} additional documents hold these turns",
-    "rewritten_tokens": "chat template: {:,} tokens are in these documents",
-    "history_tokens": "chat template: {:,} of these tokens repeat the history",
-    "same_question": "same question: {:,} {items} repeat an earlier question; all of one question are in one split",
-    "questions": "same question: {:,} questions are different",
-    "near_duplicates": "near duplicates: {:,} different questions nearly repeat another one",
-    "near_moved": "near duplicates: {:,} {items} changed sides, so that such questions are in one split",
-    "copies": "left out: {:,} {items} with the same tokens as another one",
-    "items_cut": "cut: {:,} {items}, longer than prompts.max_document_tokens",
-    "windows_cut": "cut: {:,} windows are made of these",
-    "windows_unsupervised": "left out: {:,} windows without a supervised token",
-    "answers_left_out": "left out of the loss: {:,} assistant turns that the template does not render as generated",
-    "answers_untrained": "left out of the loss: {:,} assistant turns that are not to be trained",
-    "answers_inserted": "chat template: {:,} answers begin or end with text that it inserts, which the target "
-    "then has to generate unless it is an empty think block; if your server's prompt holds it, use "
-    "+prompts.template_kwargs.enable_thinking=false",
-    "is_dated": "chat template: it can write the date of this run into the prompts (strftime_now)",
-    "without_drafts": "not drafted: {:,} documents whose answers are too short to draft a token",
-    "beyond_max_train_tokens": "left out: {:,} {items} beyond prompts.max_train_tokens, in whole or in part",
+_WRITTEN = {
+    "documents": "documents: whole items, windows of longer ones, and those of rewritten answers",
+    "tokens": "tokens",
+    "supervised_tokens": "supervised tokens",
+    "longest": "tokens of the longest document",
 }
-"""The names of counts, over the items that were read before the training split was full, and the line that each prints
-if it is not zero."""
-
-
-@dataclass(frozen=True)
-class SplitReport:
-    documents: int
-    """Number of documents written: whole items, windows of longer ones, and those of rewritten answers."""
-    tokens: int
-    supervised_tokens: int
-    """Number of tokens with loss mask 1."""
-    longest: int
-    """Number of tokens of the longest document."""
-
-    @staticmethod
-    def of(documents: Documents) -> "SplitReport":
-        supervised_tokens, longest = int(documents.loss_mask.sum()), int(documents.lengths.max(initial=0))
-        return SplitReport(len(documents), len(documents.input_ids), supervised_tokens, longest)
+COUNTS = {
+    **{f"{split}_{name}": f"{split}: {words}" for split in Split for name, words in _WRITTEN.items()},
+    "items": "items (files, conversations or rows of tokens) of the source",
+    "questions": "different questions; all items with the same one are in one split",
+    "near_duplicates": "different questions that nearly repeat another one; these too are in one split",
+    "rewritten_answers": "assistant turns that the chat template changes once later turns follow, and that are also "
+    "stored as generated, in documents of their own",
+    "rewritten_tokens": "tokens of these documents",
+    "copies": "items left out, because another one has the same tokens",
+    "items_cut": "items cut into windows, because they are longer than prompts.max_document_tokens",
+    "windows_unsupervised": "windows left out, because they have no supervised token",
+    "answers_left_out": "assistant turns left out of the loss, because the template does not render them as generated",
+    "answers_untrained": "assistant turns left out of the loss, because they are not to be trained",
+    "answers_inserted": "answers that begin or end with text that the template inserts, which the target then has to "
+    "generate unless it is an empty think block; if your server's prompt holds it, use "
+    "+prompts.template_kwargs.enable_thinking=false",
+    "is_dated": "chat template that can write the date of this run into the prompts (strftime_now)",
+    "without_drafts": "documents whose answers are too short to draft a token",
+    "beyond_max_train_tokens": "items left out, in whole or in part, because of prompts.max_train_tokens",
+}
+"""The names of counts, over the items that were read before the training split was full, and what each counts."""
 
 
 @dataclass(frozen=True)
@@ -73,40 +55,11 @@ class Refusals:
 @dataclass
 class PromptsReport:
     source: str
-    items: int
-    """Number of items of the source, including refused ones and those beyond prompts.max_train_tokens."""
     counts: Counter[str] = field(default_factory=Counter)
     """Numbers by their names in `COUNTS`."""
-    splits: dict[Split, SplitReport] = field(default_factory=dict)
     passed_over: list[str] = field(default_factory=list)
     """Names of columns and message keys that are not read."""
     refused: list[Refusals] = field(default_factory=list)
-
-
-def count_questions(groups: Sequence[str], clusters: Sequence[str], validation_fraction: float) -> dict[str, int]:
-    """Returns the counts of repeated questions for the group and the cluster of each item.
-
-    Conversations with the same question form a group, as do rows of tokens with the same tokens before the first
-    supervised one, and all of a group goes into one split. Each file is a group by itself.
-    """
-    questions = len(set(groups))
-    if questions == len(set(clusters)) == len(groups):
-        return {}
-    members = Counter(dict(zip(groups, clusters, strict=True)).values())
-    return {
-        "questions": questions,
-        "same_question": len(groups) - questions,
-        "near_duplicates": sum(count for count in members.values() if count > 1),
-        "near_moved": sum(
-            is_held_out(group, validation_fraction) != is_held_out(cluster, validation_fraction)
-            for group, cluster in zip(groups, clusters, strict=True)
-        ),
-    }
-
-
-def has_drafts(mask: NDArray[np.uint8]) -> bool:
-    """Returns whether a document with this loss mask [S] has a draft position: two generated tokens after a token."""
-    return len(draft_spans(mask)[0]) > 0
 
 
 def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
@@ -118,30 +71,18 @@ def group_refusals(refused: Mapping[str, str]) -> list[Refusals]:
     return sorted(groups, key=lambda group: -group.count)
 
 
-def print_report(report: PromptsReport) -> None:
-    console = Console(markup=False, highlight=False)
-    table = Table("split", title=f"prompts from {report.source}", title_justify="left")
-    for heading in ("documents", "tokens", "supervised tokens", "longest document"):
-        table.add_column(heading, justify="right")
-    for name, split in report.splits.items():
-        counts = (split.documents, split.tokens, split.supervised_tokens, split.longest)
-        table.add_row(name, *(f"{count:,}" for count in counts))
+def print_counts(
+    title: str, counts: Mapping[str, int], words: Mapping[str, str], refused: Sequence[Refusals], *lines: str
+) -> None:
+    """Print a table of the counts that are not zero, further lines, and a line for each reason to leave items out."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name in words:
+        if counts.get(name):
+            table.add_row(f"{counts[name]:,}", words[name])
+    console = wide_console(80, markup=False, highlight=False)
     console.print(table)
-    for line in report_lines(report):
+    for group in refused:
+        more = ", ..." if group.count > len(group.first) else ""
+        lines = (*lines, f"{group.count:,} left out or ended early: {group.reason}: {', '.join(group.first)}{more}")
+    for line in lines:
         console.print(line, soft_wrap=True)
-
-
-def report_lines(report: PromptsReport) -> list[str]:
-    """Returns the lines below the table, of which each has a count that is not zero."""
-    words: dict[str, str] = {PromptSource.text_files: "files", PromptSource.tokens: "rows"}
-    items, counts = words.get(report.source, "conversations"), report.counts
-    lines = [line.format(counts[name], items=items) for name, line in COUNTS.items() if counts[name]]
-    if report.passed_over:
-        lines.append(f"passed over, because they are not read: {', '.join(report.passed_over)}")
-    for refusals in report.refused:
-        more = ", ..." if refusals.count > len(refusals.first) else ""
-        lines.append(f"refused: {refusals.count:,} ({refusals.reason}): {', '.join(refusals.first)}{more}")
-    if report.refused:
-        refused = sum(refusals.count for refusals in report.refused)
-        lines.append(f"refused: {refused:,} of the {report.items:,} {items} of the source")
-    return lines

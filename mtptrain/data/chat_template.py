@@ -110,24 +110,17 @@ def render_prompt(
 def refuse_dropped_prompts(whole: str, messages: Sequence[Message]) -> None:
     """Raises ConversationRefused if the whole rendered text leaves out a tool, or a text that is not an answer.
 
-    White space may differ, and a tool's result may be written as a JSON string. Each message needs a place of its own:
-    a short text may also occur within another one.
+    White space may differ, and a tool's result may be written as a JSON string.
     """
-    rest = _squeeze(whole)
-    with_text = [message for message in messages if message["content"].strip()]
-    for message in sorted(with_text, key=lambda message: len(_squeeze(message["content"])), reverse=True):
-        forms = [message["content"]]
-        if message["role"] == "tool":
-            forms.append(json.dumps(message["content"], ensure_ascii=False)[1:-1])
-        form = next((form for form in map(_squeeze, forms) if form in rest), None)
-        if form is not None:
-            rest = rest.replace(form, "\0", 1)
-        elif message["role"] != "assistant":
+    rendered = _squeeze(whole)
+    for message in messages:
+        forms = [message["content"], json.dumps(message["content"], ensure_ascii=False)[1:-1]]
+        if message["role"] != "assistant" and not any(_squeeze(form) in rendered for form in forms):
             raise ConversationRefused(f"a {message['role']} message that the chat template does not render")
     called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
     for tool in messages[0].get("tools", []):
         name = tool["function"]["name"]
-        if rest.count(_squeeze(name)) <= called.count(name):
+        if rendered.count(_squeeze(name)) <= called.count(name):
             raise ConversationRefused("tools that the chat template does not render")
 
 

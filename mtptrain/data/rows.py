@@ -1,11 +1,9 @@
 """Reads one row of conversations: its messages, system prompt and tools, in any schema.
 
-Columns and message keys that are not read are passed over, and named in the report. Those whose names say that they
-change what is trained refuse the row: what to train, tools, media and system prompts. `prompts.metadata` names those
-that a user passes over.
+Columns and message keys that are not read are passed over, and named in the report. Those whose names say what to
+train, or hold tools or media, refuse the row. `prompts.metadata` names those that a user passes over.
 """
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +11,8 @@ from typing import Any
 
 from mtptrain.config import ConversationSchema, PromptsConfig
 from mtptrain.data.conversation import SYSTEM_ROLES, ConversationRefused, Message
-from mtptrain.data.tool_calls import CALL_KEYS, TOOL_COLUMNS, read_calls, read_hermes, read_tools
+from mtptrain.data.tool_calls import CALL_KEYS, TOOL_COLUMNS, parsed_json, read_calls, read_hermes, read_tools
 from mtptrain.settings.data import ROLES as KNOWN_ROLES
-from mtptrain.utils.files import unique_keys
 
 Row = Mapping[str, Any]
 
@@ -33,32 +30,13 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant message that may hold its reasoning separately from its content."""
 TRAIN_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
 """Columns and message keys that say whether a row or an answer is to be trained: 1 or true, 0 or false."""
-_FINISHED = ("stop", "end_turn", "eos", "eos_token", "tool_calls", "function_call", "tool_use")
-HARMLESS = {"split": ("train",), "prefix": (False,), "finish_reason": _FINISHED, "stop_reason": _FINISHED}
-"""Names that say what is trained, with the values that change nothing."""
-MEDIA_NAMES = re.compile(r"\b(image|video|audio|img|picture|photo|pixel|attachment)")
-_CHANGES_TRAINING = "change what is trained"
-REFUSED_NAMES = {
-    _CHANGES_TRAINING: re.compile(
-        r"\b(train|loss|weight|mask|label|ignore|keep|skip(?! prompt formatting)|(input|token) ids"
-        r"|chat template|enable thinking)"
-    ),
-    "hold tools": re.compile(r"\b(tool|function)"),
-    "hold images, audio or video": MEDIA_NAMES,
-    "hold a system prompt": re.compile(r"\bsystem"),
-}
-"""Beginnings of words in the names of columns and message keys that refuse a row, by what these columns may do."""
-_MEDIA = "image|img|video|audio|vision|speech|sound|bbox|frame"
-MEDIA_IN_TEXT = re.compile(
-    rf"<image>|<bbox>|^\s*<({_MEDIA})>|<({_MEDIA})>\s*$|\[IMG\]|<start_of_image>|<img_context>|<ImageHere>|<image \d+>"
-    rf"|<\|?({_MEDIA}|box|quad|object_ref|point)(_\w+)?\|>|<({_MEDIA})_\w+>|<img>[^<]*</img>"
-    r"|data:(image|video|audio)/",
-    re.IGNORECASE,
+TRAINING_NAMES = re.compile(
+    r"\b(train|loss|weight|mask|label|ignore|keep|skip(?! prompt formatting)|(input|token) ids"
+    r"|chat template|enable thinking)"
 )
-"""Placeholders of images, audio and video in the text of a prompt."""
-MEDIA = "images, audio or video, which are not read"
-_KINDS = {"NoneType": "null", "bool": "true or false", "str": "text", "int": "a number", "float": "a number"}
-_KINDS |= {"list": "a list", "dict": "an object"}
+"""Beginnings of words in the names of columns and message keys that change what is trained."""
+HOLDING_NAMES = re.compile(r"\b(tool|function|image|video|audio|img|picture|photo|pixel|attachment)")
+"""Beginnings of words in the names of those that hold tools or media, unless they are numbers, such as num_tools."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +72,11 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], se
     if any([message for message, _ in each] != messages for each in parsed):
         raise ConversationRefused("different messages in two columns")
     system = [text_of(name, columns.pop(name)) for name in SYSTEM_COLUMNS if name in columns]
-    if any(MEDIA_IN_TEXT.search(text) for text in system):
-        raise ConversationRefused(MEDIA)
     tools = [read_tools(columns.pop(name)) for name in TOOL_COLUMNS if name in columns]
-    tools += [message.pop("tools") for message in messages[:1] if "tools" in message]
+    tools += [message.pop("tools") for message in messages if "tools" in message]
     if any(each != tools[0] for each in tools):
         raise ConversationRefused("different tools in two places")
-    if any("tools" in message for message in messages):
-        raise ConversationRefused("tools in a message after the first")
-    passed_over = pass_over("column", columns) - {*ID_COLUMNS}
-    passed_over = passed_over.union(*(keys for _, keys in parsed[0]))
+    passed_over = (pass_over("column", columns) - {*ID_COLUMNS}).union(*(keys for _, keys in parsed[0]))
     for text in system:
         messages = _with_system(messages, text)
     messages, found = read_hermes(messages, tools[0] if tools else [])
@@ -117,7 +90,7 @@ def parse_row(row: Row, form: RowFormat = ANY_SCHEMA) -> tuple[list[Message], se
 def given_columns(row: Row, metadata: Collection[str]) -> dict[str, Any]:
     """Returns the columns that have a value and are not named in `prompts.metadata`."""
     if not isinstance(row, Mapping):
-        raise ConversationRefused(f"a row must be an object, but is {kind(row)}")
+        raise ConversationRefused(f"a row must be an object, but is {type(row).__name__}")
     return {name: value for name, value in row.items() if name not in metadata and not _is_empty(value)}
 
 
@@ -125,40 +98,23 @@ def pass_over(what: str, items: Row) -> set[str]:
     """Returns the names of those items, each a `column` or `message key`, that nobody reads.
 
     Raises:
-        ConversationRefused: a flag says that a row is not to be trained, or a name is one of `REFUSED_NAMES`.
+        ConversationRefused: a flag says that a row is not to be trained, or a name says that the item changes what is
+            trained or holds tools or media.
     """
     for name, value in items.items():
+        words = re.sub(
+            r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+        ).lower()
+        is_number = isinstance(value, int | float)
         if name in TRAIN_FLAGS:
             if not _is_trained(name, value):
                 raise ConversationRefused("a row that is not to be trained")
-        elif may := _may_do(name, value):
+        elif TRAINING_NAMES.search(words) or (HOLDING_NAMES.search(words) and not is_number):
             raise ConversationRefused(
-                f"{what} {name}, which may {may} (add {name} to prompts.metadata to pass it over)"
+                f"{what} {name}, which may change what is trained, or hold tools or media (add {name} to "
+                "prompts.metadata to pass it over)"
             )
-    return items.keys() - {*TRAIN_FLAGS} - HARMLESS.keys()
-
-
-def _may_do(name: str, value: Any) -> str | None:
-    """Returns what the value of this name may do, of `REFUSED_NAMES`; None if nothing."""
-    if _is_empty(value):
-        return None
-    if name in HARMLESS:
-        return None if value in HARMLESS[name] else _CHANGES_TRAINING
-    for found, pattern in REFUSED_NAMES.items():
-        is_count = isinstance(value, int | float) and found != _CHANGES_TRAINING  # such as num_tools
-        if pattern.search(_words_of(name)) and not is_count:
-            return found
-    return None
-
-
-def _words_of(name: str) -> str:
-    """Returns the words of a name, such as `userImage_url`, in lower case and with spaces between them."""
-    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)).lower()
-
-
-def kind(value: Any) -> str:
-    """Returns the words for a value of JSON that should be of another type."""
-    return _KINDS.get(type(value).__name__, f"a {type(value).__name__}")
+    return items.keys() - {*TRAIN_FLAGS}
 
 
 def _is_empty(value: Any) -> bool:
@@ -167,13 +123,9 @@ def _is_empty(value: Any) -> bool:
 
 def _listed(column: str, value: Any) -> list[Any]:
     """Returns the list of messages in a column, which may be JSON text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value, object_pairs_hook=unique_keys)
-        except (ValueError, RecursionError):
-            raise ConversationRefused(f"column {column}: text that is not a JSON list of messages") from None
+    value = parsed_json(value, f"column {column}")
     if not isinstance(value, list):
-        raise ConversationRefused(f"column {column} must be a list of messages, but is {kind(value)}")
+        raise ConversationRefused(f"column {column} must be a list of messages, but is {type(value).__name__}")
     return value
 
 
@@ -185,7 +137,7 @@ def _parse_message(message: Any, form: RowFormat) -> tuple[Message, set[str]]:
     found = [keys for keys in schemas if keys[0] in items and (keys[1] in message or has_call)]
     if not found:
         wanted = " or ".join(", ".join(keys) for keys in schemas)
-        given = f"has keys {', '.join(sorted(map(str, items)))}" if items else f"is {kind(message)}"
+        given = f"has keys {', '.join(sorted(map(str, items)))}" if items else f"is {type(message).__name__}"
         raise ConversationRefused(f"messages must have keys {wanted}, but one {given}")
     role_key, content_key = found[0]
     given_role, content = items.pop(role_key), message.get(content_key)
@@ -208,20 +160,13 @@ def _parse_message(message: Any, form: RowFormat) -> tuple[Message, set[str]]:
         parsed["tool_calls"] = calls
     if reasoning := {text_of(key, items.pop(key)) for key in REASONING_KEYS if key in items}:
         parsed["reasoning_content"] = reasoning.pop()
-        if reasoning:
-            raise ConversationRefused(f"different reasoning in {', '.join(REASONING_KEYS)}")
-        if "</think>" in content:
-            raise ConversationRefused("reasoning both in its own key and in the content")
+        if reasoning or "</think>" in content:
+            raise ConversationRefused(f"different reasoning in {', '.join(REASONING_KEYS)} or the content")
     flags = {_is_trained(key, items.pop(key)) for key in TRAIN_FLAGS if key in items}
-    if role != "assistant":
-        if calls or "reasoning_content" in parsed or True in flags:
-            raise ConversationRefused(f"a {role} message that calls tools, has reasoning or is to be trained")
-        if MEDIA_IN_TEXT.search(content):
-            raise ConversationRefused(MEDIA)
-    elif False in flags:
+    if role != "assistant" and (calls or "reasoning_content" in parsed or True in flags):
+        raise ConversationRefused(f"a {role} message that calls tools, has reasoning or is to be trained")
+    if role == "assistant" and False in flags:
         parsed["weight"] = "0"
-    if items.pop("type", "text") not in ("text", "message"):
-        raise ConversationRefused(f"a message of type {message['type']!r}, which is not read")
     return parsed, pass_over("message key", items)
 
 
@@ -235,10 +180,7 @@ def _content(content: Any) -> str:
         for part in content
         if isinstance(part, Mapping)
     ]
-    types = {str(part.get("type")) for part in parts}
-    if any(MEDIA_NAMES.search(_words_of(name)) for name in types):
-        raise ConversationRefused(MEDIA)
-    if len(content) != 1 or types != {"text"} or set(parts[0]) != {"type", "text"}:
+    if len(content) != 1 or not parts or parts[0].keys() != {"type", "text"} or parts[0]["type"] != "text":
         raise ConversationRefused("content in parts, of which only a single part of text is read")
     return text_of("content", parts[0]["text"])
 
@@ -246,7 +188,7 @@ def _content(content: Any) -> str:
 def text_of(name: str, value: Any) -> str:
     """Returns a text unchanged. Refuses lone surrogates, which JSON allows but tokenizers reject."""
     if not isinstance(value, str):
-        raise ConversationRefused(f"{name} must be text, but is {kind(value)}")
+        raise ConversationRefused(f"{name} must be text, but is {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -256,8 +198,7 @@ def text_of(name: str, value: Any) -> str:
 
 def _is_trained(name: str, value: Any) -> bool:
     if not isinstance(value, int | float) or value not in (0, 1):
-        shown = value if isinstance(value, int | float) else kind(value)
-        raise ConversationRefused(f"{name} must be 0, 1, true or false, but is {shown}")
+        raise ConversationRefused(f"{name} must be 0, 1, true or false, but is {str(value)[:40]}")
     return bool(value)
 
 

@@ -34,14 +34,14 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """
     tools = []
     for each in _listed(value, "tools"):
-        tool = _parsed(each, "a tool")
+        tool = parsed_json(each, "a tool")
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not _has_name(function) or tool.get("type", "function") != "function":
             raise ConversationRefused("a tool that is not a function with a name")
         nested = tool if "function" in tool else {}
         function = {key: part for key, part in function.items() if nested or key != "type"}
         if "parameters" in function:
-            function["parameters"] = _parsed(function["parameters"], "the parameters of a tool")
+            function["parameters"] = parsed_json(function["parameters"], "the parameters of a tool")
         tools.append({"type": "function", **nested, "function": function})
     _refuse_non_json(tools)
     return tools
@@ -67,7 +67,7 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         if len(given) > 1 or not given.keys() <= {"arguments", "parameters"}:
             raise ConversationRefused(f"a tool call with {' and '.join(given)}, of which only arguments are read")
         [arguments] = given.values() or [""]
-        arguments = {} if arguments == "" else _parsed(arguments, "the arguments of a tool call")
+        arguments = {} if arguments == "" else parsed_json(arguments, "the arguments of a tool call")
         if not isinstance(arguments, Mapping):
             raise ConversationRefused("arguments of a tool call that are not an object")
         calls.append({**outer, "function": {"name": function["name"], "arguments": dict(arguments)}})
@@ -98,9 +98,7 @@ def read_hermes(messages: list[Message], tools: list[dict[str, Any]]) -> tuple[l
         elif message["role"] == "assistant" and "<tool_call>" in content and "tool_calls" not in message:
             text, _, rest = content.partition("<tool_call>")
             if CALL_IN_TEXT.sub("", "<tool_call>" + rest).strip():
-                is_closed = content.count("<tool_call>") == content.count("</tool_call>")
-                reason = "text after a tool call" if is_closed else "a tool call that is not closed, or closed twice"
-                raise ConversationRefused(f"an answer with {reason}")
+                raise ConversationRefused("an answer with text after a tool call, or a call that is not closed")
             calls = [call for found in CALL_IN_TEXT.findall(content) for call in read_calls(found)]
             read.append({**message, "content": text.strip(), "tool_calls": calls})
         elif message["role"] == "tool" and "<tool_response>" in content:
@@ -152,11 +150,11 @@ def _tools_in_text(text: str) -> list[dict[str, Any]]:
 
 
 def _listed(value: Any, name: str) -> list[Any]:
-    parsed = _parsed(value, name)
+    parsed = parsed_json(value, name)
     return parsed if isinstance(parsed, list) else [parsed]
 
 
-def _parsed(value: Any, name: str) -> Any:
+def parsed_json(value: Any, name: str) -> Any:
     """Returns a value, or what its JSON text holds. Hermes' data also have the text of Python's dicts."""
     if not isinstance(value, str):
         return value
