@@ -87,7 +87,11 @@ def setting(text: str) -> Callable[[Place], list[str]]:
 QUESTION = b'{"id": "a", "text": "hi"}'
 CASES: dict[str, tuple[str, Callable[[Place], list[str]], str]] = {
     "config": (PROMPTS, config_garbage, r"\S+/config\.json: must be UTF-8, but is not"),
-    "template": (PROMPTS, template("{{ 'a' + 1 }}"), r"target\.path: the chat template of \S+ must .* TypeError"),
+    "template": (
+        PROMPTS,
+        template("{{ 'a' + 1 }}"),
+        r"prompts\.paths: each split must .* 1 refused \(the chat template fails: TypeError",
+    ),
     "data": (PROMPTS, lambda place: place.chats(NESTED), r"\S+/chats\.jsonl:1: must be JSON, but is nested too deep"),
     "weights": (STATES, weights_truncated, r"\S+/model\.safetensors: must be a complete safetensors file"),
     "no draft vocabulary": ("train", lambda place: VOCABULARY, r"\S*draft_vocab\S*: .*mtptrain draft-vocab"),

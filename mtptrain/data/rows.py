@@ -102,9 +102,7 @@ def pass_over(what: str, items: Row) -> set[str]:
             trained or holds tools or media.
     """
     for name, value in items.items():
-        words = re.sub(
-            r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-        ).lower()
+        words = re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)).lower()
         is_number = isinstance(value, int | float)
         if name in TRAIN_FLAGS:
             if not _is_trained(name, value):

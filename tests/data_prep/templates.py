@@ -29,14 +29,6 @@ QWEN3 = (
 QWEN3_BLOCKS = QWEN3.replace("{% if loop.index0 > last", "{% generation %}{% if loop.index0 > last").replace(
     "{{ answer + '<|im_end|>\n' }}", "{{ answer + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
 )
-# This template renders reasoning only in the last assistant turn, even if a user turn follows.
-LAST_ANSWER = (
-    "{% set last = namespace(answer=-1) %}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% set last.answer = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.reasoning_content and loop.index0 == last.answer %}{{ '<think>' + m.reasoning_content + '</think>' }}"
-    "{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
-)
 LLAMA3 = (
     "{{ bos_token }}{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "{{ '<|im_start|>system\nToday: ' + date_string + '<|im_end|>' }}"
@@ -73,7 +65,7 @@ def chat(*turns: str) -> list[Message]:
 def generated_parts(template: str, messages: list[Message]) -> list[list[str]]:
     """Returns the supervised parts of each text of a conversation."""
     renderings = render_conversation(tokenizer_of(template), messages).renderings
-    return [[rendering.text[start:end] for start, end in rendering.spans] for rendering in renderings]
+    return [[rendering.text[start:end] for [(start, end)] in rendering.answers] for rendering in renderings]
 
 
 def refusal(template: str, messages: list[Message]) -> str:

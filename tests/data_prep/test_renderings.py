@@ -1,20 +1,23 @@
 """Tests that every answer is supervised once, after the prompt that a server sends, in the fewest texts."""
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import combinations, groupby, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data_prep.renderings import encode_conversations, render_conversation
+from data_prep.renderings import check_chat_template, encode_conversations, render_conversation
 from mtptrain.data.conversation import Message
+from tests.conftest import GENERATION_TEMPLATE, make_tokenizer
 from tests.data_prep.templates import (
     BLOCK,
     CHATML,
     CLOSED,
-    LAST_ANSWER,
     LLAMA3,
     NO_PROMPT,
     QWEN3,
@@ -34,18 +37,12 @@ def reasoning_and_content(message: Message) -> str:
     return f"<think>\n{message.get('reasoning_content', '')}\n</think>\n\n{message['content']}<|im_end|>"
 
 
-def reasoning_if_any(message: Message) -> str:
-    reasoning = message.get("reasoning_content")
-    return (f"<think>{reasoning}</think>" if reasoning else "") + content_alone(message)
-
-
 FAMILIES: dict[str, tuple[str, Callable[[Message], str]]] = {
     "chatml": (CHATML, content_alone),
     "llama3": (LLAMA3, content_alone),
     "closed": (CLOSED, content_alone),
     "qwen3": (QWEN3, reasoning_and_content),
     "qwen3 with blocks": (QWEN3_BLOCKS, reasoning_and_content),
-    "last answer": (LAST_ANSWER, reasoning_if_any),
 }
 """Templates by name, each with a function that returns what the assistant generates for a message."""
 
@@ -81,12 +78,17 @@ _message = st.builds(
         "content": content,
         **({"reasoning_content": reasoning} if role == "assistant" and reasoning else {}),
     },
-    st.sampled_from(["assistant", "assistant", "user", "tool"]),
+    st.sampled_from(["assistant", "user", "tool"]),
     _words,
     st.one_of(st.just(""), _words),
 )
 _conversations = st.builds(
-    lambda first, rest, answer: [{"role": "user", "content": first}, *rest, {**answer, "role": "assistant"}],
+    lambda first, rest, answer: [
+        {"role": "user", "content": first},
+        # Qwen3's template renders the first of two answers in a row otherwise before the second one.
+        *(message for message, after in pairwise([*rest, answer]) if "assistant" != message["role"] != after["role"]),
+        {**answer, "role": "assistant"},
+    ],
     _words,
     st.lists(_message, max_size=7),
     _message,
@@ -125,7 +127,7 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
     for encoding, expected in zip(encodings, supervised, strict=True):
         assert encoding.loss_mask.tolist() == expected.tolist()
     answers = [prompt + answer for prompt, answer in generated_answers(family, messages)]
-    assert (sum(encoding.answers for encoding in encodings), item.answers_left_out) == (len(answers), 0)
+    assert (sum(encoding.answers for encoding in encodings), item.counts["answers_left_out"]) == (len(answers), 0)
     # No smaller set of texts holds every answer.
     texts = [str(tokenizer.apply_chat_template(messages, tokenize=False)), *answers]
     holds = [{i for i, answer in enumerate(answers) if text.startswith(answer)} for text in texts]
@@ -142,7 +144,7 @@ def test_the_template_for_tools_says_what_the_assistant_generates_where_there_ar
     with_tools: Message = {**question, "tools": [{"function": {"name": "weather"}}]}
     for first, end in ((question, "\n"), (with_tools, "")):
         [rendering] = render_conversation(tokenizer, [first, answer]).renderings
-        [(start, stop)] = rendering.spans
+        [[(start, stop)]] = rendering.answers
         assert rendering.text[start:stop] == f"<think>\nodd\n</think>\n\none<|im_end|>{end}"
 
 
@@ -156,7 +158,7 @@ def test_reasoning_may_stand_in_the_content_and_a_last_question_is_left_off_wher
     assert plain.text.endswith("bye<|im_end|>\n")
 
 
-def test_an_answer_before_the_first_question_is_left_out_if_the_template_cannot_render_an_empty_history() -> None:
+def test_an_answer_that_the_template_does_not_render_after_its_prompt_is_left_out() -> None:
     needs_message, greeting = "{% if messages[0].role == 'system' %}{% endif %}", chat("", "Hello")[1]
     for template, parts in ((CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])):
         messages = [greeting, *chat("1?", "one", "2?", "two")]
@@ -164,16 +166,9 @@ def test_an_answer_before_the_first_question_is_left_out_if_the_template_cannot_
         assert [part.strip() for text in rendered for part in text] == [part + "<|im_end|>" for part in parts]
         assert refusal(needs_message + template, [greeting]) == NO_PROMPT
     assert render_conversation(tokenizer_of(needs_message + CHATML), messages).trained == 3
-
-
-def test_an_answer_that_quotes_the_prompt_is_left_out_where_its_beginning_cannot_be_told() -> None:
-    messages = chat("1?", "odd|one", "2?", "two")
-    messages[3]["content"] = "<|im_start|>assistant\ntwo"
-    rendered = render_conversation(TOKENIZERS["last answer"], messages, is_generated=True)
-    [rendering] = rendered.renderings
-    [(start, end)] = rendering.spans
-    assert rendering.text[start:end] == "<think>odd</think>one<|im_end|>\n"
-    assert (rendering.answers, rendered.trained) == (1, 2)
+    # The first of two answers in a row stands otherwise in the prompt of the second than before it.
+    texts = generated_parts(QWEN3, [*chat("1?", "one"), chat("", "two")[1], *chat("2?", "three")])
+    assert texts == [["three<|im_end|>\n"], ["one<|im_end|>\n"]]
 
 
 def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own() -> None:
@@ -183,3 +178,190 @@ def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own()
         template = "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}" + answer
         parts = generated_parts(template + "{% endif %}{% endfor %}", messages)
         assert parts == [["two<|im_end|>", "three<|im_end|>"], ["one<|im_end|>"]]
+
+
+# Like DeepSeek-R1's template, this removes reasoning from every answer, but its prompt begins one.
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[User]' + m.content }}{% else %}"
+    "{{ '[Assistant]' }}{{ m.content.split('</think>')[-1] + eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '[Assistant]<think>\n' }}{% endif %}"
+)
+FORCED = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
+"""Its prompt begins the reasoning, which is in the content of an answer."""
+FILLED = CHATML.replace(
+    "'\n' + m.content",
+    "'\n' + ('<think>' + (m.reasoning_content or '') + '</think>' if m.role[0] == 'a' else '') + m.content",
+)
+"""It always renders reasoning, which may be empty."""
+CLOSING = FILLED.replace("assistant\n'", "assistant\n<think>'")
+"""Its prompt begins the reasoning, which may be empty."""
+OPEN = CHATML.replace("assistant\n'", "assistant\n<think>'").replace(
+    "'\n' + m.content", "'\n' + ('<think>' if m.role[0] == 'a' else '') + m.content"
+)
+CHANGED = "an answer or reasoning that the chat template does not render as it is written"
+
+
+def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused_unless_the_target_generated_it() -> None:
+    thoughts = "an answer with {} thoughts, of which the chat template renders {}"
+    for template, answer, reason in (
+        (R1, "<think>\nodd\n</think>\n\none", NO_PROMPT),
+        (
+            R1.replace("{{ m.", "{% generation %}{{ m.").replace("_token }}", "_token }}{% endgeneration %}"),
+            "1",
+            NO_PROMPT,
+        ),
+        (CHATML, "odd|one", CHANGED),
+        (CHATML, " \n", "an answer without text"),
+        (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), "<think>odd</think>one", CHANGED),
+        (CHATML.replace("m.content", "m.content[:2]"), "one", CHANGED),
+        (CHATML.replace("m.content", "m.content.split() | join(' ')"), "def f():\n    return 9", CHANGED),
+        (FILLED, "odd<|im_end|>|one", "an answer with the special token <|im_end|> in its text"),
+        (FILLED, "<think>odd</think>one", thoughts.format(1, 2)),
+        (OPEN, "one", thoughts.format(0, 0)),
+        (
+            CHATML.replace("m.content", "m.content.replace('<think></think>', '')"),
+            "<think></think>1",
+            thoughts.format(1, 0),
+        ),
+    ):
+        assert refusal(template, chat("1?", answer)) == reason
+    generated = chat("1?", "one<|im_end|>")
+    assert len(render_conversation(tokenizer_of(CHATML), generated, is_generated=True).renderings) == 1
+
+
+def test_an_answer_is_supervised_as_the_target_generates_it_without_an_empty_think_block() -> None:
+    for template, answer, expected, inserted in (
+        (CHATML, "<think>odd</think>one", "<think>odd</think>one", 0),
+        (CHATML.replace("m.content", "m.content | trim"), "  one\n", "one", 0),
+        (FORCED, "<think>\nodd</think>one", "odd</think>one", 0),
+        (OPEN, "odd</think>one", "odd</think>one", 0),
+        (FILLED, "odd|one", "<think>odd</think>one", 0),
+        (FILLED, "one", "one", 1),
+        (CLOSING, "odd|one", "odd</think>one", 0),
+        (CLOSING, "one", "one", 1),
+        (CHATML.replace("m.content", "m.content + (' (end)' if m.role[0] == 'a' else '')"), "one", "one (end)", 1),
+    ):
+        messages = chat("1?", answer)
+        assert [part.strip() for [part] in generated_parts(template, messages)] == [f"{expected}<|im_end|>"]
+        assert render_conversation(tokenizer_of(template), messages).inserted == inserted
+
+
+def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn() -> None:
+    for template, end, num_texts in (
+        (CLOSED, "<|im_end|>\n", 1),
+        (CLOSED.replace("<|im_end|>", "[eot]"), "[eot]\n", 1),
+        (CHATML.replace("<|im_end|>\n'", "<|im_end|>' + eos_token"), "<|im_end|><|endoftext|>", 1),
+        (CLOSED.replace("<|im_end|>\n", ""), "<|endoftext|>", 2),
+    ):
+        texts = generated_parts(template, chat("1?", "one", "2?", "two"))
+        assert len(texts) == num_texts
+        assert sorted(part for text in texts for part in text) == [f"one{end}", f"two{end}"]
+
+
+def test_an_answer_that_is_not_to_be_trained_is_history_alone() -> None:
+    messages = chat("1?", "bad", "2?", "two", "3?", "")
+    for turn in (1, 5):
+        messages[turn]["weight"] = "0"
+    for template in (CHATML, QWEN3_BLOCKS):
+        rendered = render_conversation(tokenizer_of(template), messages)
+        assert "bad" in rendered.renderings[0].text
+        [[part]] = generated_parts(template, messages)
+        assert part.strip().endswith("two<|im_end|>")
+        assert (rendered.untrained, rendered.trained) == (2, 1)
+        assert refusal(template, messages[:2]) == "no assistant turn that is to be trained"
+
+
+def test_a_prompt_that_the_template_drops_refuses_the_conversation() -> None:
+    for role in ("system", "developer", "tool"):
+        template = CHATML.replace("for m in messages", f"for m in messages if m.role != '{role}'")
+        messages: list[Message] = [{"role": role, "content": "Be  brief."}, *chat("1?", "one")]
+        assert refusal(template, messages) == f"a {role} message that the chat template does not render"
+        assert len(render_conversation(tokenizer_of(CHATML), messages).renderings) == 1
+
+
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "It is\n4 😀"},
+    {"role": "user", "content": "It is\n4 😀"},
+    {"role": "assistant", "content": " So it is. "},
+    {"role": "user", "content": "bye"},
+]
+
+
+def supervised_parts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[str], int]:
+    """Returns the text of each run of supervised tokens, and the number of answers that are left out."""
+    [item] = encode_conversations(tokenizer, [render_conversation(tokenizer, messages)])
+    [encoding] = item.encodings
+    runs = groupby(zip(encoding.loss_mask.tolist(), encoding.input_ids.tolist(), strict=True), lambda each: each[0])
+    parts = [str(tokenizer.decode([token for _, token in run])) for is_set, run in runs if is_set]
+    return parts, item.counts["answers_left_out"]
+
+
+def test_tokens_and_mask_are_those_of_transformers() -> None:
+    tokenizer = make_tokenizer()
+    reference: Any = tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
+    [item] = encode_conversations(tokenizer, [render_conversation(tokenizer, CHAT)])
+    assert item.encodings[0].input_ids.tolist() == reference["input_ids"]
+    assert item.encodings[0].loss_mask.tolist() == reference["assistant_masks"]
+
+
+def test_whole_characters_and_the_end_of_turn_are_generated_and_the_line_feed_after_it_is_not() -> None:
+    plain = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    assert supervised_parts(make_tokenizer(template), CHAT[:3]) == (["It is\n4 😀"], 0)
+    for template in (plain, GENERATION_TEMPLATE):
+        tokenizer = make_tokenizer(template.replace("<|end|>", "<|end|>{{ '\n' }}"))
+        assert supervised_parts(tokenizer, CHAT) == (["It is\n4 😀<|end|>", " So it is. <|end|>"], 0)
+    tokenizer = make_tokenizer(
+        GENERATION_TEMPLATE.replace("<|end|>{% endg", "<|stop|>{% endg").replace("n %}{% else", "n %}{{ '\n' }}{% else")
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|stop|>", rstrip=True, special=True)]})
+    parts, left_out = supervised_parts(tokenizer, CHAT)  # the token includes the white space after it
+    assert [part.strip() for part in parts] == ["It is\n4 😀<|stop|>", "So it is. <|stop|>"] and left_out == 0
+
+
+def make_merging_tokenizer(merge: str) -> PreTrainedTokenizerFast:
+    """Returns a byte-level tokenizer that also has a token of two bytes, and a template without special tokens."""
+    vocabulary = {char: i for i, char in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), merge])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(merge[0], merge[1])]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ';' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, clean_up_tokenization_spaces=False
+    )
+
+
+def test_a_token_across_the_border_of_an_answer_is_split_as_a_server_splits_it_or_the_answer_left_out() -> None:
+    for merge, answers in (
+        ("Ġy", ("yes", "yes")),
+        ("ĠĠ", (" yes", "no")),
+        (";u", ("yes", "no")),
+        ("es", ("yes", "no")),
+    ):
+        tokenizer, messages = make_merging_tokenizer(merge), chat("q", answers[0], "q", answers[1])
+        assert supervised_parts(tokenizer, messages) == ([f"{answer};" for answer in answers], 0)
+        [item] = encode_conversations(tokenizer, [render_conversation(tokenizer, messages)])
+        ids, mask = item.encodings[0].input_ids, item.encodings[0].loss_mask
+        prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+        assert ids[: mask.argmax()].tolist() == tokenizer(str(prompt), add_special_tokens=False)["input_ids"]
+    # This tokenizer puts a space before every text, and so before every piece of one.
+    tokenizer = make_merging_tokenizer("Ġy")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("\u2581")
+    assert supervised_parts(tokenizer, chat("q", "yes", "q", "no")) == (["no;"], 1)
+
+
+def test_a_tokenizer_without_a_template_or_without_offsets_is_refused() -> None:
+    slow = ByT5Tokenizer()
+    slow.chat_template = GENERATION_TEMPLATE
+    for refused, message in (
+        (slow, r"loss masks must be made with a fast tokenizer .*, but .* has a slow one"),
+        (make_tokenizer(None), "the tokenizer must have a chat template to render messages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_chat_template(refused)
+    empty = "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    template = GENERATION_TEMPLATE.replace(empty, "{{ message['content'] }}{% generation %}{% endgeneration %}<|end|>")
+    assert "{% generation %} block contains no text" in refusal(template, chat("1?", "one"))

@@ -75,7 +75,7 @@ def test_vllm_and_transformers_give_the_same_conversations(url: str, overrides: 
 
     prepare_prompts(Run(make_config(f"run_dir={tmp_path}/served", *overrides)))
     report = json.loads((tmp_path / "served/prompts/report.json").read_text())
-    supervised = sum(split["supervised_tokens"] for split in report["splits"].values())
+    supervised = sum(report["counts"][f"{split}_supervised_tokens"] for split in ("train", "validation"))
     assert supervised == served["counts"]["answer_tokens"], "exactly the generated tokens must be supervised"
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from data_prep.conversations import read_conversations
 from mtptrain.data.conversation import ConversationRefused
-from mtptrain.data.rows import MEDIA, RowFormat, parse_row
+from mtptrain.data.rows import RowFormat, parse_row
 
 QUESTION, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 PARSED = [QUESTION, ANSWER]
@@ -50,27 +50,21 @@ def test_sharegpt_names_become_roles() -> None:
     assert {message["content"]: message["role"] for message in messages} == roles
 
 
-@pytest.mark.parametrize(
-    ("odd", "passed_over"),
-    [
+def test_what_is_empty_or_not_read_changes_nothing() -> None:
+    for odd, passed_over in (
         (row(id=3, source="x", num_turns=2, Model="m", conversation_id="z"), {"source", "num_turns", "Model"}),
         (row(custom=None, tools="[]", functions=[], images="[]", audio="null", system_prompt=" "), set()),
-        (row(prompt="hi", chosen=PARSED, response="no", num_tools=2, has_image=False), {
-            "prompt", "chosen", "response", "num_tools", "has_image",
-        }),
-        (row(weight=1, train=True, loss=1.0, split="train", skip_prompt_formatting=True), {"skip_prompt_formatting"}),
-        (row(finish_reason="stop", meta={"train": False}), {"meta"}),
+        (row(prompt="hi", chosen=PARSED, num_tools=2, has_image=False), {"prompt", "chosen", "num_tools", "has_image"}),
+        (row(weight=1, train=True, loss=1.0, skip_prompt_formatting=True), {"skip_prompt_formatting"}),
+        (row(system_instruction="x", meta={"train": False}), {"system_instruction", "meta"}),
         (chat({"id": "m0", "weight": 0}, {"weight": 1.0, "tool_calls": None, "toxic": False}), {"id", "toxic"}),
-        (chat({"name": "ann"}, {"prefix": False, "finish_reason": "stop", "audio": None, "type": "text"}), {"name"}),
         (chat({"content": [{**PART, "image_url": None, "cache_control": {"type": "x"}}]}), set()),
         ({"conversations": json.dumps(PARSED)}, set()),
         ({"messages": PARSED, "conversations": SHAREGPT, "conversation": None}, set()),
         ({"messages": [{**message, "from": None, "value": None} for message in PARSED]}, set()),
         ({"messages": [QUESTION, SHAREGPT[1]]}, set()),
-    ],
-)  # fmt: skip
-def test_what_is_empty_or_not_read_changes_nothing(odd: dict[str, Any], passed_over: set[str]) -> None:
-    assert parse_row(odd) == (PARSED, passed_over)
+    ):
+        assert parse_row(odd) == (PARSED, passed_over)
 
 
 def test_an_answer_that_is_not_to_be_trained_is_marked() -> None:
@@ -90,82 +84,52 @@ def test_a_system_prompt_in_a_column_becomes_the_first_message() -> None:
 
 
 def test_messages_that_cannot_be_read_refuse_the_row_with_the_reason() -> None:
+    keys = "messages must have keys role, content or from, value, but one"
     cases = {
         "no messages": [{"messages": []}, {"messages": None}, {"messages": "[ ]"}],
-        "unknown role 'narrator'": [{"messages": [{"role": "narrator", "content": "hi"}]}],
+        "column messages in text that is not JSON": [{"messages": "hi"}],
+        "column messages must be a list of messages, but is dict": [{"messages": {"role": "user"}}],
         "unknown role ['user']": [{"messages": [{"role": ["user"], "content": "hi"}]}],
         "text that is not valid Unicode": [chat({"content": "bad \ud83d"}), chat(None, {"thinking": "\ud83d"})],
-        "content must be text, but is null": [chat({"content": None})],
+        "content must be text, but is NoneType": [chat({"content": None})],
         "content in parts, of which only a single part of text is read": [
-            chat({"content": parts})
-            for parts in ([PART, PART], ["hi"], [{**PART, "cache": 1}], [{**PART, "type": ["text"]}])
+            chat({"content": parts}) for parts in ([PART, PART], ["hi"], [{**PART, "cache": 1}], [IMAGE])
         ],
-        "messages must have keys role, content or from, value, but one has keys content": [
-            {"messages": [QUESTION, {"role": None, "content": "yes"}]}, {"messages": [{"role": "", "content": "hi"}]},
-        ],
-        "messages must have keys role, content or from, value, but one has keys role": [
-            {"messages": [QUESTION, {"role": "assistant"}]}
-        ],
-        "messages must have keys role, content or from, value, but one is text": [{"messages": [QUESTION, "yes"]}],
-        "reasoning must be text, but is a list": [chat(None, {"reasoning": ["it is"]})],
-        "system must be text, but is a number": [row(system=7)],
-        "messages must have keys role, content or from, value, but one is an object": [{"messages": [{}]}],
+        f"{keys} has keys content": [{"messages": [QUESTION, {"role": None, "content": "yes"}]}],
+        f"{keys} has keys role": [{"messages": [QUESTION, {"role": "assistant"}]}],
+        f"{keys} is str": [{"messages": [QUESTION, "yes"]}],
+        "system must be text, but is int": [row(system=7)],
         "different messages in two columns": [{"messages": PARSED, "conversation": [QUESTION]}],
-        "different reasoning in reasoning_content, reasoning, thinking": [
-            chat(None, {"reasoning": "a", "thinking": "b"})
-        ],
-        "reasoning both in its own key and in the content": [
-            chat(None, {"reasoning": "a", "content": "<think>a</think>yes"})
+        "different reasoning in reasoning_content, reasoning, thinking or the content": [
+            chat(None, {"reasoning": "a", "thinking": "b"}),
+            chat(None, {"reasoning": "a", "content": "<think>a</think>yes"}),
         ],
         "a user message that calls tools, has reasoning or is to be trained": [
-            chat({"reasoning": "a"}), chat({"train": True}),
+            chat({"reasoning": "a"}),
+            chat({"train": True}),
         ],
         "weight must be 0, 1, true or false, but is 0.5": [chat(None, {"weight": 0.5}), row(weight=0.5)],
-        "train must be 0, 1, true or false, but is text": [chat(None, {"train": "false"})],
-        "a message of type 'thinking', which is not read": [chat(None, {"type": "thinking"})],
-        MEDIA: [
-            chat({"content": [IMAGE, PART]}),
-            row(system="<image>\nDescribe it."),
-            *(chat({"content": f"{mark}\nWhat is this?"}) for mark in ("<image>", "<speech>", "<|image_pad|>")),
-            *(chat({"content": f"See {mark}"}) for mark in ("<bbox>", "<|box_start|>", "<audio>", "<image 1>")),
-            *(chat({"content": f"See {mark}"}) for mark in ("<img>a.jpg</img>", "data:image/png")),
-        ],
-    }  # fmt: skip
+    }
     wrong = {str(odd): refusal(odd) for reason, rows in cases.items() for odd in rows if refusal(odd) != reason}
     assert wrong == {}
 
 
-def test_answers_and_words_may_hold_the_names_of_media() -> None:
-    about = {"content": "<image> stands for an image, <|image_pad|> too"}
-    assert parse_row(chat({"content": "How do I close a <video> tag?"}, about))[0][1]["content"] == about["content"]
-
-
-TRAINED, TOOLS, SEEN, PROMPT = (
-    "change what is trained", "hold tools", "hold images, audio or video", "hold a system prompt",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("may", "items"),
-    [
-        (TRAINED, {"keep": False, "num_skip": 1, "used_in_training": False, "assistant_masks": [1], "labels": [2]}),
-        (TRAINED, {"chat_template_kwargs": {"a": 1}, "enable_thinking": False}),
-        (TRAINED, {"input_ids": [1], "split": "test", "finish_reason": "length", "prefix": True, "ignoreIndex": 3}),
-        (TOOLS, {"tool_choice": [{"name": "search"}], "Tool_ids": ["x"], "available_functions": ["x"]}),
-        (SEEN, {"image": ["x.png"], "videos": ["x"], "audio_url": "x", "userImage_url": "x", "attachment_name": "x"}),
-        (PROMPT, {"system_instruction": "Be kind.", "systemText": "Be kind."}),
-    ],
-)
-def test_a_name_that_says_what_changes_the_training_refuses_the_row(may: str, items: dict[str, Any]) -> None:
-    for name, value in items.items():
-        reason = f"{name}, which may {may} (add {name} to prompts.metadata to pass it over)"
-        assert refusal(row(**{name: value})) == f"column {reason}"
-        assert refusal(chat(None, {name: value})) == f"message key {reason}"
-        assert parse_row(row(**{name: value}), RowFormat(metadata=[name])) == (PARSED, set())
+def test_a_name_that_says_what_is_trained_or_holds_tools_or_media_refuses_the_row_unless_it_is_metadata() -> None:
+    for name in (
+        *("keep", "num_skip", "used_in_training", "assistant_masks", "labels", "ignoreIndex", "input_ids"),
+        *("chat_template_kwargs", "enable_thinking", "tool_choice", "available_functions"),
+        *("image", "videos", "audio_url", "userImage_url", "attachment_name"),
+    ):
+        reason = (
+            f"{name}, which may change what is trained, or hold tools or media (add {name} to prompts.metadata to p"
+        )
+        assert refusal(row(**{name: ["x"]})).startswith(f"column {reason}")
+        assert refusal(chat(None, {name: ["x"]})).startswith(f"message key {reason}")
+        assert parse_row(row(**{name: ["x"]}), RowFormat(metadata=[name])) == (PARSED, set())
 
 
 def test_keys_that_parquet_adds_to_every_message_are_empty(tmp_path: Path) -> None:
-    rows = [chat(None, {"weight": 0, "tool_calls": None}), {**chat({"prefix": True}), "system": "Be brief."}, chat()]
+    rows = [chat(None, {"weight": 0, "tool_calls": None}), {**chat({"mask": True}), "system": "Be brief."}, chat()]
     Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
     found = read_conversations([f"{tmp_path}/chats.parquet"])
     assert [found.messages(i) for i in range(2)] == [[QUESTION, {**ANSWER, "weight": "0"}], PARSED]

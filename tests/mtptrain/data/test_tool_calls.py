@@ -129,7 +129,7 @@ def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
 
 CALL_TEXT = f"<tool_call>{TEXT_CALL}</tool_call>"
 REFUSED: dict[str, list[dict[str, Any]]] = {
-    "content must be text, but is null": [openai_row(content=None)],
+    "content must be text, but is NoneType": [openai_row(content=None)],
     "a tool call that is not a function with a name": [
         calling(function={"arguments": "{}"}), sharegpt_row("{}", [TOOL]), calling(name="f", type="custom"),
         openai_row(content=None, tool_calls=["weather"]),
@@ -154,11 +154,9 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "a tool in text that is not JSON": [openai_row(["weather"])],
     "the parameters of a tool in text that is not JSON": [openai_row([{**FUNCTION, "parameters": "none"}])],
     "different tools in two places": [{**openai_row(), "functions": [{"name": "f"}]}],
-    "tools in a message after the first": [{"messages": [ASKED, {**SAID, "tools": [TOOL]}]}],
     "a user message that calls tools, has": [{"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}],
-    "an answer with text after a tool call": [answering(f"{CALL_TEXT} Y")],
-    "an answer with a tool call that is not closed": [
-        answering(f"<tool_call>{TEXT_CALL}"), answering(f"{CALL_TEXT}</tool_call>"),
+    "an answer with text after a tool call, or a call that is not closed": [
+        answering(f"{CALL_TEXT} Y"), answering(f"<tool_call>{TEXT_CALL}"), answering(f"{CALL_TEXT}</tool_call>"),
     ],
     "a system prompt with <tools>, which the chat": [{**openai_row(), "system": "Choose one of <tools>.</tools>"}],
     "text after Hermes' system prompt, which": [
