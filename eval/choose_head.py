@@ -24,9 +24,9 @@ from mtptrain.heads.files import (
     check_head_target,
     checked_weights,
     kept_heads,
-    load_head,
     save_head,
 )
+from mtptrain.init_from.start import load_head
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.training.validation import Validated, Validation, measured_with
@@ -96,7 +96,7 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
         check_head_target(directory, target)
     measured = {}
     for number, (step, directory) in enumerate(heads.items(), 1):
-        head = load_head(directory, config.head, target.config, validation.dtype, ranks.device)
+        _, head = load_head(str(directory), config.head, target, validation.dtype, ranks.device)
         description = f"head of step {step}, {number} of {len(heads)}" if ranks.is_first else None
         measured[step] = validation.measure_head(head, description)
     return measured

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.files import rename
 from mtptrain.heads.layers import HeadDims, head_dims
 from mtptrain.settings.heads import HeadConfig, LayerConfig
 from mtptrain.target.families import head_rope_parameters, norm_eps
@@ -79,11 +78,12 @@ class Format(ABC):
 
     def tensors(self, state: Tensors) -> Tensors:
         """Returns the engine's tensors from the head's `state_dict`."""
-        return rename(state, self.names)
+        return {self.names.get(name, name): tensor for name, tensor in state.items()}
 
     def state(self, tensors: Tensors) -> Tensors:
         """Returns the head's `state_dict` from the engine's tensors."""
-        return rename(tensors, {new: old for old, new in self.names.items()})
+        ours = {new: old for old, new in self.names.items()}
+        return {ours.get(name, name): tensor for name, tensor in tensors.items()}
 
     def rounded(self, state: Tensors) -> Tensors:
         """Returns the head's `state_dict` as it is after writing and reading."""

@@ -189,30 +189,17 @@ def attend_in_documents(
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def model_config(
-    config: DraftModelConfig, target_config: PreTrainedConfig, setting: str = "head.init_from"
-) -> PreTrainedConfig:
-    """Returns the config of the language model, with the target's vocabulary size.
-
-    Args:
-        config: the head's settings.
-        target_config: the target's config.
-        setting: name of the setting that names the model of `init_from`, for error messages.
-
-    Raises:
-        UserError: `init_from` is neither a directory nor a hub name, or `init_from` is not a language model, is
-            quantised or has a larger vocabulary than the target, or sizes are invalid or contradict `init_from`.
-    """
+def model_config(config: DraftModelConfig, target_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the language model, with the target's vocabulary size."""
     if config.init_from is None:
         model = _random_config(config, target_config)
     else:
-        model = published_config(config.init_from, target_config, setting)
+        model = published_config(config.init_from, target_config)
         for name in (*SIZES, "tie_word_embeddings"):
             value, published = getattr(config, name), getattr(model, name)
             if value not in (None, published):
                 raise UserError(
-                    f"head.{name}: must be left out or {published}, as in head.init_from={config.init_from}, but is "
-                    f"{value}; remove it"
+                    f"head.{name}: must be left out or {published}, as in {config.init_from}, but is {value}; remove it"
                 )
     model.vocab_size = target_config.vocab_size
     # transformers would not train the embedding of a padding token.
@@ -220,48 +207,43 @@ def model_config(
     return model
 
 
-def published_config(path: str, target_config: PreTrainedConfig, setting: str = "head.init_from") -> PreTrainedConfig:
-    """Returns the config of a published language model, or of a head of another run.
+def published_config(path: str, target_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of a language model that drafts for the target, or of a head of another run.
 
-    Args:
-        path: a directory or a hub name.
-        target_config: the target's config.
-        setting: name of the setting, for error messages.
-
-    Raises:
-        UserError: `path` is neither a directory nor a hub name, or is not a language model that drafts for the target.
+    `path` is a directory or a hub name.
     """
-    if (Path(path) / "head.json").is_file():
-        stored: dict[str, Any] = read_sealed(Path(path) / "head.json", "copy it again, or train again")["head"]
+    facts = Path(path) / "head.json"
+    if facts.is_file():
+        stored: dict[str, Any] = read_sealed(facts, "copy it again, or train again", ["head"])["head"]
         if stored["name"] != "draft_model":
             raise UserError(
-                f"{setting}: must be a language model, but {path} holds the head {stored['name']}; set it to a "
-                f"language model, or train with head={stored['name']}"
+                f"{path}: must be a language model, but holds the head {stored['name']}; choose a language model, or "
+                f"train with head={stored['name']}"
             )
-        return model_config(config_of(DraftModelConfig, stored, Path(path) / "head.json"), target_config, setting)
-    directory = config_dir(path, setting=setting)
+        return model_config(config_of(DraftModelConfig, stored, facts), target_config)
+    directory = config_dir(path, setting="head.init_from")
     try:
         config = read_target_config(directory)
         form = find_form(config)
     except UserError as error:
         reason = str(error).removeprefix("target.path: ").replace("choose another target", "choose another model")
         raise UserError(
-            f"{setting}: must be a language model that mtptrain can run, but {directory} is not: {reason}"
+            f"{directory}: a draft model must be a language model that mtptrain can run, but this one is not: {reason}"
         ) from error
     if form.keeps_states or form.has_lm_head_bias or (form.decoder, form.norm) != ("model", "model.norm"):
         raise UserError(
-            f"{setting}: a draft model must have plain decoder layers, no bias in lm_head, and tensors named model.* "
-            f"with model.norm.weight, but {directory}, a {config.model_type}, lacks one of these; choose another model"
+            f"{directory}: a draft model must have plain decoder layers, no bias in lm_head, and tensors named model.* "
+            f"with model.norm.weight, but this {config.model_type} lacks one of these; choose another model"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
-            f"{setting}: must be an unquantised model, whose weights can be trained, but {directory} has a "
+            f"{directory}: a draft model must be unquantised, so that its weights can be trained, but has a "
             "quantization_config; choose the unquantised checkpoint"
         )
     if config.vocab_size > target_config.vocab_size:
         raise UserError(
-            f"{setting}: the vocabulary must have at most {target_config.vocab_size} rows, as many as the target's, "
-            f"but {directory} has vocab_size {config.vocab_size}; choose a model with the target's vocabulary"
+            f"{directory}: a draft model must have at most {target_config.vocab_size} rows of embeddings, as many as "
+            f"the target, but has vocab_size {config.vocab_size}; choose a model with the target's vocabulary"
         )
     return config
 

@@ -1,18 +1,15 @@
 """Stores heads: weights in `head.safetensors`, the config and the identity of the target in `head.json`."""
 
-import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mtptrain.heads import HEADS
-from mtptrain.heads.base import Head, Tensors
+from mtptrain.heads.base import Head
 from mtptrain.settings.heads import HeadConfig, config_of
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import StageMissing, UserError
@@ -36,11 +33,7 @@ def build_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
 
 
 def build_trainable_head(config: HeadConfig, target_config: PreTrainedConfig) -> Head:
-    """Build a new head like `build_head`, but refuse one that cannot be trained.
-
-    Raises:
-        UserError: the head cannot be trained, or does not fit the target.
-    """
+    """Build a new head like `build_head`, but refuse one that cannot be trained."""
     HEADS[config.name].check_trainable(config, target_config)
     return build_head(config, target_config)
 
@@ -77,12 +70,11 @@ def kept_heads(stage_dir: Path) -> dict[int, Path]:
 
 
 def remove_stale_heads(stage_dir: Path, step: int) -> None:
-    """Remove the heads that a run which resumes from `step` will keep again, and what would pass for a measured head.
+    """Remove the heads that a run which resumes from `step` will keep again, and `choice.json` if it lists one of them.
 
-    These are the heads kept after `step`, `choice.json` if it lists one of them, and a `best` that was never measured,
-    as older versions wrote it. A measured `best` stays until training measures a better head than all it has measured.
+    `best` stays until training measures a better head than all it has measured.
     """
-    choice, best = stage_dir / CHOICE, stage_dir / "best"
+    choice = stage_dir / CHOICE
     if choice.is_file() and any(
         head["step"] > step
         for head in read_sealed(choice, "delete it and run mtptrain choose-head again", ["heads"])["heads"]
@@ -91,19 +83,12 @@ def remove_stale_heads(stage_dir: Path, step: int) -> None:
     for kept_step, directory in kept_heads(stage_dir).items():
         if kept_step > step:
             remove_files(directory, ("head.json", WEIGHTS))
-    if (best / "head.json").is_file() and not is_measured(best):
-        remove_files(best, ("head.json", WEIGHTS))
-
-
-def is_measured(directory: Path) -> bool:
-    """Returns whether a head was measured when it was stored. Raises UserError if `head.json` is damaged."""
-    return "acceptance_length" in read_sealed(directory / "head.json", RESTORE)
 
 
 def refuse_earlier_best(stage_dir: Path) -> None:
     """Raise UserError if a training that measures nothing would leave the best head of an earlier one in its place."""
     best = stage_dir / "best"
-    if (best / "head.json").is_file() and is_measured(best):
+    if (best / "head.json").is_file():
         raise UserError(
             f"{best}: must not exist if training starts anew and measures no head, because acceptance and export would "
             "take this head of an earlier training, but does; move it away, or set another run_dir, "
@@ -112,11 +97,7 @@ def refuse_earlier_best(stage_dir: Path) -> None:
 
 
 def checked_weights(directory: Path) -> Path:
-    """Returns the weights of a head that `save_head` wrote to a directory.
-
-    Raises:
-        UserError: a file is missing, or was changed or damaged since.
-    """
+    """Returns the weights of a head that `save_head` wrote to a directory, if no file was changed or damaged since."""
     read_sealed(directory / "head.json", RESTORE, files=[WEIGHTS])
     return directory / WEIGHTS
 
@@ -126,16 +107,8 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     return {**asdict(HEADS[settings["name"]].Config()), **settings}
 
 
-START = ("init_from", "start_from_target")
-"""Settings for the initial weights, which may differ between a stored head and the config."""
-
-
 def check_head_target(directory: Path, target: TargetFiles) -> None:
-    """Check that a head was trained for this target's weights.
-
-    Raises:
-        UserError: the directory has no head, or the head was trained for other weights; the message has both hashes.
-    """
+    """Refuse a head that was trained for other weights than the target's."""
     stored, expected = _read_facts(directory, TARGET_WEIGHTS)[TARGET_WEIGHTS], target.weights_sha256
     if stored != expected:
         raise UserError(
@@ -150,55 +123,11 @@ def stored_calibration(directory: Path) -> tuple[float, float] | None:
     return (facts[SCALE], facts[SHIFT]) if SCALE in facts else None
 
 
-def load_head(
-    directory: Path,
-    config: HeadConfig,
-    target_config: PreTrainedConfig,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> Head:
-    """Load a head for inference, in its stored dtype if `dtype` is None.
-
-    Raises:
-        UserError: the directory has no head, or the head has other settings, its tensors do not fit the target, or a
-            file or its weights are damaged.
-    """
-    stored, wanted = (
-        json.loads(json.dumps(each)) for each in (with_defaults(_read_settings(directory)), asdict(config))
-    )
-    different = sorted(
-        key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key) and key not in START
-    )
-    if different:
-        raise UserError(
-            f"{directory / 'head.json'}: the head's settings must match the config, but differ in "
-            + ", ".join(f"head.{key} ({stored.get(key)} stored, {wanted.get(key)} in the config)" for key in different)
-            + "; change the config or train again"
-        )
-    head = build_head(config, target_config)
-    state = load_file(checked_weights(directory))
-    if misfit := first_misfit(head.state_dict(), state):
-        name, expected, found = misfit
-        raise UserError(
-            f"{directory / WEIGHTS}: {name} must be {expected} for this target, but is {found}: the head belongs to "
-            "another target; set target.path to that target, or train again"
-        )
-    check_values(directory / WEIGHTS, head.state_dict(), state, RESTORE)
-    return fill_head(head, state, dtype, device)
-
-
 def check_values(path: Path, expected: dict[str, torch.Tensor], state: dict[str, torch.Tensor], advice: str) -> None:
-    """Refuse weights of a head with which it cannot draft.
+    """Refuse weights of a head, which have the names of `expected`, with which it cannot draft.
 
-    Args:
-        path: where the weights were read, for error messages.
-        expected: the state of such a head.
-        state: the weights, which have the names of `expected`.
-        advice: what to do about damaged weights.
-
-    Raises:
-        UserError: a tensor has integers or 8-bit numbers in place of floating-point numbers of 16 bits or more, or a
-            number that is not finite.
+    These are integers or 8-bit numbers in place of floating-point numbers of 16 bits or more, and numbers that are not
+    finite. `path` is where the weights were read, and `advice` what to do about damaged ones.
     """
     for name, tensor in state.items():
         if not expected[name].is_floating_point():
@@ -223,32 +152,6 @@ def first_misfit(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
     return None
 
 
-def rename(tensors: Tensors, names: dict[str, str]) -> Tensors:
-    """Returns the tensors under their new names. Tensors that `names` does not list keep their names.
-
-    Raises:
-        UserError: two tensors get one name.
-    """
-    return renamed(tensors, lambda name: names.get(name, name))
-
-
-def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
-    """Returns the tensors under the names that a function gives them.
-
-    Raises:
-        UserError: two tensors get one name.
-    """
-    old_names: dict[str, str] = {}
-    for name in tensors:
-        other = old_names.setdefault(new_name(name), name)
-        if other != name:
-            raise UserError(
-                f"head.init_from: a tensor must have one name, but {other} and {name} are both {new_name(name)}; "
-                "remove the one that the engine does not read"
-            )
-    return {new: tensors[old] for new, old in old_names.items()}
-
-
 def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device) -> Head:
     """Load weights into a head and prepare it for inference, in the dtype of the weights if `dtype` is None."""
     stored_dtype = next(state[name].dtype for name, _ in head.named_parameters())  # buffers may have another
@@ -256,25 +159,14 @@ def fill_head(head: Head, state: dict[str, torch.Tensor], dtype: torch.dtype | N
     return head.to(device, dtype).eval().requires_grad_(False)
 
 
-def _read_settings(directory: Path) -> dict[str, Any]:
-    """Returns the head's settings in `head.json`, which are those of a known head."""
+def stored_config(directory: Path) -> HeadConfig:
+    """Returns the config of the head that `save_head` wrote to a directory, if this version knows all its settings."""
     settings = _read_facts(directory, "head")["head"]
     if not isinstance(settings, dict) or str(settings.get("name")) not in HEADS:
         raise UserError(
             f"{directory / 'head.json'}: head must be the settings of one of {', '.join(HEADS)}, but is {settings}; "
             f"{RESTORE}"
         )
-    return settings
-
-
-def stored_config(directory: Path) -> HeadConfig:
-    """Returns the config of the head that `save_head` wrote to a directory.
-
-    Raises:
-        UserError: the directory has no head, or `head.json` is damaged, or holds a head or a setting that this version
-            does not know.
-    """
-    settings = _read_settings(directory)
     return config_of(HEADS[settings["name"]].Config, settings, directory / "head.json")
 
 

@@ -12,7 +12,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.files import renamed
 from mtptrain.heads.native_mtp import LAYER, NATIVE_MTP, module_config
 from mtptrain.target.form import build_on_meta
 from mtptrain.target.loading import without_transformers_bar
@@ -44,7 +43,7 @@ class ModuleTensors:
 
     def with_prefixes(self, state: Tensors) -> Tensors:
         """Returns tensors with the checkpoint's prefixes in place of the head's."""
-        return renamed(state, lambda name: _replaced_prefix(name, self.prefixes))
+        return {_replaced_prefix(name, self.prefixes): tensor for name, tensor in state.items()}
 
     def state(self, stored: Tensors) -> Tensors:
         """Returns a head's `state_dict` for the checkpoint's tensors, and what these repeat from the target.
@@ -52,7 +51,7 @@ class ModuleTensors:
         Raises:
             KeyError: a tensor of the layer is missing.
         """
-        ours = renamed(stored, self.head_name)
+        ours = {self.head_name(name): tensor for name, tensor in stored.items()}
         layer = {name: tensor for name, tensor in ours.items() if name.startswith(LAYER)}
         rest = {name: tensor for name, tensor in ours.items() if name not in layer}
         return rest | joined(self.model, layer)

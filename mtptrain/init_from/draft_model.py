@@ -23,7 +23,7 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def read_draft_model(path: str, config: DraftModelConfig, target: TargetFiles, setting: str) -> Published:
+def read_draft_model(path: str, config: DraftModelConfig, target: TargetFiles) -> Published:
     """Returns the language model at `path`, or a draft model of another run, padded to the target's vocabulary."""
     with torch.device("meta"):
         expected = build_head(config, target.config).state_dict()
@@ -31,8 +31,8 @@ def read_draft_model(path: str, config: DraftModelConfig, target: TargetFiles, s
         directory = Path(path)
         tensors = read_tensors([checked_weights(directory)])
     else:
-        directory = _checked_directory(path, target, setting)
-        tensors = _load(directory, setting)
+        directory = _checked_directory(path, target)
+        tensors = _load(directory)
     tensors = {name: tensor for name, tensor in tensors.items() if name in expected}
     tensors |= {name: _padded(tensors[name], len(expected[name])) for name in VOCABULARY if name in tensors}
     return Published(directory, config.name, {}, tensors)
@@ -45,19 +45,19 @@ def check_start(config: HeadConfig, target: TargetFiles) -> None:
     """
     path = config.init_from if isinstance(config, DraftModelConfig) else None
     if path is not None and not (Path(path) / "head.json").is_file():
-        _checked_directory(path, target, "head.init_from")
+        _checked_directory(path, target)
 
 
-def _checked_directory(path: str, target: TargetFiles, setting: str) -> Path:
+def _checked_directory(path: str, target: TargetFiles) -> Path:
     """Returns the directory of a published model, which has the target's tokenizer and all its files of weights."""
-    directory = resolve_target(path, setting=setting)
+    directory = resolve_target(path, setting="head.init_from")
     refuse_changed_export(directory)
-    _check_tokenizer(directory, target, setting)
+    _check_tokenizer(directory, target)
     check_weights(directory)
     return directory
 
 
-def _load(directory: Path, setting: str) -> Tensors:
+def _load(directory: Path) -> Tensors:
     """Returns a published model's weights, renamed by transformers, which also fuses the experts of some families."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype="auto", trust_remote_code=False, output_loading_info=True
@@ -68,8 +68,8 @@ def _load(directory: Path, setting: str) -> Tensors:
     except UserError as error:
         reason = str(error).removeprefix("target.path: ").removesuffix("; choose another target")
         raise UserError(
-            f"{setting}: must be a language model that mtptrain can run, but {directory} is not: {reason}; choose "
-            "another draft model"
+            f"{directory}: a draft model must be a language model that mtptrain can run, but this one is not: "
+            f"{reason}; choose another draft model"
         ) from error
     missing = loading["missing_keys"]  # which transformers initialises at random
     return {name: tensor for name, tensor in model.state_dict().items() if name not in missing}
@@ -85,7 +85,7 @@ def _padded(table: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return torch.cat([table, mean.expand(missing, -1)])
 
 
-def _check_tokenizer(directory: Path, target: TargetFiles, setting: str) -> None:
+def _check_tokenizer(directory: Path, target: TargetFiles) -> None:
     """Check that a language model has the target's tokenizer, and an embedding for each of its tokens.
 
     If the model or the target has no tokenizer files, it suffices that their vocabularies have the same size.
@@ -97,17 +97,17 @@ def _check_tokenizer(directory: Path, target: TargetFiles, setting: str) -> None
             if size == target_size:
                 return
             raise UserError(
-                f"{setting}: the model and the target must both have tokenizer files, because their vocab_size differs "
-                f"({size} and {target_size}), but {each} has none; copy them there"
+                f"{directory}: a draft model and the target must both have tokenizer files, because their vocab_size "
+                f"differs ({size} and {target_size}), but {each} has none; copy them there"
             )
     vocab = model.tokenizer.get_vocab()
     if vocab != target.tokenizer.get_vocab():
         raise UserError(
-            f"{setting}: must have the target's tokenizer, but the vocabulary of {directory} differs from that of "
+            f"{directory}: a draft model must have the target's tokenizer, but its vocabulary differs from that of "
             f"{target.directory}; choose a smaller model of the same family"
         )
     if size <= max(vocab.values()):
         raise UserError(
-            f"{setting}: must have an embedding for each token of its tokenizer, ids up to {max(vocab.values())}, but "
-            f"{directory} has vocab_size {size}; choose another model"
+            f"{directory}: a draft model must have an embedding for each token of its tokenizer, ids up to "
+            f"{max(vocab.values())}, but has vocab_size {size}; choose another model"
         )

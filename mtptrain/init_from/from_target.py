@@ -1,12 +1,10 @@
 """Starts a head from the target's own weights, with `head.start_from_target`.
 
-Head `draft_model` copies the target's first layers, or projections of its embeddings if the model is narrower. All
-other heads copy its last layer.
+Head `draft_model` copies the target's first layers. All other heads copy its last layer.
 """
 
 import re
 import warnings
-from pathlib import Path
 
 import torch
 
@@ -46,13 +44,10 @@ def start_from_target(head: Head, target: TargetFiles) -> None:
     random weights of `fc` or `eh_proj` are halved, and the identity is added to the columns for the hidden state (in
     `eagle3`, for the last captured stream), so that the layer reads the target's states.
 
-    A draft model of the target's width starts from `copy_first_layers`, a narrower one from `project_embeddings`.
+    A draft model starts from `copy_first_layers`.
     """
     if isinstance(head, DraftModelHead):
-        if head.config.hidden_size < target.config.hidden_size:
-            project_embeddings(head, target.directory)
-        else:
-            copy_first_layers(head, target)
+        copy_first_layers(head, target)
         return
     assert isinstance(head, LayerHead)
     head_dim, target_dim = head.self_attn.head_dim, target_head_dim(target.config)
@@ -112,37 +107,6 @@ def fits(name: str, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
     reads_embedding = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
     widths = (weight.shape[-1], 2 * weight.shape[-1]) if reads_embedding else (weight.shape[-1],)
     return parameter.shape[:-1] == weight.shape[:-1] and parameter.shape[-1] in widths
-
-
-@torch.no_grad()
-def project_embeddings(head: DraftModelHead, target_dir: Path) -> None:
-    """Set the embeddings and the output layer of a narrower draft model to projections of the target's.
-
-    Each table is projected onto its first principal components, as many as the model's hidden size, and scaled to the
-    standard deviation of random weights. If the two are tied, the output layer's projection is used. The decoder layers
-    stay random.
-    """
-    parts, size = load_frozen_parts(target_dir), head.config.hidden_size
-    # The target multiplies its states by the weight of its final norm before lm_head. The draft model's own norm starts
-    # at 1, so that weight goes into the columns of the output table.
-    output = parts.lm_head.float() * (parts.norm_weight.float() + parts.form.norm_offset)
-    scale = head.config.initializer_range
-    if head.lm_head is not None:
-        head.lm_head.weight.copy_(principal_components(output, size, scale))
-    table = output if head.lm_head is None else parts.embed_tokens.float()
-    head.model.embed_tokens.weight.copy_(principal_components(table, size, scale))
-
-
-def principal_components(table: torch.Tensor, size: int, scale: float) -> torch.Tensor:
-    """Returns the rows of a table [V, H], minus their mean, in the basis of its first principal components [V, size].
-
-    The standard deviation of all returned entries is `scale`. Without its mean row, an output layer gives the same
-    softmax.
-    """
-    centred = table - table.mean(0)
-    directions = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -size:]  # ascending eigenvalues
-    components = centred @ directions
-    return components * (scale / components.std())
 
 
 @torch.no_grad()

@@ -6,13 +6,11 @@ from mtptrain.engines.exports import refuse_changed_export
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.heads.native_mtp_tensors import ModuleTensors
-from mtptrain.init_from.published import Published, read_tensors, resolve_init, weight_files
+from mtptrain.init_from.published import Published, read_tensors, resolve_init
 from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.hub import weight_files
 from mtptrain.utils.errors import UserError
-
-MOST_NAMED = 8
-"""Number of missing tensors that an error names."""
 
 
 def read_native_mtp(path: str, target: TargetFiles) -> Published:
@@ -38,17 +36,11 @@ def read_native_mtp(path: str, target: TargetFiles) -> Published:
     # A checkpoint may have all experts in joined tensors, as transformers' model has, or one tensor for each.
     whole = module.with_prefixes(state)
     expected = whole if tensors.keys() >= whole.keys() else module.stored(state)
-    if missing := sorted(expected.keys() - tensors.keys()):
-        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-        raise UserError(
-            f"head.init_from: {directory} must hold every tensor of the target's MTP module, but lacks "
-            f"{', '.join(missing[:MOST_NAMED])}{more}; download the files that hold them, choose the checkpoint of "
-            "this target, or unset head.init_from to train a module from random weights"
-        )
-    if misfit := first_misfit(expected, {name: x for name, x in tensors.items() if module.is_of_module(name)}):
+    own = {name: tensor for name, tensor in tensors.items() if module.is_of_module(name)}
+    if misfit := first_misfit(expected, own):
         name, wanted, found = misfit
         raise UserError(
-            f"head.init_from: {name} of {directory} must be {wanted} for this target, but is {found}; choose the "
-            "checkpoint of this target"
+            f"{directory}: {name} of the target's MTP module must be {wanted}, but is {found}; choose the checkpoint "
+            "of this target, or unset head.init_from to train a module from random weights"
         )
     return Published(directory, "native_mtp", {}, module.state(tensors))

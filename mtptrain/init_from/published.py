@@ -19,13 +19,13 @@ from mtptrain.engines.exports import refuse_changed_export
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import layer_types
-from mtptrain.heads.files import checked_weights, renamed, stored_config
+from mtptrain.heads.files import checked_weights, stored_config
 from mtptrain.heads.layers import head_dims
 from mtptrain.init_from.config_json import ConfigJson, read_config, warn_of_other_rope_or_eps
-from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Settings
+from mtptrain.init_from.readers import DSPARK_CLASSES, FASTER_DECODING, READERS, Settings, renamed
 from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig, MlpConfig
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.hub import HUB_ERRORS, indexed_files
+from mtptrain.target.hub import HUB_ERRORS, weight_files
 from mtptrain.target.mimo import ARCHITECTURE as MIMO
 from mtptrain.target.mimo import MTP_LAYERS
 from mtptrain.utils.errors import UserError, reason_of
@@ -149,28 +149,11 @@ def resolve_init(path: str) -> Path:
         ) from error
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Returns the safetensors files of a directory: those that its index names, or all of them without an index."""
-    index = directory / "model.safetensors.index.json"
-    listed = indexed_files(index, "download the head again") if index.is_file() else []
-    files = [directory / name for name in listed] or sorted(directory.glob("*.safetensors"))
-    missing = [path for path in files if not path.is_file()]
-    if missing or not files:
-        raise UserError(
-            f"head.init_from: weights must be safetensors files, but {missing[0] if missing else directory / '*'} is "
-            "missing; download the head again, or convert its .bin or .pt file, which is never read, because a pickle "
-            "can execute code"
-        )
-    return files
-
-
 def read_tensors(files: list[Path], prefixes: str | tuple[str, ...] = "") -> Tensors:
-    """Returns the tensors whose names start with one of the prefixes. A name must be in one file only."""
+    """Returns the tensors whose names start with one of the prefixes."""
     tensors: Tensors = {}
     for path in files:
-        names = {name for name in tensor_shapes(path) if name.startswith(prefixes)}
-        if twice := sorted(tensors.keys() & names):
-            raise UserError(f"{path}: {twice[0]} must be in one file only, but another has it too; remove one of them")
+        names = [name for name in tensor_shapes(path) if name.startswith(prefixes)]
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in names}
     return {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}  # our heads compute it

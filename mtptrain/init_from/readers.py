@@ -18,7 +18,6 @@ from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import FULL, SLIDING
 from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.eagle3 import FROM_1_IN_SGLANG, LAYER_IDS, can_capture
-from mtptrain.heads.files import renamed
 from mtptrain.heads.mtp import swap_halves
 from mtptrain.init_from.config_json import PLAIN_ARITHMETIC, SPECULATORS, ConfigJson
 from mtptrain.settings.heads import CausalLayers, Dflash2Config
@@ -219,6 +218,19 @@ READERS: dict[str, Callable[[str, ConfigJson, Tensors, TargetFiles], tuple[Setti
     "medusa": read_medusa,
     **dict.fromkeys(("dflash", "dspark", "dflash2"), read_block_drafter),
 }
+
+
+def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
+    """Returns the tensors under the names that a function gives them, and refuses two that get one name."""
+    old_names: dict[str, str] = {}
+    for name in tensors:
+        other = old_names.setdefault(new_name(name), name)
+        if other != name:
+            raise UserError(
+                f"head.init_from: a tensor must have one name, but {other} and {name} are both {new_name(name)}; "
+                "remove the one that the engine does not read"
+            )
+    return {new: tensors[old] for new, old in old_names.items()}
 
 
 def target_sizes(target: PreTrainedConfig) -> dict[str, object]:

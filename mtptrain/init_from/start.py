@@ -17,16 +17,16 @@ from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.corrected import Confident
-from mtptrain.heads.draft_model import DraftModelHead, published_config
+from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import (
     RESTORE,
+    WEIGHTS,
     best_or_last,
     build_head,
     check_head_target,
     check_values,
     fill_head,
     first_misfit,
-    load_head,
     stored_calibration,
 )
 from mtptrain.init_from.draft_model import read_draft_model
@@ -36,7 +36,7 @@ from mtptrain.init_from.readers import Settings, num_differing_rows
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig, NativeMtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
-from mtptrain.target.hub import weights_fingerprint
+from mtptrain.target.hub import resolve_target, weights_fingerprint
 from mtptrain.target.template_kwargs import override_of
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed
@@ -67,21 +67,18 @@ def trained_or_initial_head(
 
     A confidence is calibrated as validation found best. The dtype None keeps the stored one.
     """
-    directory = best_or_last(train_dir)
-    start = None if (directory / "head.json").is_file() else config.init_from
+    trained = best_or_last(train_dir)
+    start = None if (trained / "head.json").is_file() else config.init_from
+    path = trained if start is None else Path(start)
+    if start is None or (path / "head.json").is_file():
+        check_head_target(path, target)
     if start is None:
-        check_head_target(directory, target)
-        path, given = directory / "head.json", {"template_kwargs": target.template_kwargs_json}
-        stored = given | {name: x for name, x in read_sealed(path, RESTORE).items() if name in given}
-        refuse_different_facts(path, given, stored, f"use {override_of(stored['template_kwargs'])}")
-        head = load_head(directory, config, target.config, dtype, device)
-        sha256 = file_sha256(directory / "head.safetensors")
-    else:
-        directory, state = load_init(start, config, target)
-        if (directory / "head.json").is_file():
-            check_head_target(directory, target)
-        head = fill_head(build_head(config, target.config), state, dtype, device)
-        sha256 = weights_fingerprint(directory)
+        given = {"template_kwargs": target.template_kwargs_json}
+        stored = given | {name: x for name, x in read_sealed(path / "head.json", RESTORE).items() if name in given}
+        advice = f"use {override_of(stored['template_kwargs'])}"
+        refuse_different_facts(path / "head.json", given, stored, advice)
+    directory, head = load_head(str(path), config, target, dtype, device)
+    sha256 = file_sha256(directory / WEIGHTS) if start is None else weights_fingerprint(directory)
     if isinstance(head, Confident) and (calibration := stored_calibration(directory)) is not None:
         head.calibrate(*calibration)
         sha256 = hashlib.sha256(f"{sha256} {calibration}".encode()).hexdigest()
@@ -101,16 +98,27 @@ def check_one_start(config: HeadConfig) -> None:
         )
 
 
-def load_init(
-    path: str, config: HeadConfig, target: TargetFiles, setting: str = "head.init_from"
-) -> tuple[Path, Tensors]:
+def load_head(
+    path: str, config: HeadConfig, target: TargetFiles, dtype: torch.dtype | None, device: torch.device
+) -> tuple[Path, Head]:
+    """Returns the directory of a head, and the head itself, ready for inference; see `load_init`.
+
+    The dtype None keeps the stored one.
+    """
+    directory, state = load_init(path, config, target)
+    if isinstance(config, DraftModelConfig):  # which has the sizes of the stored model
+        config = replace(config, init_from=path)
+    return directory, fill_head(build_head(config, target.config), state, dtype, device)
+
+
+def load_init(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path, Tensors]:
     """Returns the directory of a published head or language model, and its weights as the `state_dict` of our head.
 
-    `path` is `head.init_from`, a directory or a hub name; `setting` is the name of the setting, for error messages.
+    `path` is a directory or a hub name.
     """
     if isinstance(config, DraftModelConfig):
         config = replace(config, init_from=path)
-        published = read_draft_model(path, config, target, setting)
+        published = read_draft_model(path, config, target)
     elif isinstance(config, NativeMtpConfig) and not (Path(path) / "head.json").is_file():
         published = read_native_mtp(path, target)
     else:
@@ -123,8 +131,8 @@ def load_init(
     if misfit := first_misfit(expected, state):  # a missing tensor would stay random
         name, wanted, found = misfit
         raise UserError(
-            f"{setting}: {name} of {directory} must be {wanted} for head {config.name} and this target, but is "
-            f"{found}; choose another head"
+            f"{directory}: {name} must be {wanted} for head {config.name} and this target, but is {found}; choose "
+            "another head, or set target.path to the head's target"
         )
     check_values(directory, expected, state, "copy or download it again")
     check_draft_token_ids(state, published.tensors.get("t2d"), target.config.vocab_size, directory)
@@ -135,12 +143,10 @@ def load_draft_model(
     path: str, target: TargetFiles, dtype: torch.dtype, device: torch.device, setting: str
 ) -> DraftModelHead:
     """Returns a published language model that drafts for the target, ready for inference. See `load_init`."""
-    published_config(path, target.config, setting)  # called for its errors, which name `setting`
-    config = DraftModelConfig(init_from=path)
-    head = build_head(config, target.config)
-    filled = fill_head(head, load_init(path, config, target, setting)[1], dtype, device)
-    assert isinstance(filled, DraftModelHead)
-    return filled
+    directory = Path(path) if (Path(path) / "head.json").is_file() else resolve_target(path, setting=setting)
+    _, head = load_head(str(directory), DraftModelConfig(), target, dtype, device)
+    assert isinstance(head, DraftModelHead)
+    return head
 
 
 def check_settings(published: Published, config: HeadConfig, target_config: PreTrainedConfig) -> None:
@@ -151,20 +157,15 @@ def check_settings(published: Published, config: HeadConfig, target_config: PreT
     theirs: Settings = {"name": [published.name]} | published.settings
     different = {name: values for name, values in theirs.items() if ours[name] not in values}
     if different:
-        found = (f"{_setting(name)} ({_either(values)} there, {ours[name]} here)" for name, values in different.items())
+        found = (
+            f"{_setting(name)} ({' or '.join(map(str, values))} there, {ours[name]} here)"
+            for name, values in different.items()
+        )
         raise UserError(
-            f"head.init_from: the head's settings must be those of {published.directory}, but differ in "
+            f"{published.directory}: the head's settings must be those of the config, but differ in "
             f"{', '.join(found)}; set {' '.join(_argument(name, values[0]) for name, values in different.items())}, or "
             "choose another head"
         )
-
-
-def _either(values: list[object]) -> str:
-    """Returns the values that fit a head: one, or two, which are the two meanings of layer ids if they are lists."""
-    layers = sorted(value for value in values if isinstance(value, list))
-    if len(layers) == 2:
-        return f"{layers[0]} (vLLM's count) or {layers[1]} (SGLang's count)"
-    return " or ".join(map(str, values))
 
 
 def _setting(name: str) -> str:
@@ -194,8 +195,7 @@ def without_redundant_tensors(published: Published, expected: Tensors, target: T
             repeated[name] = part
         elif name != "t2d" and tensor.any():
             raise UserError(
-                f"head.init_from: {name} of {directory} must be zero, because the head has no such bias, but is not; "
-                "choose another head"
+                f"{directory}: {name} must be zero, because the head has no such bias, but is not; choose another head"
             )
     parts = load_frozen_parts(target.directory) if repeated else None
     for name, part in repeated.items():

@@ -268,8 +268,7 @@ class DraftModelConfig(HeadConfig):
     """Whether the output layer is the embedding table; null takes the target's setting."""
     start_from_target: bool = False
     """A model of the target's hidden size starts from a copy of the target's embeddings, first layers, final norm
-    and lm_head; its other sizes must be the target's too, except the number of layers. A narrower model starts
-    from the principal components of the target's embeddings and lm_head, and from random layers."""
+    and lm_head; its other sizes must be the target's too, except the number of layers."""
 
 
 HEAD_CONFIGS: dict[str, type[HeadConfig]] = {

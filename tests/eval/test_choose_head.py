@@ -44,13 +44,10 @@ def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_measured_best_head_stays_until_a_better_one_replaces_it(tmp_path: Path) -> None:
-    """An unmeasured one, as older versions wrote it, goes: acceptance and export would take it for the best."""
-    for facts in ({"step": 9}, {"step": 9, "acceptance_length": 2.5}):
-        save_head(tmp_path / "best", {"weight": torch.zeros(1)}, MtpHead.Config(), facts)
-        remove_stale_heads(tmp_path, 5)
-        assert (tmp_path / "best/head.json").exists() == ("acceptance_length" in facts)
-        if "acceptance_length" not in facts:
-            refuse_earlier_best(tmp_path)
+    refuse_earlier_best(tmp_path)
+    save_head(tmp_path / "best", {"weight": torch.zeros(1)}, MtpHead.Config(), {"step": 9, "acceptance_length": 2.5})
+    remove_stale_heads(tmp_path, 5)
+    assert (tmp_path / "best/head.json").exists()
     with pytest.raises(UserError, match=r"best: must not exist if training starts anew and measures no head"):
         refuse_earlier_best(tmp_path)
 
@@ -189,7 +186,7 @@ def test_heads_that_cannot_be_measured_are_refused(fresh_run: Run) -> None:
     message = "train/heads: must hold the heads to choose from, but holds none; run mtptrain train with the same recipe"
     assert nothing.returncode != 0 and message in nothing.stderr
     run("train", *overrides, *KEEPING, "train.max_steps=1")
-    result = run_program("choose-head", *overrides, "head.ttt_steps=2")
-    message = "the head's settings must match the config, but differ in head.ttt_steps (3 stored, 2 in the config)"
+    result = run_program("choose-head", *overrides, "head.intermediate_size=32")
+    message = "the head's settings must be those of the config, but differ in head.intermediate_size ("
     assert result.returncode != 0 and message in result.stderr
     assert not (run_dir / "train/choice.json").exists()

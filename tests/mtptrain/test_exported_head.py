@@ -16,7 +16,7 @@ from mtptrain.export import check_tensors, reload_head, write_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.dspark import DsparkHead
 from mtptrain.heads.eagle import EagleHead
-from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, load_head, save_head
+from mtptrain.heads.files import TARGET_WEIGHTS, build_head, check_head_target, save_head
 from mtptrain.heads.layers import head_dims
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.mtp import MtpHead
@@ -24,7 +24,6 @@ from mtptrain.init_from.start import load_init
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
-from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import make_target
@@ -139,64 +138,41 @@ def test_sizes_that_no_engine_serves_are_refused(tiny_target: Path) -> None:
             head_dims(config, target_config)
 
 
-def test_a_head_from_before_a_setting_has_its_default(tmp_path: Path, tiny_target: Path) -> None:
-    target_config = read_target_config(tiny_target)
-    facts: dict[str, object] = {"step": 3, TARGET_WEIGHTS: "aa"}
-    save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, facts)
-    stored = json.loads((tmp_path / "head/head.json").read_text())
+def test_a_stored_head_has_defaults_for_newer_settings_and_is_refused_unless_it_fits(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    head, whole = tmp_path / "head", build_head(CONFIG, read_target_config(tiny_target)).state_dict()
+    save_head(head, whole, CONFIG, {"step": 3})
+    stored = json.loads((head / "head.json").read_text())
     del stored["head"]["prenorm_states"]
-    seal_again(tmp_path / "head/head.json", **stored)
-    load_head(tmp_path / "head", CONFIG, target_config, None, torch.device("cpu"))
-    with pytest.raises(
-        ValueError, match=r"differ in head\.prenorm_states \(False stored, True in the config\); change"
+    seal_again(head / "head.json", **stored)
+    load_init(str(head), CONFIG, TargetFiles(tiny_target))
+    other = make_target(tmp_path / "target", intermediate_size=80)
+    prenorm = replace(CONFIG, prenorm_states=True)
+    for config, target, message in (
+        (
+            prenorm,
+            tiny_target,
+            r"must be those of the config, but differ in head\.prenorm_states \(False there",
+        ),
+        (CONFIG, other, r"mlp\.\w+_proj\.weight must be of shape .* for head mtp and this target, but is"),
     ):
-        load_head(tmp_path / "head", replace(CONFIG, prenorm_states=True), target_config, None, torch.device("cpu"))
-
-
-def test_a_head_of_other_settings_or_of_another_target_is_refused(tmp_path: Path, tiny_target: Path) -> None:
-    target_config = read_target_config(tiny_target)
-    save_head(tmp_path / "head", build_head(CONFIG, target_config).state_dict(), CONFIG, {"step": 3})
-    with pytest.raises(
-        ValueError,
-        match=r"the head's settings must match the config, but differ in head\.ttt_steps \(4 stored, 2 in the config\)",
+        with pytest.raises(UserError, match=message):
+            load_init(str(head), config, TargetFiles(target))
+    with pytest.raises(UserError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
+        check_head_target(head, TargetFiles(tiny_target))
+    for state, reason in (
+        ({key: torch.full_like(tensor, torch.nan) for key, tensor in whole.items()}, "finite numbers, but has NaN or"),
+        ({key: tensor.int() for key, tensor in whole.items()}, r"floating-point numbers, but has torch\.int32"),
     ):
-        load_head(tmp_path / "head", MtpHead.Config(ttt_steps=2), target_config, None, torch.device("cpu"))
-    other = read_target_config(make_target(tmp_path / "target", intermediate_size=80))
-    with pytest.raises(ValueError, match=r"mlp\.\w+_proj\.weight must be of shape .* for this target, but is"):
-        load_head(tmp_path / "head", CONFIG, other, None, torch.device("cpu"))
-    with pytest.raises(UserError, match=r"must hold a trained head, but has no head\.json; run mtptrain train first"):
-        load_head(tmp_path / "none", CONFIG, target_config, None, torch.device("cpu"))
-
-
-def test_facts_of_an_unknown_head_are_refused(tmp_path: Path, tiny_target: Path) -> None:
-    target_config = read_target_config(tiny_target)
+        save_head(head, state, CONFIG, {})
+        with pytest.raises(UserError, match=rf"head: \S+ must hold {reason}.*; copy or download it again"):
+            load_init(str(head), CONFIG, TargetFiles(tiny_target))
     for content, message in (
         ({}, "must have the entries head, but lacks head"),
         ({"head": [1]}, r"head must be the settings of one of .*, but is \[1\]"),
         ({"head": {"name": "none"}}, "head must be the settings of one of .*mtp"),
     ):
-        write_sealed(tmp_path / "head.json", content)
-        with pytest.raises(ValueError, match=rf"head\.json: {message}.*; copy it again, or train again"):
-            load_head(tmp_path, CONFIG, target_config, None, torch.device("cpu"))
-        with pytest.raises(ValueError, match=rf"head\.json: must have the entries {TARGET_WEIGHTS}, but lacks"):
-            check_head_target(tmp_path, TargetFiles(tiny_target))
-
-
-def test_a_head_with_damaged_weights_is_refused(tmp_path: Path, tiny_target: Path) -> None:
-    target_config, directory = read_target_config(tiny_target), tmp_path / "head"
-    whole = build_head(CONFIG, target_config).state_dict()
-    for state, reason in (
-        (
-            {key: torch.full_like(tensor, torch.nan) for key, tensor in whole.items()},
-            "finite numbers, but has NaN or inf",
-        ),
-        ({key: tensor.int() for key, tensor in whole.items()}, r"floating-point numbers, but has torch\.int32"),
-    ):
-        facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(tiny_target)}
-        save_head(directory, state, CONFIG, facts)
-        with pytest.raises(
-            ValueError, match=rf"head\.safetensors: \S+ must hold {reason}.*; copy it again, or train aga"
-        ):
-            load_head(directory, CONFIG, target_config, None, torch.device("cpu"))
-        with pytest.raises(ValueError, match=rf"head: \S+ must hold {reason}.*; copy or download it again"):
-            load_init(str(directory), CONFIG, TargetFiles(tiny_target))
+        write_sealed(head / "head.json", content)
+        with pytest.raises(UserError, match=rf"head\.json: {message}.*; copy it again, or train again"):
+            load_init(str(head), CONFIG, TargetFiles(tiny_target))
