@@ -2,7 +2,6 @@
 
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,18 +11,8 @@ from mtptrain.engines.table import engine_of, format_for
 from mtptrain.export import check_tensors, reload_head, write_head
 from mtptrain.target.families import read_target_config
 from tests.mtptrain.engines.conftest import random_head
-from tests.serving.cases import (
-    BF16_CASES,
-    CASES,
-    HEAD_CONFIGS,
-    IN_TABLE,
-    LLAMA_CPP_CASES,
-    OPENVINO_CASES,
-    SEQUENTIAL_CASES,
-    TARGETS,
-    Case,
-)
-from tests.serving.served_directories.writing import make_served_target
+from tests.serving.cases import HEADS, SERVED, TARGETS, cases_of
+from tests.serving.writing import make_served_target
 
 PAGE = Path(__file__).parents[2] / "docs/serving.md"
 BETWEEN = re.compile(r"(?<=<!-- served: written by `make served-table` -->\n).*?(?=<!-- end of served -->)", re.DOTALL)
@@ -35,13 +24,12 @@ MORE_FAMILIES = {
     **{"granite": "Granite", "phi3": "Phi-3", "glm4": "GLM-4", "olmoe": "OLMoE", "gpt_oss": "gpt-oss"},
     **{"glm4_moe": "GLM-4.5", "ernie4_5_moe": "ERNIE-4.5", "qwen3_next": "Qwen3-Next (full attention)"},
 }
-"""Families of `MORE_TARGETS` and `NATIVE_TARGETS`, which have lines below the table instead of columns in it."""
+"""Families of which a head or two are served. They have lines below the table instead of columns in it."""
+IN_TABLE = ("mtp", "eagle", "eagle3", "peagle", "medusa", "dflash", "dspark", "dflash2", "draft_model")
 ENGINES = {
     **{"vllm": "vLLM 0.32", "llama_cpp": "llama.cpp b11434", "openvino": "OpenVINO GenAI 2026.4"},
     **{"sglang": "SGLang 0.5.23", "tensorrt_llm": "TensorRT-LLM 1.3", "transformers": "transformers 5.23"},
 }
-TRIED = {"vllm": CASES, "llama_cpp": LLAMA_CPP_CASES, "openvino": OPENVINO_CASES}
-"""The cases that each engine serves in fp32, with equal answers and counters."""
 ONLY_ON_GPUS = {"dspark": "dspark_fill_in_one_layer", "dflash2": "dflash2"}
 """Heads that vLLM serves with its V2 runner, which needs a GPU, and the variant that a plugin serves in its V1."""
 EQUAL, NEAR, CHECKED, REFUSED, UNTRIED = "equal", "within 2 %", "format", "no", "not tried"
@@ -53,30 +41,30 @@ vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the fi
 not served. *{WITH_PLUGIN}*: vLLM serves this head with its V2 runner, which needs a GPU. Here its
 classes run in its V1 runner, with a plugin of the tests that chooses the drafts; all is equal in
 fp32, for `dspark` with `head.sample_from_anchor=false`.
-*{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves it. Llama and Qwen3 are
-tested with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and, in
-vLLM, with the flags of EAGLE-3.1; the others with K = 3. `peagle` and `medusa` are tested with
-K = 1 and 5 too on targets that repeat tokens, and `dflash` with K = 1, 3 and 5, with a draft
-vocabulary and with two layers, whose `k_norm` must be equal in vLLM. llama.cpp's Qwen2 has unscaled
-RoPE, and the weights of its Qwen3-MoE's experts add up to 1.
+*{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves it. Llama is tested with
+K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and, in vLLM, with
+the flags of EAGLE-3.1; the others mostly with K = 3. `peagle` and `medusa` are tested with K = 5 too
+on targets that repeat tokens, and `dflash` with K = 3 and 5, with a draft vocabulary and with two
+layers, whose `k_norm` must be equal in vLLM. llama.cpp's Qwen2 has unscaled RoPE, and the weights of
+its Qwen3-MoE's experts add up to 1.
 """
 
 
-def is_among(cases: list[Case], head: str, family: str) -> bool:
-    return any((case.head, TARGETS[case.target].model_type) == (head, family) for case in cases)
+def is_served(engine: str, head: str, family: str) -> bool:
+    return any((case.head, TARGETS[case.target].model_type) == (head, family) for case in cases_of(engine))
 
 
 def cell(engine: str, head: str, family: str, target: PreTrainedConfig, directory: Path) -> str:
     """Returns the cell of a head for a family in an engine. An export that no engine serves here is written."""
-    if is_among(TRIED.get(engine, []), head, family):
+    if engine in SERVED and is_served(engine, head, family):
         return EQUAL
-    if next(engine_of(engine).why_not(HEAD_CONFIGS[head], target), None) is not None:
+    if next(engine_of(engine).why_not(HEADS[head], target), None) is not None:
         return REFUSED
-    if engine == "vllm" and head in ONLY_ON_GPUS and is_among(SEQUENTIAL_CASES, ONLY_ON_GPUS[head], family):
+    if engine == "vllm" and head in ONLY_ON_GPUS and is_served("vllm with a plugin", ONLY_ON_GPUS[head], family):
         return WITH_PLUGIN
-    if engine in TRIED and not (engine == "vllm" and head in ONLY_ON_GPUS):
-        return NEAR if engine == "vllm" and is_among(BF16_CASES, head, family) else UNTRIED
-    form = format_for(engine, HEAD_CONFIGS[head], target)
+    if engine in SERVED and not (engine == "vllm" and head in ONLY_ON_GPUS):
+        return NEAR if engine == "vllm" and is_served("vllm in bf16", head, family) else UNTRIED
+    form = format_for(engine, HEADS[head], target)
     state = random_head(form.head, target).state_dict()
     write_head(directory, form, state)
     check_tensors(directory, form)
@@ -92,17 +80,14 @@ def served_table(directory: Path) -> str:
     targets = {name: read_target_config(make_served_target(directory / "targets" / name, name)) for name in FAMILIES}
     for engine, engine_name in ENGINES.items():
         for head in IN_TABLE:
-            if HEAD_CONFIGS[head].name in engine_of(engine).formats:
+            if HEADS[head].name in engine_of(engine).formats:
                 cells = [cell(engine, head, name, targets[name], directory / engine / head / name) for name in FAMILIES]
                 lines.append(f"| {engine_name} | `{head}` | " + " | ".join(cells) + " |")
-    families: dict[tuple[str, str], list[str]] = {}
-    for case in dict.fromkeys(replace(case, num_speculative_tokens=3) for case in CASES + BF16_CASES):
+    families: dict[str, list[str]] = {}
+    for case in cases_of("vllm"):
         if case.target in MORE_FAMILIES:
-            result = EQUAL if case.dtype == "float32" else NEAR
-            families.setdefault((case.head, result), []).append(MORE_FAMILIES[case.target])
-    more = [
-        f"vLLM 0.32 serves `{head}` for {', '.join(names)} too: {how}.\n" for (head, how), names in families.items()
-    ]
+            families.setdefault(case.head, []).append(MORE_FAMILIES[case.target])
+    more = [f"vLLM 0.32 serves `{head}` for {', '.join(names)} too: {EQUAL}.\n" for head, names in families.items()]
     return "\n".join(lines) + "\n" + LEGEND + "\n" + "".join(more)
 
 

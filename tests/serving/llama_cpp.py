@@ -18,7 +18,7 @@ from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from tests.gguf_files import tokenizer_settings
-from tests.serving.cases import CONTEXT_TOKENS, EOS, HEAD_CONFIGS, Case
+from tests.serving.cases import CONTEXT_TOKENS, EOS, HEADS, Case
 from tests.serving.ours import QUESTIONS, OnDisk, Serve, drafted_here
 
 SOURCE = DEFAULT_SERVER.parents[1] / "source"
@@ -63,22 +63,15 @@ def serve_by_llama(
     """Returns a function that serves a case, and returns our answers, the engine's, and our counts by its rules."""
 
     def serve(
-        case: Case,
-        *,
-        file: Path | None = None,
-        target: Path | None = None,
-        is_exact: bool = True,
-        without: tuple[str, ...] = (),
+        case: Case, *, file: Path | None = None, target: Path | None = None, is_exact: bool = True
     ) -> tuple[list[Generation], EngineRun, EngineCounts]:
         directory, num_drafts = tmp_path_factory.mktemp("head"), case.num_speculative_tokens
         gguf = target or gguf_of(case.target)
-        form = format_for("llama_cpp", HEAD_CONFIGS[case.head], target_of(case.target).target.config, gguf)
+        form = format_for("llama_cpp", HEADS[case.head], target_of(case.target).target.config, gguf)
         write_head(directory, form, head_of(case.head, case.target).state_dict())
         check_tensors(directory, form)
         head = file or directory / form.weights_name, form.method, num_drafts
         arguments = server_arguments(gguf, CONTEXT_TOKENS, 1, is_exact, head)
-        for flag in without:
-            del arguments[arguments.index(flag) : arguments.index(flag) + 2]
         with started_server(LlamaServer, [llama_server, *arguments], directory / "server.log") as server:
             theirs = server.generate(*QUESTIONS)
         ours = drafted_here(case, target_of, head_of)

@@ -12,7 +12,7 @@ from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
-from tests.serving.cases import HEAD_CONFIGS, Case
+from tests.serving.cases import HEADS, Case
 from tests.serving.ours import QUESTIONS, OnDisk, Serve, drafted_here, served_from
 
 
@@ -40,7 +40,7 @@ def serve_by_openvino(
     def serve(case: Case, without: str = "") -> tuple[list[Generation], EngineRun, EngineCounts]:
         on_disk, directory = target_of(case.target), converted / f"{case.head}-{case.target}-{without}"
         if not directory.exists():
-            form = format_for("openvino", HEAD_CONFIGS[case.head], on_disk.target.config)
+            form = format_for("openvino", HEADS[case.head], on_disk.target.config)
             write_head(directory, form, head_of(case.head, case.target).state_dict())
             form.add_target(directory, on_disk.directory)
             check_tensors(directory, form)

@@ -21,11 +21,6 @@ from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from tests.serving.cases import CONTEXT_TOKENS, EOS, MAX_NEW_TOKENS, PROMPTS, Case
 
-SHORT_BENCH = (
-    *("serving_bench.concurrency=[1,2]", "serving_bench.num_speculative_tokens=[1,3]"),
-    *("serving_bench.num_requests=6", "serving_bench.warmup_requests=1", "serving_bench.ignore_eos=true"),
-)
-"""Settings of a short `mtptrain serving-bench`: six requests for each row, and one before to warm up."""
 QUESTIONS = Questions(PROMPTS, MAX_NEW_TOKENS, [EOS])
 Serve = Callable[..., tuple[list[Generation], EngineRun, EngineCounts]]
 """Serves a case, and returns our answers, the engine's, and our counts by its rules."""

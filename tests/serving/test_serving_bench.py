@@ -19,20 +19,16 @@ from tests.serving.conftest import vllm_server
 from tests.serving.ours import OnDisk
 
 NUM_PROMPTS, NUM_REQUESTS = 4, 6
-KEYS = {
-    *("num_speculative_tokens", "concurrency", "requests", "output_tokens", "duration_s", "ttft_ms", "tpot_ms"),
-    *("itl_ms", "output_tokens_per_s", "speed_up", "rounds", "drafted"),
-    *("accepted_at", "acceptance_length"),
-}
 STARTED = ("serving_bench.num_speculative_tokens=[3]", "serving_bench.server_args=[--enforce-eager]")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def run(exported_run: Callable[..., Run]) -> Run:
-    return exported_run(
+def run(run_of: Callable[[str], Run]) -> Run:
+    directory, overrides = run_of("vllm")
+    return directory, (
+        *overrides,
         f"acceptance.num_prompts={NUM_PROMPTS}",
-        "acceptance.max_new_tokens=24",
         "serving_bench.concurrency=[1,2]",
         f"serving_bench.num_requests={NUM_REQUESTS}",
         "serving_bench.warmup_requests=0",
@@ -40,36 +36,16 @@ def run(exported_run: Callable[..., Run]) -> Run:
     )
 
 
-def test_every_k_and_concurrency_has_a_row_of_its_fastest_run(run: Run) -> None:
+def test_the_fastest_run_of_a_load_counts(run: Run) -> None:
     result = run_program("serving-bench", *run[1], *STARTED, "serving_bench.repeats=2")
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads((run[0] / "serving_bench/report.json").read_text())
-    rows = report["rows"]
-    assert [(row["num_speculative_tokens"], row["concurrency"]) for row in rows] == [(0, 1), (0, 2), (3, 1), (3, 2)]
-    for row in rows:
-        assert row.keys() == KEYS
-        assert (row["requests"], row["output_tokens"]) == (NUM_REQUESTS, NUM_REQUESTS * 24)
-        for name in ("ttft_ms", "tpot_ms", "itl_ms"):
-            assert 0 < row[name]["p50"] <= row[name]["p99"] and row[name]["mean"] > 0
-        plain = next(each for each in rows if each["concurrency"] == row["concurrency"])
-        assert row["speed_up"] == pytest.approx(row["output_tokens_per_s"] / plain["output_tokens_per_s"])
-        assert f"{row['output_tokens_per_s']:,.0f}" in result.stdout
+    for row in report["rows"]:
         name = f"load_K{row['num_speculative_tokens']}_concurrency{row['concurrency']}_run"
         runs = [json.loads((run[0] / f"serving_bench/{name}{number}.json").read_text()) for number in (1, 2)]
         assert row["duration_s"] == min(each["duration_s"] for each in runs)
-        if row["num_speculative_tokens"] == 0:
-            assert row["rounds"] is None and row["acceptance_length"] is None
-            continue
-        # The prefill gives the first token of each request. The last round may be cut at max_new_tokens.
-        emitted = row["rounds"] + sum(row["accepted_at"]) + NUM_REQUESTS
-        assert row["output_tokens"] <= emitted <= row["output_tokens"] + 3 * NUM_REQUESTS
-        assert row["drafted"] == 3 * row["rounds"] and len(row["accepted_at"]) == 3
-        assert row["acceptance_length"] == pytest.approx(1 + sum(row["accepted_at"]) / row["rounds"])
-        assert 0 < row["accepted_at"][0] < row["rounds"]
     assert report["version"].startswith("0.32") and report["prompts"] == NUM_PROMPTS
     assert report["best_num_speculative_tokens"].keys() == {"1", "2"}
-    for name in ("plot.svg", "server_K0.log", "server_K3.log"):
-        assert (run[0] / "serving_bench" / name).stat().st_size > 0
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +61,7 @@ def server(run: Run, vllm_python: str, target_of: Callable[[str], OnDisk]) -> It
 
 
 def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_counters(
-    run: Run, server: str, target_of: Callable[[str], OnDisk], tmp_path: Path
+    run: Run, server: str, tmp_path: Path
 ) -> None:
     settings = (*run[1], f"serving.url={server}", f"serving_bench.output_dir={tmp_path}")
     before = VllmServer(server).counters()
@@ -102,26 +78,6 @@ def test_a_running_server_with_a_k_for_each_batch_size_is_measured_by_its_own_co
     assert rows[1]["drafted"] < 2 * rows[1]["rounds"], (
         "K must be 1 for two requests, except while the last request runs alone"
     )
-    other = target_of("qwen3").directory
-    for override, message in (
-        (f"target.path={other}", f"serving.url: the server must serve {other}, but {server} serves "),
-        ("acceptance.max_new_tokens=500", "serving.url: the server's context must hold 538 tokens"),
-    ):
-        result = run_program("serving-bench", *settings, override)
-        assert result.returncode == 1 and message in result.stderr
-
-
-def test_an_export_that_is_missing_is_refused_and_an_engine_that_cannot_start_names_its_log(
-    run: Run, tmp_path: Path
-) -> None:
-    settings = (*run[1], f"serving_bench.output_dir={tmp_path}/bench")
-    result = run_program("serving-bench", *settings, f"serving.head_dir={tmp_path}")
-    assert result.returncode == 1 and "serving.json: must exist, but does not; run mtptrain export" in result.stderr
-    assert not (tmp_path / "bench").exists()
-    result = run_program("serving-bench", *settings, "serving_bench.server_args=[--no-such-argument]")
-    log = tmp_path / "bench/server_K0.log"
-    assert f"vllm serve: must start, but ended with status 2; its log is {log}" in result.stderr
-    assert result.returncode == 1 and "--no-such-argument" in result.stderr
 
 
 def test_ctrl_c_ends_every_process(run: Run, tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -136,27 +134,6 @@ def test_an_engine_that_is_killed_is_reported(target_dir: Path, vllm_python: str
             read_all(shard)
 
 
-class EndedProcess(subprocess.Popen[str]):
-    """A process that has ended before anything is sent to it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.wait()
-
-
-def test_an_engine_that_ends_at_once_leaves_nothing(
-    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = tmp_path / "python"  # says that it has vLLM
-    python.write_text('#!/bin/sh\n[ "$1" = -c ] || exit 3\n')
-    python.chmod(0o755)
-    monkeypatch.setattr(subprocess, "Popen", EndedProcess)
-    streams = streams_of(target_dir, str(python), tmp_path / "rank")
-    with pytest.raises(UserError, match="but its process ended with status 3"), streams:
-        pass
-    assert not (tmp_path / "rank").exists() and streams._process.stdout is not None and streams._process.stdout.closed
-
-
 USER = """
 import sys
 from pathlib import Path
@@ -172,13 +149,6 @@ with VllmStreams(Path(target_dir), (1, 2), settings, 500, Path(scratch_dir), 0, 
 """
 
 
-@pytest.fixture
-def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes vLLM fork its workers, as it does on GPUs by default. On CPUs it always asks for `spawn`."""
-    (tmp_path / "sitecustomize.py").write_text(FORK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-
 FORK = """
 import multiprocessing
 get_context = multiprocessing.get_context
@@ -186,85 +156,37 @@ multiprocessing.get_context = lambda method=None: get_context("fork" if method =
 """
 
 
-@contextmanager
-def started_rank(
-    target_dir: Path, scratch_dir: Path, python: str, tensor_parallel_size: int
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a process that extracts up to 1000 shards of 100 documents, and kills it at the end."""
-    command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), python, str(tensor_parallel_size)]
+def test_a_tensor_parallel_engine_with_forked_workers_extracts_and_ends_when_its_rank_is_killed(
+    target_dir: Path, vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs vLLM forks its workers by default. On CPUs it always asks for `spawn`."""
+    (tmp_path / "sitecustomize.py").write_text(FORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    scratch_dir = tmp_path / "rank"
+    command = [sys.executable, "-c", USER, str(target_dir), str(scratch_dir), vllm_python, "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as rank:
         try:
-            yield rank
+            assert rank.stdout is not None
+            assert select.select([rank.stdout], [], [], HANGS_AFTER_S)[0], "the engine hangs"
+            assert rank.stdout.readline() == b"100\n"  # the first shard is done
+            engine = psutil.Process(rank.pid).children(recursive=True)
+            segments = shared_memory(engine)
+            assert len(engine) >= 2 and segments
+            time.sleep(random.uniform(0, 1))
         finally:
             rank.kill()
-
-
-@pytest.mark.usefixtures("forked_workers")
-def test_a_tensor_parallel_engine_with_forked_workers_extracts_and_ends_when_its_rank_is_killed(
-    target_dir: Path, vllm_python: str, tmp_path: Path
-) -> None:
-    check_end_in_the_midst_of_a_shard(target_dir, vllm_python, tmp_path / "rank", 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_the_engine_ends_in_the_midst_of_a_shard_when_its_rank_is_killed(
-    target_dir: Path, vllm_python: str, tmp_path: Path, tensor_parallel_size: int
-) -> None:
-    check_end_in_the_midst_of_a_shard(target_dir, vllm_python, tmp_path / "rank", tensor_parallel_size)
-
-
-def check_end_in_the_midst_of_a_shard(
-    target_dir: Path, python: str, scratch_dir: Path, tensor_parallel_size: int
-) -> None:
-    with started_rank(target_dir, scratch_dir, python, tensor_parallel_size) as rank:
-        assert rank.stdout is not None and select.select([rank.stdout], [], [], HANGS_AFTER_S)[0], "the engine hangs"
-        assert rank.stdout.readline() == b"100\n"  # the first shard is done
-        engine = psutil.Process(rank.pid).children(recursive=True)
-        segments = shared_memory(engine)
-        assert len(engine) >= tensor_parallel_size and bool(segments) == (tensor_parallel_size > 1)
-        time.sleep(random.uniform(0, 1))
-    wait_for_end(engine)
+    for process in engine:
+        wait_until_ended(process.pid, timeout_s=60)
     assert not any(segment.exists() for segment in segments)
     left = sorted(scratch_dir.iterdir())
     time.sleep(1)
-    assert sorted(scratch_dir.iterdir()) == left  # no process writes any more
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")
-def test_the_engine_ends_while_it_is_being_built_when_its_rank_is_killed(
-    target_dir: Path, vllm_python: str, tmp_path: Path
-) -> None:
-    with started_rank(target_dir, tmp_path / "rank", vllm_python, 2) as rank:
-        deadline = time.monotonic() + HANGS_AFTER_S
-        engine: list[psutil.Process] = []
-        while sum(map(is_worker, engine)) < 2:  # the workers exist, but are not ready
-            engine = psutil.Process(rank.pid).children(recursive=True)
-            assert rank.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        for process in filter(is_worker, engine):
-            process.suspend()  # a stopped worker cannot end by itself
-    wait_for_end(engine)
+    assert sorted(scratch_dir.iterdir()) == left, "no process may write any more"
 
 
 def shared_memory(engine: list[psutil.Process]) -> set[Path]:
     """Returns the shared memory that an engine and its workers use, and that no other process would remove."""
     mapped = (mapping.path for process in engine for mapping in process.memory_maps())
     return {Path(path) for path in mapped if path.startswith("/dev/shm/psm_")}
-
-
-def is_worker(process: psutil.Process) -> bool:
-    """Returns whether a process was forked by an engine's process, so that both have the same command line."""
-    with suppress(psutil.NoSuchProcess):
-        command, parent = process.cmdline(), process.parent()
-        return any("vllm_worker.py" in word for word in command) and parent is not None and command == parent.cmdline()
-    return False
-
-
-def wait_for_end(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        wait_until_ended(process.pid, timeout_s=60)
 
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)

@@ -23,12 +23,13 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.model import Target
 from tests.conftest import make_target
 from tests.mimo import add_mimo_layer
-from tests.serving.cases import CONTEXT_TOKENS, HEAD_CONFIGS, TARGETS, Case
-from tests.serving.served_directories.breaks import BREAKS, SEQUENTIAL_BREAKS
+from tests.serving.breaks import damage
+from tests.serving.cases import CONTEXT_TOKENS, HEADS, TARGETS, Case
 
 SETTINGS: dict[str, Any] = {
     **{"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "tie_word_embeddings": False},
     **{"max_position_embeddings": CONTEXT_TOKENS, "initializer_range": 0.1},
+    "pad_token_id": None,  # the default of some families, such as phi3, is beyond a vocabulary of 260
 }
 
 
@@ -55,7 +56,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     A `draft_model` of the target's family is not trained: it copies the target's first layers.
     """
     torch.manual_seed(1)
-    head = build_head(HEAD_CONFIGS[kind], target.config)
+    head = build_head(HEADS[kind], target.config)
     is_of_family = isinstance(head, DraftModelHead) and head.config.model_type == target.config.model_type
     if is_of_family:  # half of the target's layers often predict the same token as all of them
         copy_first_layers(head, TargetFiles(Path(target.config.name_or_path)))
@@ -71,7 +72,7 @@ def make_head(target: Target, kind: str, num_steps: int = 30) -> Head:
     # Heads that are bound to their depths get more and shorter prompts: most of them feed nothing back and are tried on
     # targets that repeat a token, whose answers have few distinct tokens.
     tokens = answers(target, *((256, 4, 12) if head.Config.is_bound_to_depths else (16, 16, 48)))
-    depths = HEAD_CONFIGS[kind].ttt_steps if isinstance(head, MedusaHead) or head.Config.drafts_whole_blocks else 3
+    depths = HEADS[kind].ttt_steps if isinstance(head, MedusaHead) or head.Config.drafts_whole_blocks else 3
     num_tokens = tokens.shape[1] - 2
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     states = target.forward(tokens, positions, target.cache(tokens.shape[1]), head.read_layers)
@@ -145,12 +146,12 @@ def answers(target: Target, count: int, prompt_tokens: int, new_tokens: int) -> 
 
 
 def write_served_head(directory: Path, target: Target, target_dir: Path, case: Case, head: Head) -> dict[str, Any]:
-    """Exports a head, applies the case's break if it has one, and returns the settings with which vLLM serves it."""
-    form = format_for("vllm", HEAD_CONFIGS[case.head], target.config)
+    """Exports a head, applies the case's break if it has one, and returns what `serving.json` says of the export."""
+    form = format_for("vllm", HEADS[case.head], target.config)
     write_head(directory, form, head.state_dict())
     form.add_target(directory, target_dir)
     if case.broken:
-        (BREAKS | SEQUENTIAL_BREAKS)[case.head][case.broken](directory)
+        damage(directory, case.head, case.broken)
     return {
         "method": form.method,
         "speculative_settings": form.speculative_settings,
