@@ -41,12 +41,12 @@ vLLM's CPU kernels there; acceptance lengths are within 2 %. *{CHECKED}*: the fi
 not served. *{WITH_PLUGIN}*: vLLM serves this head with its V2 runner, which needs a GPU. Here its
 classes run in its V1 runner, with a plugin of the tests that chooses the drafts; all is equal in
 fp32, for `dspark` with `head.sample_from_anchor=false`.
-*{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves it. Llama is tested with
-K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and, in vLLM, with
-the flags of EAGLE-3.1; the others mostly with K = 3. `peagle` and `medusa` are tested with K = 5 too
-on targets that repeat tokens, and `dflash` with K = 3 and 5, with a draft vocabulary and with two
-layers, whose `k_norm` must be equal in vLLM. llama.cpp's Qwen2 has unscaled RoPE, and the weights of
-its Qwen3-MoE's experts add up to 1.
+*{REFUSED}*: the export is refused, with the reason. *{UNTRIED}*: no test serves it. Llama is tested
+with K = 1, 3 and 5, and `eagle3` also with a draft vocabulary, with its own lm_head and, in vLLM,
+with the flags of EAGLE-3.1; the others mostly with K = 3. `peagle` and `medusa` are tested with
+K = 5 too on targets that repeat tokens, and `dflash` with K = 3 and 5, with a draft vocabulary and
+with two layers, whose `k_norm` must be equal in vLLM. llama.cpp's Qwen2 has unscaled RoPE, and the
+weights of its Qwen3-MoE's experts add up to 1.
 """
 
 
