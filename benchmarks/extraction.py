@@ -39,7 +39,7 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
 )
 from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
-from mtptrain.planning.target import target_costs
+from mtptrain.planning.costs import target_costs
 from mtptrain.run import Run
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target

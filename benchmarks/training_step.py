@@ -30,7 +30,7 @@ from mtptrain.config import PipelineConfig
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.store import StoredDocument
-from mtptrain.planning.step import step_flops
+from mtptrain.planning.costs import step_flops
 from mtptrain.settings.heads import DflashConfig, Eagle3Config, HeadConfig, MtpConfig
 from mtptrain.settings.precision import train_dtype
 from mtptrain.target.form import find_form

@@ -45,7 +45,7 @@ from mtptrain.hidden_states.store import HiddenStates, HiddenStore
 from mtptrain.hidden_states.stream import StreamedStates
 from mtptrain.init_from.from_target import start_from_target
 from mtptrain.init_from.start import check_one_start, load_init
-from mtptrain.planning.step import step_flops
+from mtptrain.planning.costs import step_flops
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision, train_dtype
 from mtptrain.stage_dir import StageDir

@@ -33,8 +33,7 @@ from mtptrain.heads.packing import Packing
 from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
-from mtptrain.planning.step import activation_bytes, step_flops
-from mtptrain.planning.target import cached_values, target_costs, validation_bytes
+from mtptrain.planning.costs import activation_bytes, cached_values, step_flops, target_costs, validation_bytes
 from mtptrain.settings.precision import train_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import gguf_of
@@ -42,7 +41,6 @@ from mtptrain.target.hub import config_dir, weight_files
 from mtptrain.target.loading import FITTING_SHARE
 from mtptrain.training.flops import matmul_peak
 from mtptrain.training.losses import LossSettings
-from mtptrain.training.step_packing import pack_documents, shuffled
 
 ENGINE_SHARE = 0.9
 """Share of a GPU's memory for vLLM's weights and cache. vLLM uses 0.92 in total, including a batch's activations."""
@@ -57,8 +55,7 @@ class Plan:
 
     def __init__(self, config: PipelineConfig, free_bytes: int | None = None) -> None:
         """Plan a run. `free_bytes` on the disk of run_dir are looked up by default."""
-        self.config = config
-        self.rows: dict[str, str] = {}
+        self.config, self.rows = config, dict[str, str]()
         self.warnings: list[str] = []
         target_dir, kind = config_dir(config.target.path, config.target.revision), HEADS[config.head.name]
         self.target_config = read_target_config(target_dir)
@@ -76,12 +73,13 @@ class Plan:
         self._plan_disk(_free_disk(Path(config.run_dir)) if free_bytes is None else free_bytes)
         self._plan_extraction(target_dir)
         self._plan_training()
+        self._check_steps()
         self._plan_time()
 
     def _count_documents(self) -> None:
         """Count the training documents of stage 1, or else take the recipe's bounds."""
         path, prompts = self.config.stage_dir("prompts") / f"{Split.train}.safetensors", self.config.prompts
-        self.lengths = np.zeros(0, np.int64)
+        self.num_documents = 0
         self.num_tokens = self.num_supervised = prompts.max_train_tokens or UNKNOWN_TOKENS
         self.longest_tokens = self.mean_tokens = prompts.max_document_tokens
         """The mean length is averaged over tokens, not documents. Attention costs are proportional to it."""
@@ -92,44 +90,43 @@ class Plan:
             )
             return
         documents = Documents.load(require_prompts(path.parent, path.name))
-        self.lengths, self.num_tokens = documents.lengths, len(documents.input_ids)
-        self.num_supervised, self.longest_tokens = int(documents.loss_mask.sum()), int(self.lengths.max(initial=1))
-        self.mean_tokens = round((self.lengths.astype(np.float64) ** 2).sum() / max(1, self.num_tokens))
+        self.num_documents, self.num_tokens = len(documents.lengths), len(documents.input_ids)
+        self.num_supervised, self.longest_tokens = int(documents.loss_mask.sum()), int(documents.lengths.max(initial=1))
+        self.mean_tokens = round((documents.lengths.astype(np.float64) ** 2).sum() / max(1, self.num_tokens))
         self.rows["documents"] = (
-            f"{len(self.lengths):,} with {self.num_tokens:,} tokens, {self.num_supervised:,} supervised "
+            f"{self.num_documents:,} with {self.num_tokens:,} tokens, {self.num_supervised:,} supervised "
             f"({self.num_supervised / max(1, self.num_tokens):.0%}); the longest has {self.longest_tokens:,}"
         )
 
     def _plan_disk(self, free_bytes: int) -> None:
         config, chosen = self.config, self.config.hidden_states.store_dtype
-        dtypes = [dtype for dtype in StoreDtype if self.captured or dtype is not StoreDtype.fp8_aux]
         hidden_size, num_captured = self.target_config.hidden_size, len(self.captured)
-        self.bytes_per_token = {dtype: bytes_per_token(hidden_size, num_captured, dtype) for dtype in dtypes}
-        document_bytes = DOCUMENT_BYTES * len(self.lengths)
-        whole = {dtype: size * self.num_tokens + document_bytes for dtype, size in self.bytes_per_token.items()}
-        window = OPEN_WINDOWS * config.train.stream_shards * config.hidden_states.shard_tokens
-        streamed = {dtype: min(whole[dtype], window * size) for dtype, size in self.bytes_per_token.items()}
-        self.store_bytes = whole
-        """Size of the whole store with each dtype."""
-        sizes = {
-            dtype: f"{dtype} {_gb(whole[dtype])} ({self.bytes_per_token[dtype]:,} bytes/token)" for dtype in dtypes
+        dtypes = [chosen, *(each for each in StoreDtype if each is not chosen)]
+        self.bytes_per_token = {
+            dtype: bytes_per_token(hidden_size, num_captured, dtype)
+            for dtype in dtypes
+            if num_captured or dtype is not StoreDtype.fp8_aux
         }
-        self.rows["hidden states"] = "; ".join([sizes.pop(chosen), *sizes.values()])
+        documents = DOCUMENT_BYTES * self.num_documents
+        self.store_bytes = {dtype: size * self.num_tokens + documents for dtype, size in self.bytes_per_token.items()}
+        """Size of the whole store with each dtype."""
+        self.rows["hidden states"] = "; ".join(
+            f"{dtype} {_gb(whole)} ({self.bytes_per_token[dtype]:,} bytes/token)"
+            for dtype, whole in self.store_bytes.items()
+        )
+        window = OPEN_WINDOWS * config.train.stream_shards * config.hidden_states.shard_tokens
+        streamed = min(self.store_bytes[chosen], window * self.bytes_per_token[chosen])
         if config.train.stream:
-            self.rows["streamed"] = f"{_gb(streamed[chosen])} at a time"
+            self.rows["streamed"] = f"{_gb(streamed)} at a time"
         self.rows["free disk"] = f"{_gb(free_bytes)} on the disk of run_dir"
-        needed = streamed if config.train.stream else whole
-        ways = [
-            (needed[StoreDtype.fp8], f"hidden_states.store_dtype=fp8 ({_gb(needed[StoreDtype.fp8])}), "),
-            (streamed[chosen], f"train.stream=true train.epochs=1 ({_gb(streamed[chosen])} at a time), "),
-            (free_bytes if config.train.stream else math.inf, "a lower train.stream_shards, "),
-        ]
-        smaller = "".join(way for size, way in ways if size <= free_bytes)
-        if needed[chosen] > free_bytes:
-            self.warnings.append(
-                f"run_dir: {_gb(needed[chosen])} must be free for the hidden states, but {config.run_dir} has "
-                f"{_gb(free_bytes)}; set {smaller}run_dir to a larger disk, or a lower prompts.max_train_tokens"
-            )
+        needed = streamed if config.train.stream else self.store_bytes[chosen]
+        self._warn_if(
+            needed > free_bytes,
+            f"run_dir: {_gb(needed)} must be free for the hidden states, but {config.run_dir} has {_gb(free_bytes)}; "
+            f"set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in all), train.stream=true "
+            f"train.epochs=1 ({_gb(streamed)} at a time, less with a lower train.stream_shards), run_dir to a larger "
+            "disk, or a lower prompts.max_train_tokens",
+        )
 
     def _plan_extraction(self, target_dir: Path) -> None:
         settings, planner, is_vllm = self.config.hidden_states, self.config.planner, self.backend is Backend.vllm
@@ -144,65 +141,54 @@ class Plan:
         weights = total // (parallel if is_vllm else gpus if self.is_spread else 1)
         how = f", spread by accelerate over {gpus} in one process" if self.is_spread else ""
         how = f", tensor parallel over {parallel}" if is_vllm and parallel > 1 else how
+        self.rows["target"] = (
+            f"{self.target.num_parameters / 1e9:.2f} B parameters, {_gb(weights)} of weights on each GPU{how}, "
+            f"{self.backend}"
+        )
+        self._warn_if(
+            weights > available,
+            f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take {_gb(weights)}; "
+            f"use at least {math.ceil(total / available)} GPUs in one machine, with hidden_states.backend=transformers "
+            "or as large a hidden_states.tensor_parallel_size",
+        )
         # 2. States in flight: those of the longest document and of two batches, one of which runs while the other is
         # written. vLLM allocates a page in every layer for each block of states, but fills only one of them, and tensor
         # parallelism does not divide them (`get_kv_cache_groups` in vLLM 0.32).
         streams = streams_bytes_per_token(self.config, self.target_config, self.captured)
         self.written_bytes = streams if is_vllm else 0
+        if not is_vllm:
+            return
         num_in_flight = 2 * settings.batch_tokens + self.longest_tokens
         states = self.target_config.num_hidden_layers * streams * num_in_flight
-        if is_vllm:
-            self.rows["scratch"] = f"{streams:,} bytes/token in vLLM's files, deleted after each shard"
-        self.rows["target"] = (
-            f"{self.target.num_parameters / 1e9:.2f} B parameters, {_gb(weights)} of weights on each GPU{how}, "
-            f"{self.backend}"
+        self.rows["scratch"] = f"{streams:,} bytes/token in vLLM's files, deleted after each shard"
+        self.rows["extraction, each GPU"] = (
+            f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}"
         )
-        if is_vllm:
-            self.rows["extraction, each GPU"] = (
-                f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}"
-            )
-        # 3. The smallest power of two of GPUs that fits vLLM's weights and states, if one does.
-        left = min(available, for_engine - states)
-        ranks = 1 << (math.ceil(total / left) - 1).bit_length() if left > 0 else math.inf
-        set_ranks = f"hidden_states.tensor_parallel_size={ranks}"
-        with_vllm = f"{ranks} GPUs with hidden_states.backend=vllm {set_ranks}, or " if left > 0 else ""
-        if weights > available:
-            self.warnings.append(
-                f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take "
-                f"{_gb(weights)}; use {with_vllm}at least {math.ceil(total / available)} GPUs in one machine with "
-                "hidden_states.backend=transformers"
-            )
-        elif is_vllm and weights + states > for_engine:
-            self.warnings.append(
-                f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(for_engine)} of each GPU "
-                f"with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states, which tensor "
-                f"parallelism does not divide; set {set_ranks + ', ' if ranks <= gpus else ''}a lower "
-                "hidden_states.batch_tokens, a lower prompts.max_document_tokens, or "
-                "hidden_states.backend=transformers"
-            )
-        elif self.is_spread and ranks <= gpus:
-            self.warnings.append(
-                f"target.path: weights must fit into {_gb(available)} of one GPU for all GPUs to work at once, but "
-                f"take {_gb(total)}; start mtptrain hidden-states as one process, in which accelerate spreads them "
-                f"over all GPUs, or set hidden_states.backend=vllm {set_ranks}"
-            )
-        if is_vllm and gpus % parallel:
-            self.warnings.append(
-                f"hidden_states.tensor_parallel_size: must divide the {gpus} GPUs of planner.num_gpus, but is "
-                f"{parallel}; change one of them"
-            )
+        self._warn_if(
+            weights <= available and weights + states > for_engine,
+            f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(for_engine)} of each GPU "
+            f"with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states, which tensor parallelism "
+            "does not divide; set a larger hidden_states.tensor_parallel_size, a lower hidden_states.batch_tokens or "
+            "prompts.max_document_tokens, or hidden_states.backend=transformers",
+        )
+        self._warn_if(
+            gpus % parallel > 0,
+            f"hidden_states.tensor_parallel_size: must divide the {gpus} GPUs of planner.num_gpus, but is {parallel}; "
+            "change one of them",
+        )
 
     def _plan_training(self) -> None:
-        """Plan the memory of training and validation on each GPU, and check the settings of steps.
+        """Plan the memory of training and validation on each GPU, and the number of steps.
 
         ZeRO 1 shards the optimizer state over the GPUs, and ZeRO 2 also shards the gradients. fp32 without ZeRO has no
         master weights. Validation runs between steps, when no activations are alive.
         """
         config, train, gpus = self.config, self.config.train, self.config.planner.num_gpus
-        available, zero = config.planner.gpu_memory_gb * 1e9, config.deepspeed.get("zero_optimization", {})
+        available = config.planner.gpu_memory_gb * 1e9
+        stage = int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
         self.dtype: torch.dtype = getattr(torch, train_dtype(config.deepspeed))
         vocab_size, hidden_size = self.target_config.vocab_size, self.target_config.hidden_size
-        num_tables, stage = 1 if self.target_config.tie_word_embeddings else 2, int(zero.get("stage", 0))
+        num_tables = 1 if self.target_config.tie_word_embeddings else 2
         width, num_parameters = self.dtype.itemsize, sum(parameter.numel() for parameter in self.head.parameters())
         optimizer = num_parameters * (8 + (4 if width == 2 or stage else 0))  # two Adam moments, master weights
         packing, loss = self._micro_batch(self.longest_tokens), LossSettings.of(train)
@@ -229,9 +215,10 @@ class Plan:
                 f"{_gb(held + validating)}, including {_gb(validating)} for KV caches and the forward pass over the "
                 "prompts; no training activations are alive then"
             )
-        self.rows["training"] = (
-            f"{self.num_steps:,} steps of {train.batch_tokens * train.micro_batches_per_step:,} tokens"
-        )
+        per_step = train.batch_tokens * train.micro_batches_per_step
+        self.num_steps = train.max_steps or train.epochs * math.ceil(self.num_tokens / per_step)
+        """Number of training steps, if all of an epoch but the last are full."""
+        self.rows["training"] = f"{self.num_steps:,} steps of {per_step:,} tokens"
         if isinstance(self.head, DraftModelHead):
             cached = f"{cached_values(self.head.config) * width:,} bytes of keys and values per token"
             self.rows["serving"] = f"{_gb(num_parameters * width)} of weights, and {cached}"
@@ -256,42 +243,31 @@ class Plan:
                 f"KV caches and the forward pass over the prompts; lower acceptance.batch_tokens from "
                 f"{config.acceptance.batch_tokens:,} or acceptance.batch_size, or set train.validation_prompts=0"
             )
-        self._check_steps()
 
     def _check_steps(self) -> None:
         """Warn of settings of steps that do not fit the documents or the GPUs."""
-        train, gpus, num_documents = self.config.train, self.config.planner.num_gpus, len(self.lengths)
+        train, gpus, longest = self.config.train, self.config.planner.num_gpus, self.longest_tokens
         context, per_step = self.target_config.max_position_embeddings, train.micro_batches_per_step
-        again, longest = " and run mtptrain prompts again" if num_documents else "", self.longest_tokens
         documents, micro_batches = "prompts.max_document_tokens", "train.micro_batches_per_step: must be"
-        checks = {
+        again = " and run mtptrain prompts again" if self.num_documents else ""
+        self._warn_if(
+            longest > context,
             f"{documents}: documents must have at most {context:,} tokens, the target's max_position_embeddings, but "
-            f"have up to {longest:,}; lower it{again}": longest > context,
+            f"have up to {longest:,}; lower it{again}",
+        )
+        self._warn_if(
+            longest > train.batch_tokens,
             f"train.batch_tokens: must be at least the {longest:,} tokens of the longest document, but is "
-            f"{train.batch_tokens:,}; raise it, or lower {documents}{again}": longest > train.batch_tokens,
-            f"{micro_batches} at most the {num_documents:,} documents, but is {per_step}; lower it, or train on more "
-            "documents": 0 < num_documents < per_step,
+            f"{train.batch_tokens:,}; raise it, or lower {documents}{again}",
+        )
+        self._warn_if(
+            per_step % gpus > 0,
             f"{micro_batches} a multiple of the {gpus} GPUs of planner.num_gpus, but is {per_step}; set it to "
-            f"{-(-per_step // gpus) * gpus}": per_step % gpus > 0,
-        }
-        self.warnings += [warning for warning, is_wrong in checks.items() if is_wrong]
+            f"{-(-per_step // gpus) * gpus}",
+        )
 
-    @property
-    def num_steps(self) -> int:
-        """Number of training steps.
-
-        The documents are packed as in training from a whole store, except that a document's length is taken as its
-        cost. If there are none yet, or one is longer than `batch_tokens`, all steps of an epoch but the last are
-        assumed to be full. It is 0 if there are fewer documents than a step has micro-batches, which training refuses.
-        """
-        train, lengths = self.config.train, self.lengths
-        sizes = train.batch_tokens, train.micro_batches_per_step
-        if train.max_steps:
-            return train.max_steps
-        if not 0 < lengths.max(initial=0) <= train.batch_tokens:
-            return train.epochs * math.ceil(self.num_tokens / math.prod(sizes))
-        order = shuffled(len(lengths), self.config.seed, epoch=0)
-        return train.epochs * len(pack_documents(lengths, lengths.astype(np.float64), *sizes, order))
+    def _warn_if(self, is_wrong: bool, warning: str) -> None:
+        self.warnings += [warning] * is_wrong
 
     def _micro_batch(self, document_tokens: int) -> Packing:
         """Returns a full micro-batch of documents of this length, which end with their responses.
@@ -300,11 +276,9 @@ class Plan:
         """
         size, most = self.config.train.batch_tokens, self.head.drafts_per_document
         length = min(max(2, document_tokens), size)
-        lengths, rest = [length] * (size // length), size % length
-        lengths += [rest] * (rest > 1)  # one token has no draft position
-        share = self.num_supervised / max(1, self.num_tokens)
-        counts = [max(1, round((each - 1) * share)) for each in lengths]
-        spans = [(i, each - 1 - count, count) for i, (each, count) in enumerate(zip(lengths, counts, strict=True))]
+        count = max(1, round((length - 1) * self.num_supervised / max(1, self.num_tokens)))
+        spans = [(document, length - 1 - count, count) for document in range(size // length)]
+        lengths = [length] * len(spans)
         if most is None:
             return Packing.of_spans(lengths, spans, self.head.shared_window)
         points = [first + np.arange(min(count, most)) * count // min(count, most) for _, first, count in spans]
@@ -322,7 +296,7 @@ class Plan:
         self.rows["time of hidden states"] = text
         # 2. Training.
         packing = self._micro_batch(self.mean_tokens)
-        flops = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing) / train.batch_tokens
+        flops = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing) / len(packing.positions)
         flops *= RECOMPUTING if train.activation_checkpointing else 1
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
         given, share = planner.train_tokens_per_s, planner.train_peak_share

@@ -12,7 +12,7 @@ from mtptrain.heads.packing import Packing
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of matmuls and attention in forward, loss and backward; see `mtptrain.planning.step.step_flops`."""
+    """FLOPs of matmuls and attention in forward, loss and backward; see `mtptrain.planning.costs.step_flops`."""
 
     per_token: float
     """FLOPs per packed token."""

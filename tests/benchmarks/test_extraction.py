@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import extraction
-from mtptrain.planning.target import target_costs
+from mtptrain.planning.costs import target_costs
 from mtptrain.target.loading import load_target
 from tests.conftest import make_config
 

@@ -1,11 +1,8 @@
 """CUDA devices without a GPU: within `fake_cuda()` new tensors have a device, a shape and a dtype, but no data."""
 
-import traceback
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,70 +10,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.cuda import guard, meter
+from tests.cuda import guard
 
-__all__ = ["H100", "Meter", "fake_cuda", "place"]
-
-SYNCING = frozenset(
-    (
-        "_local_scalar_dense",
-        "is_nonzero",
-        "equal",
-        "nonzero",
-        "masked_select",
-        "bincount",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-    )
-)
-"""Operators that make the host read their result or its shape."""
-MASKED = frozenset(("index", "index_put", "index_put_"))
-"""Operators that make the host read the shape of their result if an index is a boolean mask."""
 NUM_DEVICES = 8
-H100 = SimpleNamespace(
-    **{"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "gcnArchName": "", "total_memory": 85 * 10**9},
-    **{"multi_processor_count": 132, "warp_size": 32, "max_threads_per_multi_processor": 2048},
-    **{"max_threads_per_block": 1024, "regs_per_multiprocessor": 65536, "shared_memory_per_block": 49152},
-    **{"shared_memory_per_block_optin": 232448, "shared_memory_per_multiprocessor": 233472},
-    **{"L2_cache_size": 50 * 2**20, "clock_rate": 1980000, "memory_clock_rate": 2619000, "memory_bus_width": 5120},
-)
+H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=85 * 10**9)
 """What torch.cuda.get_device_properties says within `fake_cuda()`."""
-
-
-class Meter(meter.Meter):
-    """Also counts calls, and the times that the host waits for a CUDA device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = Counter[str]()
-        self.syncs = Counter[str]()
-        """Number of times that the host waits, by operator and calling line."""
-
-    def observe(self, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
-        self.num_calls[name] += 1
-        if _waits(name, args, kwargs, inputs):  # checked before the call, which raises for fake tensors
-            self.syncs[f"{name} at {_caller()}"] += 1
-
-
-def _waits(name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-    """Returns whether the host waits for a CUDA device: for a value, a shape, or a copy that is not `non_blocking`."""
-    devices = {x.device.type for x in inputs}
-    if name in ("_to_copy", "copy_"):
-        is_free = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
-        devices |= {torch.device(kwargs["device"]).type} if kwargs.get("device") else set()
-        return "cuda" in devices and len(devices) > 1 and not is_free
-    if "cuda" not in devices:
-        return False
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
-    return name in SYNCING or (name in MASKED and any(x is not None and x.dtype == torch.bool for x in args[1]))
-
-
-def _caller() -> str:
-    inside = ("/torch/", __file__, meter.__file__)
-    frames = [frame for frame in traceback.extract_stack() if not any(part in frame.filename for part in inside)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
 
 
 class FakeEvent:

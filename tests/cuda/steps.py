@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from mtptrain.config import TrainConfig
@@ -18,15 +19,13 @@ from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
 from mtptrain.heads.packing import map_tensors
 from mtptrain.hidden_states.store import StoredDocument
-from mtptrain.planning.step import activation_bytes, step_flops
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.training.batches import Batch, make_batch
-from mtptrain.training.losses import LossSettings
 from mtptrain.training.step_packing import Anchors
 from mtptrain.utils.distributed import Ranks
-from tests.cuda.fake_cuda import Meter, fake_cuda, place
+from tests.cuda.fake_cuda import fake_cuda, place
 from tests.programs import FORKED
 
 P = ParamSpec("P")
@@ -41,7 +40,7 @@ Document = tuple[int, Answers]
 
 @dataclass
 class Rehearsed:
-    """What a step took."""
+    """What a step left behind."""
 
     gradients: dict[str, tuple[torch.dtype, str]] = field(default_factory=dict)
     """Dtype and device of the gradient of each weight of the head."""
@@ -51,16 +50,6 @@ class Rehearsed:
     """Dtypes of the weights that the optimizer updates."""
     num_masters: int = 0
     """Number of their values on this rank."""
-    peak_bytes: int = 0
-    state_bytes: int = 0
-    """Bytes that are held before the first step."""
-    flops: int = 0
-    """FLOPs of matmuls and attention."""
-    planned_bytes: int = 0
-    """Peak bytes of a step, without state and gradients, by the formula."""
-    planned_flops: float = 0.0
-    """FLOPs of all steps by the formula, which do not count what checkpointing recomputes."""
-    syncs: dict[str, int] = field(default_factory=dict)
 
 
 def in_child(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,6 +67,17 @@ class FakeStream(nullcontext[None]):
         pass
 
     wait_event = record_event = wait_stream
+
+
+class NoCopiesToHost(TorchDispatchMode):
+    """Refuses copies for which the host waits; operators that read a value raise on fake tensors by themselves."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket.__name__ in ("_to_copy", "copy_") and out.device.type == "cpu":
+            source = args[1] if func._overloadpacket.__name__ == "copy_" else args[0]
+            assert source.device.type == "cpu", "the host must not wait for a copy from a GPU"
+        return out
 
 
 def become_rank_0_of_8() -> None:
@@ -101,48 +101,28 @@ def become_rank_0_of_8() -> None:
 
 
 def rehearse(
-    head_config: HeadConfig,
-    target_config: PreTrainedConfig,
-    batches: Sequence[Sequence[Document]],
-    train: TrainConfig,
-    stage: int = 1,
-    is_metered: bool = True,
+    head_config: HeadConfig, target_config: PreTrainedConfig, documents: Sequence[Document], train: TrainConfig
 ) -> Rehearsed:
-    """Runs one step for each batch. Call this in a child, after `become_rank_0_of_8`.
-
-    The first step creates the optimizer's moments, so later ones need more memory.
-    """
+    """Runs one step, in which the host must not wait for a value. Call this in a child, after `become_rank_0_of_8`."""
     from mtptrain.training.trainer import Trainer
 
     find_form(target_config)  # the result is kept: with fake tensors, it could not be found
-    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     train, result = replace(train, micro_batches_per_step=NUM_RANKS), Rehearsed()
     in_place = patch.object(nn.Module, "_apply", lambda module, *_, **__: module)  # all is on its device already
     with fake_cuda():
         head = place(build_head(head_config, target_config), DEVICE)
         assert isinstance(head, Head)
-        parts, meter = frozen_parts(target_config), Meter()
-        meter.hold(*head.parameters(), parts.embed_tokens, parts.norm_weight, parts.lm_head)
         for name, weight in head.named_parameters():
             weight.register_post_accumulate_grad_hook(lambda x, name=name: note(result, name, x))
-        metered: AbstractContextManager[object] = meter if is_metered else nullcontext()
-        with in_place, metered:
-            trainer = Trainer(head, parts, train, bf16, 10, GpuRanks(0, NUM_RANKS, 0))
-            meter.syncs.clear()
-            result.state_bytes = meter.alive_bytes[DEVICE]
-            for documents in batches:
-                batch = fake_batch(head, target_config.hidden_size, documents, head_config.ttt_steps)
-                trainer.step([batch])
-                loss, packing = LossSettings.of(train), batch.packing
-                planned = activation_bytes(head, target_config, packing, 2, loss)
-                result.planned_bytes = max(result.planned_bytes, planned)
-                result.planned_flops += step_flops(head, target_config, loss).of(packing)
+        with in_place:
+            trainer = Trainer(head, frozen_parts(target_config), train, bf16, 10, GpuRanks(0, NUM_RANKS, 0))
+            with NoCopiesToHost():
+                trainer.step([fake_batch(head, target_config.hidden_size, documents, head_config.ttt_steps)])
     masters = [x for group in trainer.engine.optimizer.optimizer.param_groups for x in group["params"]]
     result.weights = {name for name, _ in head.named_parameters()}
     result.num_values = sum(x.numel() for x in head.parameters())
     result.masters, result.num_masters = {x.dtype for x in masters}, sum(x.numel() for x in masters)
-    result.peak_bytes, result.syncs = meter.peak_bytes[DEVICE], dict(meter.syncs)
-    result.flops = meter.matmul_flops + meter.attention_flops
     return result
 
 

@@ -1,6 +1,5 @@
 """Tests extraction, drafting and verification on fake GPUs, with targets on one of them and on two."""
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -8,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate import dispatch_model
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -30,7 +30,7 @@ from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
 from mtptrain.training.held_out import read_by_target
 from tests.conftest import FAMILIES
-from tests.cuda.fake_cuda import Meter, fake_cuda, place
+from tests.cuda.fake_cuda import fake_cuda, place
 
 FIRST, SECOND = "cuda:0", "cuda:1"
 DEPTHS, NUM_ROUNDS, NEW_TOKENS = 3, 2, 24
@@ -147,17 +147,6 @@ def test_whole_rounds_of_every_drafter_run_with_a_target_on_two_devices() -> Non
             check_rounds(name, target, head, drafter, truths, sampler)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("name", HEADS)
-def test_whole_rounds_of_every_head_run_with_a_target_on_two_devices(name: str) -> None:
-    with fake_cuda():
-        target = fake_target(family_config("llama", 4), num_devices=2)
-        head = fake_head(name, target)
-        drafter = HeadDrafter(head, target.parts, DEPTHS)
-        check_rounds(f"chain of {name}", target, head, drafter, [True] * NUM_ROUNDS, Sampler(0.0))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "is_tied"), [("llama", False), ("llama", True), ("gemma3_text", True), ("mistral with window", False)]
@@ -174,33 +163,19 @@ def test_a_spread_target_returns_states_on_the_device_of_its_parts(family: str, 
                 logits = target.parts.logits(read.postnorm_states)
                 assert {str(x.device) for x in (read.postnorm_states, read.aux_hidden_states, logits)} == {FIRST}
         assert [str(cache._keys[layer].device) for layer in range(4)] == [FIRST, FIRST, SECOND, SECOND]
-        cache, positions = PositionCache(16), torch.arange(8, device=FIRST).repeat(2, 1)
-        with Meter() as meter:
-            cache.begin(positions)
-            for layer, device in enumerate((FIRST, SECOND, SECOND, SECOND)):
-                states = torch.empty(2, 4, 8, 16, device=device)
-                keys, values = cache.update(states, states, layer)
-                assert str(keys.device) == str(values.device) == device
-        assert meter.num_calls["_to_copy"] == 1, "slot indices must be copied to another device once in a forward"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_extracted_with_packed_attention(family: str) -> None:
-    config, meter, layers = family_config(family, 2), Meter(), (0, 1, 2)
+def test_a_family_is_extracted_with_packed_attention() -> None:
+    config, layers = family_config("llama", 2), (0, 1, 2)
     with fake_cuda():
         target = fake_target(config)
         TransformersStreams(target, layers, batch_tokens=1024)  # switches the target to packed attention
         assert target.model.config._attn_implementation == PACKED
-        with meter:
+        with patch("torch.nn.attention.varlen.varlen_attn", autospec=True, side_effect=varlen_attn) as called:
             states = residual_streams(target, [torch.zeros(length, dtype=torch.int32) for length in LENGTHS], layers)
     assert states.shape == (sum(LENGTHS), 3, config.hidden_size)
     assert (states.dtype, str(states.device)) == (torch.bfloat16, FIRST)
-    calls = Counter({name: n for name, n in meter.num_calls.items() if any(x in name for x in ("att", "varlen"))})
-    if family == "deepseek_v2":  # flash attention has no kernel for queries and values of different sizes
-        assert not any("varlen" in name for name in calls)
-    else:
-        assert calls.total() == config.num_hidden_layers, calls  # one call per layer
+    assert called.call_count == config.num_hidden_layers
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Closed formulas for the FLOPs and the memory of a training step.
+"""Closed formulas for the FLOPs and the memory of a training step, of the target's forward pass, and of validation.
 
-Both follow from a head's matrices and norms: how many rows of a step each of them reads, and what autograd keeps of
-these rows. The functions of a step are counted as they run without compilation; compiled ones keep less.
+Those of a step follow from the head's matrices: how many rows of a step each of them reads. They stand for a step
+without compilation, and lie within 10 % of what its operators compute and keep.
 """
 
 import math
@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.config import LossPart
+from mtptrain.config import LossPart, PipelineConfig, PromptSource
+from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
-from mtptrain.heads.dflash import DflashHead, DflashLayer
+from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.dflash2 import Dflash2Head
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.eagle3 import Eagle3Head
@@ -21,18 +22,14 @@ from mtptrain.heads.hydra import HydraHead
 from mtptrain.heads.layer_head import LayerHead
 from mtptrain.heads.medusa import MedusaHead
 from mtptrain.heads.packing import Packing
-from mtptrain.target.families import head_dim, key_heads, routed_experts
+from mtptrain.target.families import head_dim, key_heads, largest, mlp_size, routed_experts
+from mtptrain.target.form import build_on_meta, find_form
 from mtptrain.training.flops import StepFlops
 from mtptrain.training.losses import LossSettings
 
 UNUSED = (
-    "embed_tokens",
-    "markov_w1",
-    "predecessor_codebook",
-    "successor_codebook",
-    "mask_hidden",
-    "base_kernel",
-    "bias",
+    *("embed_tokens", "markov_w1", "predecessor_codebook", "successor_codebook"),
+    *("mask_hidden", "base_kernel", "bias"),
 )
 """Tables and other parameters that multiply no rows."""
 OUTPUTS = ("lm_head", "norm", "candidate_selector.hidden_projection", "markov_head.markov_w2", "confidence_head.proj")
@@ -41,15 +38,8 @@ FINISH = ("o_proj", "gate_proj", "up_proj", "down_proj", "post_attention_layerno
 """Parameters of a decoder layer after attention."""
 FROZEN = 2 / 3
 """The share that counts of a row which nothing trained makes: its matrix products have no gradient of the row."""
-KEPT = {
-    **{"q_proj": (0, 0), "k_proj": (1, 0), "v_proj": (0, 0), "o_proj": (1, 0)},
-    **{"gate_proj": (1, 2), "up_proj": (0, 1), "down_proj": (1, 0)},
-    **{"eh_proj": (1, 0), "fc": (1, 0)},
-    **{"residual": (1 / FROZEN, 0), "first": (0, 1 / FROZEN)},  # whose rows count as `FROZEN`
-    **{"lm_head": (0, 0), "embed_tokens": (0, 0), "markov_w2": (1, 0)},
-}
-"""How often autograd keeps the input and the output of a matrix, apart from what attention keeps; of all others, it
-keeps both. An input that several matrices read is kept once."""
+KEPT = 0.8
+"""The share of the inputs and outputs of matrices that autograd keeps: some share an input, and sums need no output."""
 BYTES_PER_LOGIT = {2: 40, 4: 28}
 """Peak bytes of comparing a logit with the teacher, by the bytes of a logit."""
 BYTES_PER_TEACHER_LOGIT = 14
@@ -77,28 +67,27 @@ class Part(NamedTuple):
     """Values of a matrix that a row meets, which are fewer than it has in a mixture of experts; 0 for a norm."""
     kept: float
     """Bytes that autograd keeps per row."""
+    attention: float
+    """Part of them that attention keeps, also with activation checkpointing."""
 
 
 class Layers(NamedTuple):
-    """The attention of a head's decoder layers, and what activation checkpointing does with these layers, or MLPs."""
+    """The attention of a head, and its layers (or MLPs) with activation checkpointing."""
 
-    pair_flops: float
-    """FLOPs per pair of a draft position and a token that it sees."""
-    block_flops: float
-    """FLOPs per draft position of attention inside its block."""
-    kept: Rows
-    """Values that autograd keeps of queries, keys, values and outputs of attention, apart from the input of o_proj."""
+    queries: float
+    """Values of queries per draft position, over all layers and depths."""
     inputs: Rows
-    """States that checkpointing keeps, instead of what the matrices and norms keep."""
+    """States that checkpointing keeps."""
     num_runs: int
     """How often a layer runs in the forward pass. Checkpointing recomputes the activations of one at a time."""
 
 
 def step_flops(head: Head, target_config: PreTrainedConfig, loss: LossSettings) -> StepFlops:
     """Returns the FLOPs of matmuls and attention in a training step. What checkpointing recomputes does not count."""
-    layers, output, depths = _layers(head, target_config), _own_output(head), head.ttt_steps
+    output, depths = _own_output(head), head.ttt_steps
+    of_pair = PAIR_FLOPS * _layers(head, target_config).queries
     # 1. A value of a matrix is multiplied in the forward pass, for its own gradient, and for that of the row.
-    per_token, per_draft = 0.0, layers.block_flops
+    per_token = per_draft = 0.0
     for part in _parts(head, target_config, 2):
         per_token += 6 * part.size * part.rows.tokens
         per_draft += 6 * part.size * part.rows.drafts
@@ -110,11 +99,9 @@ def step_flops(head: Head, target_config: PreTrainedConfig, loss: LossSettings) 
         per_draft += 2 * table * (passes + has_gradient) * depths
     else:
         per_draft += 2 * output.numel() * (passes - 1) * depths
-    if isinstance(head, Dflash2Head):  # the scores of candidates
-        per_draft += 2 * head.num_candidates * head.candidate_selector.successor_codebook.shape[1] * depths
     if isinstance(head, DraftModelHead):
-        return StepFlops(per_token, per_draft, 0.0, layers.pair_flops)
-    return StepFlops(per_token, per_draft, layers.pair_flops, 0.0, head.sliding_share)
+        return StepFlops(per_token, per_draft, 0.0, of_pair)
+    return StepFlops(per_token, per_draft, of_pair, 0.0, head.sliding_share)
 
 
 def activation_bytes(
@@ -127,7 +114,7 @@ def activation_bytes(
 
     `width` is the number of bytes of a value: 2 in bf16, 4 in fp32. The head's weights need no data.
     """
-    layers, output, depths = _layers(head, target_config), _own_output(head), head.ttt_steps
+    output, depths = _own_output(head), head.ttt_steps
     hidden_size, vocab_size = target_config.hidden_size, target_config.vocab_size
     state_size = head.config.hidden_size if isinstance(head, DraftModelHead) else hidden_size
     # 1. The batch, the target's states after its norm and those of the teacher, and the head's with their gradient.
@@ -140,15 +127,14 @@ def activation_bytes(
     of_drafts = num_together * draft_vocab_size * BYTES_PER_LOGIT[width] + vocab_size * width
     block = num_teachers * max(of_drafts, vocab_size * BYTES_PER_TEACHER_LOGIT)
     block += 0 if output is None else output.numel() * torch.float32.itemsize
-    # 3. What autograd keeps of the layers, or else their inputs and what it keeps of one of them.
-    kept = sum(part.kept * part.rows.of(packing) for part in _parts(head, target_config, width))
-    attention = width * layers.kept.of(packing)
+    # 3. What autograd keeps of the layers; or with checkpointing their inputs, attention, and the rest of one of them.
+    parts = [(part, part.rows.of(packing)) for part in _parts(head, target_config, width)]
+    kept, attention = sum(rows * part.kept for part, rows in parts), sum(rows * part.attention for part, rows in parts)
     if not head.activation_checkpointing:
-        return round(width * values + kept + attention + block)
-    if isinstance(head, DraftModelHead):  # whose layers are checkpointed with their attention
-        kept, attention = kept + attention, 0.0
+        return round(width * values + kept + block)
+    layers = _layers(head, target_config)
     values += state_size * layers.inputs.of(packing)
-    return round(width * values + attention + max(block, kept / layers.num_runs))
+    return round(width * values + attention + max(block, (kept - attention) / layers.num_runs))
 
 
 def query_and_key_size(config: PreTrainedConfig) -> tuple[int, int]:
@@ -167,23 +153,22 @@ def _own_output(head: Head) -> torch.Tensor | None:
 def _parts(head: Head, target_config: PreTrainedConfig, width: int) -> Iterator[Part]:
     """Yields the matrices and norms of a head, for values of `width` bytes."""
     num_used, num_experts = routed_experts(target_config)
-    shapes = {name.removesuffix(".weight"): parameter.shape for name, parameter in head.named_parameters()}
     default, rows_of = _rows(head)
+    shapes = {name.removesuffix(".weight"): parameter.shape for name, parameter in head.named_parameters()}
     for name, shape in shapes.items():
         last = next(part for part in reversed(name.split(".")) if not part.isdigit())
         rows = rows_of.get(name) or rows_of.get(last) or default
         if len(shape) == 1:  # a norm, maybe of each attention head, keeps its input in fp32 for the gradient
-            size = shapes.get(f"{name.removesuffix('_norm')}_proj", shape)[0]
-            yield Part(rows, 0, size * (width + 4))
+            yield Part(rows, 0, shapes.get(f"{name.removesuffix('_norm')}_proj", shape)[0] * (width + 4), 0)
             continue
         inputs, outputs = shape[-1], math.prod(shape[:-1]) * (num_used / num_experts if ".experts." in name else 1)
-        of_input, of_output = KEPT.get(last, (1, 1))
-        if last == "q_proj" and isinstance(head, DflashHead):
-            of_input = 1  # the norm is computed again for keys
-        kept = width * (of_input * inputs + of_output * outputs)
+        kept = KEPT * width * (inputs + outputs) * (last not in ("lm_head", "embed_tokens"))
         if last == "kernel_projection":  # its convolution keeps values and kernels of each tap
             kept = width * inputs * (2 + 4 * shapes[name.replace(last, "base_kernel")][1])
-        yield Part(rows, inputs * outputs, kept)
+        in_attention = outputs if last in ("q_proj", "k_proj", "v_proj") else inputs * (last == "o_proj")
+        if isinstance(head, DraftModelHead):  # whose layers are checkpointed with their attention
+            in_attention = 0
+        yield Part(rows, inputs * outputs, kept, width * in_attention)
 
 
 def _rows(head: Head) -> tuple[Rows, dict[str, Rows]]:
@@ -200,15 +185,11 @@ def _rows(head: Head) -> tuple[Rows, dict[str, Rows]]:
             return Rows(1, later), rows
         case DflashHead():
             block, queries = head.num_masks + 1, _queries(head)
-            rows |= {"fc": Rows(FROZEN, 0), "hidden_norm": Rows(1, 0)}
+            rows |= {"fc": Rows(FROZEN, 0), "hidden_norm": Rows(1, 0), "input_layernorm": Rows(0, block + queries)}
             rows |= dict.fromkeys(("k_proj", "v_proj", "k_norm"), Rows(1, block))
-            # Queries and keys have a norm each, and a convolution has another. Five use halves of two matrices.
-            reads = block + queries * (1 + isinstance(head, Dflash2Head))
-            rows |= {"input_layernorm": Rows(0, reads)}
-            return Rows(0, queries), rows | {"kernel_projection": Rows(0, 1.25 * block)}
+            return Rows(0, queries), rows
         case MedusaHead():
-            first = {f"blocks.{depth}.layers.0": Rows(0, FROZEN) for depth in range(depths)}
-            return Rows(0, 1), rows | first
+            return Rows(0, 1), rows | {f"blocks.{depth}.layers.0": Rows(0, FROZEN) for depth in range(depths)}
         case HydraHead():
             return Rows(0, 1), rows | dict.fromkeys(("residual", "first"), Rows(0, FROZEN))
         case DraftModelHead():
@@ -217,37 +198,87 @@ def _rows(head: Head) -> tuple[Rows, dict[str, Rows]]:
 
 
 def _queries(head: DflashHead) -> float:
-    """Returns the queries of a block, averaged over the layers. The last layer has those of the drafts alone, unless it
+    """Returns the queries of a block, averaged over the layers. The last layer has only those of the drafts, unless it
     convolves the tokens of a block."""
-    block, num_layers = head.num_masks + 1, len(head.layers)
-    return block if isinstance(head, Dflash2Head) else (block * (num_layers - 1) + head.ttt_steps) / num_layers
+    block, count = head.num_masks + 1, len(head.layers)
+    return block if isinstance(head, Dflash2Head) else (block * (count - 1) + head.ttt_steps) / count
 
 
 def _layers(head: Head, target_config: PreTrainedConfig) -> Layers:
-    """Returns the costs of the attention of a head, and of its layers with activation checkpointing."""
-    depths = head.ttt_steps
+    depths, (query_size, _) = head.ttt_steps, query_and_key_size(target_config)
     match head:
         case MedusaHead() | HydraHead():
-            return Layers(0, 0, Rows(0, 0), Rows(0, 1 if isinstance(head, MedusaHead) else depths + 1), depths)
+            return Layers(0, Rows(0, 1 if isinstance(head, MedusaHead) else depths + 1), depths)
         case DflashHead():
-            layers = [layer for layer in head.layers if isinstance(layer, DflashLayer)]
-            query, key = layers[0].self_attn.q_proj.out_features, layers[0].self_attn.k_proj.out_features
-            count, block, queries = len(layers), head.num_masks + 1, _queries(head)
-            # In layers with a window, matmuls also compute the tokens that only a part of the block sees.
-            num_sliding = sum(layer.kind.window is not None for layer in layers)
-            pairs = queries * (count * block + num_sliding * head.num_masks)
-            keys = count * block + num_sliding * (block + head.num_masks)
-            kept = Rows(2 * count * key, 2 * count * queries * query + 2 * keys * key)
-            flops = PAIR_FLOPS * query
-            return Layers(count * queries * flops, pairs * flops, kept, Rows(1, count * block), count)
+            count = len(head.layers)
+            return Layers(query_size * count * _queries(head), Rows(1, count * (head.num_masks + 1)), count)
         case DraftModelHead():
-            (query, key), count = query_and_key_size(head.config), head.config.num_hidden_layers
-            kept = Rows(count * (query + 2 * key), 0)
-            return Layers(PAIR_FLOPS * count * query, 0, kept, Rows(count, 0), count)
+            count = head.config.num_hidden_layers
+            return Layers(query_and_key_size(head.config)[0] * count, Rows(count, 0), count)
         case LayerHead():
-            query, key, copies = head.self_attn.q_proj.out_features, head.self_attn.k_proj.out_features, 1
-        case _:
-            (query, key), copies = query_and_key_size(target_config), 2
-    # Each depth keeps the keys and values of all depths between the first and itself.
-    kept = Rows(2 * key, copies * depths * query + depths * (depths - 1) * key)
-    return Layers(PAIR_FLOPS * depths * query, 0, kept, Rows(2, 2 * depths), depths)
+            query_size = head.self_attn.q_proj.out_features
+    return Layers(query_size * depths, Rows(2, 2 * depths), depths)
+
+
+class TargetCosts(NamedTuple):
+    """The costs of the target's forward up to its final norm; extraction needs no logits."""
+
+    num_parameters: int
+    """Tied parameters count once."""
+    active_parameters: int
+    """Those of the decoder layers and the final norm that one token uses: only k of E experts."""
+    attention_flops: int
+    """FLOPs for each pair of a query token and a key token, over all layers."""
+
+    def flops_per_token(self, document_tokens: float) -> float:
+        """Returns 2 FLOPs per active parameter, plus causal attention over half a document: an upper bound for layers
+        with a sliding window, or without attention."""
+        return 2 * self.active_parameters + self.attention_flops * document_tokens / 2
+
+
+def target_costs(config: PreTrainedConfig) -> TargetCosts:
+    """Returns the costs of a target. It is built on the meta device, so it takes no memory."""
+    form, (num_used, num_experts) = find_form(config), routed_experts(config)
+    total, active = 0, 0.0
+    for name, parameter in build_on_meta(config).named_parameters():
+        total += parameter.numel()
+        if not name.startswith((form.embed_tokens, form.lm_head)):
+            active += parameter.numel() * (num_used / num_experts if ".experts." in name else 1)
+    value_size = config.num_attention_heads * (getattr(config, "v_head_dim", None) or head_dim(config))
+    attention = 2 * config.num_hidden_layers * (query_and_key_size(config)[0] + value_size)
+    return TargetCosts(total, round(active), attention)
+
+
+def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, longest_tokens: int) -> int:
+    """Returns the peak bytes of validation on a GPU, beyond the weights of the target and the head.
+
+    The estimate is rather high: it assumes the largest batch that the settings allow, and that all of its tokens are
+    prompts, as long as `longest_tokens`. It leaves out the states of layers without attention.
+    """
+    settings, train, hidden_size = config.acceptance, config.train, target_config.hidden_size
+    # 1. The largest batch: its prompts, and its tokens with answers and padding.
+    if config.prompts.source is PromptSource.text_files:
+        longest_tokens = min(longest_tokens, settings.prompt_tokens)
+    longest = min(longest_tokens + train.validation_new_tokens, target_config.max_position_embeddings)
+    num_prompts = min(settings.batch_size, -(-train.validation_prompts // config.planner.num_gpus))
+    num_tokens = max(longest, min(num_prompts * longest, settings.batch_tokens))
+    # 2. Reading a prompt: the MLP, the widest part of a layer (routed experts have copies of each token), four rows of
+    # the hidden size, the target's states and the captured ones, the head's embeddings, their concatenation with states
+    # (two), and its keys and values (one where several query heads share a key head).
+    num_used, num_experts = routed_experts(target_config)
+    expert_size = largest(target_config, "moe_intermediate_size", "intermediate_size")
+    routed = num_used * (3 * expert_size + 2 * hidden_size) if num_experts > 1 else 0
+    num_captured = len(HEADS[config.head.name].resolve_capture_layers(config.head, target_config))
+    read_values = max(3 * mlp_size(target_config), routed) + (9 + num_captured) * hidden_size
+    # 3. The cache, in which `speculate` allocates slots for drafts.
+    num_slots = num_tokens + num_prompts * (3 * settings.num_speculative_tokens + 2)
+    values = num_tokens * read_values + num_slots * cached_values(target_config)
+    return int(values * getattr(torch, settings.dtype).itemsize)
+
+
+def cached_values(config: PreTrainedConfig) -> int:
+    """Returns the number of values that the cache of a target or of a draft model holds per token, over all layers."""
+    # Latent attention caches the latent from which the keys and values of all attention heads are computed.
+    latent = getattr(config, "kv_lora_rank", None)
+    layer_values = latent + config.qk_rope_head_dim if latent else 2 * query_and_key_size(config)[1]
+    return int(layer_values * sum(mask is not None for mask in find_form(config).masks))  # other layers keep states
