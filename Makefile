@@ -58,7 +58,7 @@ $(VENV)/.installed: pyproject.toml
 	$(RUN) -m pip install -e .
 	touch $@
 
-# What only developers need: pytest, ruff, mypy, mkdocs, triton.
+# What only developers need: pytest, ruff, mypy, mkdocs.
 $(VENV)/.dev-installed: $(VENV)/.installed
 	$(RUN) -m pip install -e '.[dev]'
 	touch $@
