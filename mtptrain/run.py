@@ -12,7 +12,6 @@ from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.loading import weights_bytes
-from mtptrain.target.template_kwargs import override_of
 from mtptrain.utils.distributed import become_ranks, cpu_ranks, is_alone_on_cpu
 from mtptrain.utils.files import file_sha256
 
@@ -73,7 +72,8 @@ class Run:
         stored = PromptsManifest.read(prompts_file.parent).tokenizer
         expected = TokenizerIdentity.of(self.target.tokenizer, self.target.template_kwargs_json)
         remedy = (
-            f"run mtptrain prompts again with target {self.target.path} and {override_of(expected.template_kwargs)}"
+            f"run mtptrain prompts again with target {self.target.path} and "
+            f"prompts.template_kwargs={expected.template_kwargs}"
         )
         refuse_different_facts(prompts_file.parent / "manifest.json", vars(expected), vars(stored), remedy)
         return StoreIdentity(

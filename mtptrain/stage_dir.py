@@ -194,8 +194,6 @@ class StageDir:
         """
         self.check_replaceable()
         new, old = self._beside()
-        if old.path.exists() and not self.path.exists():  # a kill came between the two renames below
-            old.path.rename(self.path)
         new._remove()
         old._remove()
         new.record(config)

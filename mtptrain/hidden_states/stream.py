@@ -103,38 +103,23 @@ def missing_open_shards(store_dir: Path, windows: Sequence[Sequence[int]]) -> li
             return missing
 
 
-def wait_until(is_done: Callable[[], bool], waiting_for: str, is_silent: bool = False) -> None:
-    """Waits until `is_done()` is true for what extraction writes.
-
-    Prints what it is waiting for if that takes more than `REPORT_AFTER_S`, unless `is_silent`.
-    """
-    started, is_reported = time.monotonic(), is_silent
-    while not is_done():
-        if not is_reported and time.monotonic() - started > REPORT_AFTER_S:
-            message = f"waiting for {waiting_for} from mtptrain hidden-states, which must run with the same settings"
-            ProgressBar.write(message, file=sys.stderr)  # stdout may be a file, and buffered
-            is_reported = True
-        time.sleep(POLL_S)
-
-
 def wait_together(
     is_done: Callable[[], bool], ranks: Ranks, stop: StopSignal, waiting_for: str
 ) -> signal.Signals | None:
     """Wait on all ranks until `is_done()` is true on each. Returns early, on all, with a signal that one received.
 
-    Only the first rank prints what all of them are waiting for.
+    The first rank prints what all of them are waiting for if that takes more than `REPORT_AFTER_S`.
     """
-    stopped_by: signal.Signals | None = None
-
-    def is_over() -> bool:
-        nonlocal stopped_by
-        if all(ranks.gather(is_done())):
-            return True
-        stopped_by = stop.agreed()
-        return stopped_by is not None
-
-    wait_until(is_over, waiting_for, is_silent=not ranks.is_first)
-    return stopped_by
+    started, is_silent = time.monotonic(), not ranks.is_first
+    while not all(ranks.gather(is_done())):
+        if (stopped_by := stop.agreed()) is not None:
+            return stopped_by
+        if not is_silent and time.monotonic() - started > REPORT_AFTER_S:
+            message = f"waiting for {waiting_for} from mtptrain hidden-states, which must run with the same settings"
+            ProgressBar.write(message, file=sys.stderr)  # stdout may be a file, and buffered
+            is_silent = True
+        time.sleep(POLL_S)
+    return None
 
 
 class StreamedStates(HiddenStates):
@@ -208,8 +193,8 @@ class StreamedStates(HiddenStates):
         """Waits until extraction has finished a shard, and returns its record."""
         if shard not in self._records:
             path = shard_path(self.directory, shard)
-            # Every rank reads, and `wait_for` says on the first what training waits for.
-            wait_until(lambda: self._is_closed or record_path(path).exists(), path.name, is_silent=True)
+            while not (self._is_closed or record_path(path).exists()):  # `wait_for` says what training waits for
+                time.sleep(POLL_S)
             record = read_record(self.directory, shard)
             if record is None:
                 raise UserError(

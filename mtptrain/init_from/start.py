@@ -37,7 +37,6 @@ from mtptrain.settings.heads import DraftModelConfig, HeadConfig, NativeMtpConfi
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import resolve_target, weights_fingerprint
-from mtptrain.target.template_kwargs import override_of
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed
 
@@ -75,7 +74,7 @@ def trained_or_initial_head(
     if start is None:
         given = {"template_kwargs": target.template_kwargs_json}
         stored = given | {name: x for name, x in read_sealed(path / "head.json", RESTORE).items() if name in given}
-        advice = f"use {override_of(stored['template_kwargs'])}"
+        advice = f"set prompts.template_kwargs={stored['template_kwargs']}"
         refuse_different_facts(path / "head.json", given, stored, advice)
     directory, head = load_head(str(path), config, target, dtype, device)
     sha256 = file_sha256(directory / WEIGHTS) if start is None else weights_fingerprint(directory)

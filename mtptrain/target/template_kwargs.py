@@ -1,12 +1,9 @@
 """Sets variables of a target's chat template, such as `enable_thinking`, which servers call `chat_template_kwargs`."""
 
-import json
 import re
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
 from jinja2 import Environment, meta
 from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -45,23 +42,6 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str,
     settings = "".join(f"{{%+ set {name} = {value!r} +%}}" for name, value in kwargs.items())
     extended = {name: settings + template for name, template in templates.items()}
     tokenizer.chat_template = extended if isinstance(given, dict) else extended[""]
-
-
-def override_of(mode: str) -> str:
-    """Returns what sets a mode (`TargetFiles.template_kwargs_json`) on the command line."""
-    kwargs = json.loads(mode)
-    return shlex.quote(f"+prompts.template_kwargs={_shown(kwargs)}") if kwargs else "no prompts.template_kwargs"
-
-
-def _shown(value: object) -> str:
-    """Returns a value as Hydra reads it, in which keys have no quotes."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_shown, value)) + "]"
-    if isinstance(value, str):
-        return QuotedString(value, Quote.double).with_quotes()  # Hydra knows no escapes but those of quotes
-    return json.dumps(value)
 
 
 def _names_in(template: str) -> set[str]:

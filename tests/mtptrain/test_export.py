@@ -135,7 +135,7 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
     save_head(tmp_path / "run/train/best", head.state_dict(), config.head, facts)
     with pytest.raises(
         ValueError,
-        match=r'json: template_kwargs must be {"enable_thinking": false}, but is {}; use no prompts.template_kwargs$',
+        match=r'json: template_kwargs must be {"enable_thinking": false}, but is {}; set prompts.template_kwargs={}$',
     ):
         export(Run(config))
     config.prompts.template_kwargs = {}

@@ -1,8 +1,16 @@
-"""Fills shards with the states of a backend: the main loop of stage 2."""
+"""Fills shards with the states of a backend: the main loop of stage 2.
+
+One or more threads check, encode and write documents while later ones are computed. Another thread hashes and syncs
+full shards.
+"""
 
 import errno
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +19,12 @@ from numpy.typing import NDArray
 
 from mtptrain.config import StoreDtype
 from mtptrain.data.prompt_files import Documents
-from mtptrain.hidden_states.extraction.overlapped_writer import OverlappedWriter
 from mtptrain.hidden_states.shard_format import bytes_per_token
 from mtptrain.hidden_states.writer import ShardFile
 from mtptrain.utils.progress import ProgressBar
+
+MAX_PENDING_BYTES = 2**30
+"""Maximum size in bytes of the states that wait to be written, or one document. Then `OverlappedWriter` waits."""
 
 
 class Streams(Protocol):
@@ -27,6 +37,74 @@ class Streams(Protocol):
         captured layers, then the state before the final norm. The caller must exhaust one iterator before it requests
         the next.
         """
+
+
+class OverlappedWriter:
+    """Writes documents to one shard after another. An error in a thread is raised later, at the latest at the end."""
+
+    def __init__(self, num_threads: int = 1) -> None:
+        """Start threads that write so many documents at a time. The bytes on disk do not depend on their number."""
+        self._writing = ThreadPoolExecutor(num_threads)
+        self._finishing = ThreadPoolExecutor(max_workers=1)
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._pending_bytes = 0
+        self._finish_in_progress: Future[None] | None = None
+        self._unfinished: set[ShardFile] = set()
+        self._thread_local = threading.local()
+
+    def write_shard(self, file: ShardFile, documents: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Queue the states [n, L + 1, H], on any device, of each document of a shard, whose computation has finished.
+
+        The shard is finalized in the background while the next one is written, at most one at a time.
+        """
+        self._unfinished.add(file)
+        for document, states in documents:
+            num_bytes = states.numel() * states.element_size()
+            while self._pending and (self._pending[0][0].done() or self._pending_bytes + num_bytes > MAX_PENDING_BYTES):
+                self._wait_for_first()
+            self._pending.append((self._writing.submit(self._write, file, document, states), num_bytes))
+            self._pending_bytes += num_bytes
+        if self._finish_in_progress:
+            self._finish_in_progress.result()
+        pending = [future for future, _ in self._pending]
+        self._finish_in_progress = self._finishing.submit(self._finish, file, pending)
+
+    def _wait_for_first(self) -> None:
+        future, num_bytes = self._pending.popleft()
+        self._pending_bytes -= num_bytes
+        future.result()
+
+    def _write(self, file: ShardFile, document: int, states: torch.Tensor) -> None:
+        if not states.is_cuda:
+            return file.write(document, states)
+        if not hasattr(self._thread_local, "stream"):
+            self._thread_local.stream = torch.cuda.Stream(states.device)
+        with torch.cuda.stream(self._thread_local.stream):  # overlaps with the kernels of the next batch
+            return file.write(document, states)
+
+    def _finish(self, file: ShardFile, pending: list[Future[None]]) -> None:
+        for future in pending:
+            future.result()
+        file.finish()
+        self._unfinished.discard(file)
+
+    def __enter__(self) -> "OverlappedWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                while self._pending:
+                    self._wait_for_first()
+                if self._finish_in_progress:
+                    self._finish_in_progress.result()
+        finally:
+            self._writing.shutdown(wait=True, cancel_futures=True)
+            self._finishing.shutdown(wait=True, cancel_futures=True)
+            for file in self._unfinished:
+                file.discard()
 
 
 def num_tokens(documents: Documents, shards: list[range]) -> int:
@@ -73,11 +151,7 @@ def fill_shards(
         ):
             for (index, shard), shard_states in zip(shards.items(), streams.extract(prompts), strict=True):
                 file = ShardFile(store_dir, index, tokens_of_shard(documents, shard), hidden_size, num_captured, dtype)
-                writer.begin(file)
-                for document, states in shard_states:
-                    writer.write(document, states)
-                    bar.update(len(states))
-                writer.finish()
+                writer.write_shard(file, counted(shard_states, bar))
     except OSError as error:
         is_elsewhere = error.filename is not None and not Path(error.filename).is_relative_to(store_dir)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or is_elsewhere:
@@ -89,6 +163,12 @@ def fill_shards(
             "command again",
             str(store_dir),
         ) from error
+
+
+def counted(states: Iterator[tuple[int, torch.Tensor]], bar: ProgressBar) -> Iterator[tuple[int, torch.Tensor]]:
+    for document, each in states:
+        yield document, each
+        bar.update(len(each))
 
 
 def tokens_of_shard(documents: Documents, shard: range) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ def test_hidden_states_of_prompts_in_another_mode_are_refused_with_both_modes(
     with pytest.raises(
         ValueError,
         match=r'json: chat_template_sha256 must be .*; template_kwargs must be {}, but is {"enable_thinking": false}; '
-        r"run mtptrain prompts again with target .* and no prompts.template_kwargs$",
+        r"run mtptrain prompts again with target .* and prompts.template_kwargs={}$",
     ):
         Run(config).identity(())
 

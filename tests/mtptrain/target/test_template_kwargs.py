@@ -1,13 +1,10 @@
 """Tests that a chat template is used in the mode that `prompts.template_kwargs` choose."""
 
-import json
-import shlex
-
 import pytest
 
-from mtptrain.target.template_kwargs import override_of, set_template_kwargs
+from mtptrain.target.template_kwargs import set_template_kwargs
 from mtptrain.utils.errors import UserError
-from tests.conftest import make_config, make_tokenizer
+from tests.conftest import make_tokenizer
 
 QUESTION = [{"role": "user", "content": "hi"}]
 VALUES = [False, True, None, 7, 0.5, "plain", 'it\'s "odd" \\ \n {{ x }} é 😀', ["a", {"b": None}], {"c": [1, False]}]
@@ -44,14 +41,3 @@ def test_names_that_are_no_variables_of_the_template_are_refused() -> None:
                 set_template_kwargs(make_tokenizer(given), {name: 1})
     with pytest.raises(UserError, match=r"the chat template of .* must be valid, but Jinja reports TemplateSyntaxEr"):
         set_template_kwargs(make_tokenizer("{{ 'a }}"), {"enable_thinking": False})
-
-
-def test_the_advice_of_an_error_can_be_typed() -> None:
-    for kwargs in (
-        {"enable_thinking": False},
-        {"effort": "high", "depth": 2, "tags": ["a b"]},
-        {"line": "a\nb\t", "path": "C:\\x", "quoted": 'a\\"b'},
-        {"effort": "1", "mark": 'it\'s "so", {x}', "empty": "", "none": None, "deep": {"share": 0.5}},
-    ):
-        [override] = shlex.split(override_of(json.dumps(kwargs)))
-        assert make_config(override).prompts.template_kwargs == kwargs
