@@ -309,7 +309,7 @@ def remove_scratch(config: PipelineConfig) -> None:
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
     """Returns the shards of this part that are not computed yet. Ranks share the search for finished shards."""
     complete = finished_shards(store_dir, list(own)[ranks.rank :: ranks.world_size])
-    finished = {index for indices in ranks.gather(complete) for index in indices}
+    finished = {index for indices in ranks.gather(set(complete)) for index in indices}
     return [index for index in own if index not in finished]
 
 
@@ -370,7 +370,7 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
     """Print a short table of the store. `manifest` is None if other parts are unfinished."""
     store_dir, settings, num_shards = extraction.store_dir, extraction.config.hidden_states, len(extraction.shards)
     if manifest is None:
-        left = set(range(num_shards)) - finished_shards(store_dir, range(num_shards))
+        left = set(range(num_shards)) - finished_shards(store_dir, range(num_shards)).keys()
         parts = ", ".join(str(part) for part in sorted({index % settings.num_parts for index in left}))
         rows = {
             "this part": f"{settings.part} of {settings.num_parts}, finished",

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,48 +78,44 @@ def begin_store(
     has its full length; otherwise None.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    manifest: StoreManifest | None = None
     if (directory / MANIFEST).exists():
         manifest = StoreManifest.read(directory)
         refuse_other(directory / MANIFEST, identity, manifest.identity, shard_tokens, manifest.shard_tokens)
-        if all(has_length(directory / record.file, record) for record in manifest.shards):
-            _remove_unfinished(directory, len(manifest.shards), also_temporary=True)
-            return manifest
-        _reopen(directory, manifest)
     elif (directory / PLAN).exists():
         plan = StorePlan.read(directory)
         refuse_other(directory / PLAN, identity, plan.identity, shard_tokens, plan.shard_tokens)
     else:
-        _write_plan(directory, identity, shard_tokens)
-    _remove_incomplete(directory, shards)
-    return None
-
-
-def _remove_incomplete(directory: Path, shards: Collection[int]) -> None:
-    """Remove the temporary files of these shards, and all files of those that are unfinished or truncated."""
+        _write_sealed(directory / PLAN, asdict(StorePlan(identity, shard_tokens)))
+    if manifest is not None:
+        records = dict(enumerate(manifest.shards))
+        if finished_shards(directory, records) == records:  # no shard is missing, or was written again since
+            _remove_unfinished(directory, len(records))
+            return manifest
     own = set(shards)
     finished = finished_shards(directory, own)
     for path in list(directory.iterdir()):
         name = _SHARD.fullmatch(path.name)
         if name is not None and int(name[1]) in own and (name[3] or int(name[1]) not in finished):
             path.unlink(missing_ok=True)
+    return None
 
 
-def finished_shards(directory: Path, indices: Iterable[int]) -> set[int]:
-    """Returns those of the shards that are finished, by this part or another, and have their full length.
+def finished_shards(directory: Path, indices: Iterable[int]) -> dict[int, ShardRecord]:
+    """Returns the records of those shards that are finished, by this part or another, and have their full length.
 
     This does not check the shards' bytes, which were on disk before their records were written. Training checks every
     document that it reads, and `verify` checks every shard.
     """
     shards = set(indices)
-    finished = {index for index in shards if read_record(directory, index) is not None}
-    if finished == shards or not (directory / MANIFEST).exists():
-        return finished
-    # Another part has finished the store in the meantime. A store of other settings, which `begin_store` refuses later,
-    # may have fewer shards.
-    records = dict(enumerate(StoreManifest.read(directory).shards))
-    return finished | {
-        i for i in shards - finished if i in records and has_length(directory / records[i].file, records[i])
-    }
+    finished = {index: record for index in shards if (record := read_record(directory, index)) is not None}
+    if len(finished) < len(shards) and (directory / MANIFEST).exists():
+        # Another part has finished the store in the meantime, or it has lost shards since. A store of other settings,
+        # which `begin_store` refuses later, may have fewer shards.
+        for index, record in enumerate(StoreManifest.read(directory).shards):
+            if index in shards - finished.keys() and has_length(directory / record.file, record):
+                finished[index] = record
+    return finished
 
 
 class ShardFile:
@@ -243,14 +240,10 @@ def finish_store(
     One process of each part calls this after writing its shards. Parts that finish at the same time write the same
     bytes.
     """
-    records = [record for index in range(num_shards) if (record := read_record(directory, index)) is not None]
-    if len(records) < num_shards:
-        if not (directory / MANIFEST).exists():
-            return None
-        manifest = StoreManifest.read(directory)
-        # left by a part that began while another finished
-        _remove_unfinished(directory, num_shards, also_temporary=False)
-        return manifest
+    finished = finished_shards(directory, range(num_shards))
+    if len(finished) < num_shards:
+        return None
+    records = tuple(finished[index] for index in range(num_shards))
     manifest = StoreManifest(
         schema_version=SCHEMA_VERSION,
         identity=identity,
@@ -259,13 +252,11 @@ def finish_store(
         num_documents=sum(record.num_documents for record in records),
         num_tokens=sum(record.num_tokens for record in records),
         num_supervised_tokens=sum(record.num_supervised_tokens for record in records),
-        shards=tuple(records),
+        shards=records,
     )
-    try:
+    with suppress(FileNotFoundError):  # another part has just written it and removed the temporary files
         _write_sealed(directory / MANIFEST, asdict(manifest))
-    except FileNotFoundError:  # another part has just written it and removed the temporary files
-        return StoreManifest.read(directory)
-    _remove_unfinished(directory, num_shards, also_temporary=True)
+    _remove_unfinished(directory, num_shards)
     return manifest
 
 
@@ -282,22 +273,6 @@ def read_record(directory: Path, index: int) -> ShardRecord | None:
     return record if has_length(shard, record) else None
 
 
-def _reopen(directory: Path, manifest: StoreManifest) -> None:
-    """Turn a finished store that lost a shard into an unfinished one.
-
-    The manifest is deleted last, so that a kill is harmless. Several parts may do this at the same time.
-    """
-    for record in manifest.shards:
-        if has_length(directory / record.file, record):
-            _write_sealed(record_path(directory / record.file), asdict(record))
-    _write_plan(directory, manifest.identity, manifest.shard_tokens)
-    (directory / MANIFEST).unlink(missing_ok=True)
-
-
-def _write_plan(directory: Path, identity: StoreIdentity, shard_tokens: int) -> None:
-    _write_sealed(directory / PLAN, asdict(StorePlan(identity, shard_tokens)))
-
-
 def shard_path(directory: Path, index: int) -> Path:
     return directory / f"shard_{index:05d}.safetensors"
 
@@ -310,16 +285,15 @@ def _write_sealed(path: Path, content: dict[str, Any]) -> None:
     write_sealed(path, content, temporary=unique_temporary(path))
 
 
-def _remove_unfinished(directory: Path, num_shards: int, also_temporary: bool) -> None:
-    """Remove the plan and the records of a finished store, and its temporary files if `also_temporary`.
+def _remove_unfinished(directory: Path, num_shards: int) -> None:
+    """Remove the plan, the records and the temporary files of a finished store.
 
     A file with a shard number that the store does not have is somebody else's, and stays.
     """
     for path in list(directory.iterdir()):
-        name = _SHARD.fullmatch(path.name)
-        if name is not None and int(name[1]) < num_shards:
-            is_needless = also_temporary if name[3] else name[2] == "json"
+        if (name := _SHARD.fullmatch(path.name)) is not None:
+            is_needless = int(name[1]) < num_shards and (name[3] is not None or name[2] == "json")
         else:
-            is_needless = path.name == PLAN or (also_temporary and _OTHER_TEMPORARY.fullmatch(path.name) is not None)
+            is_needless = path.name == PLAN or _OTHER_TEMPORARY.fullmatch(path.name) is not None
         if is_needless:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
