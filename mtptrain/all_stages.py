@@ -54,7 +54,7 @@ from mtptrain.stage_dir import StageDir
 from mtptrain.target.loading import needs_several_devices
 from mtptrain.training.trainer import check_batch_ranks
 from mtptrain.training.validation import measured_with
-from mtptrain.utils.distributed import run_exit_functions
+from mtptrain.utils.distributed import close_groups
 from mtptrain.utils.errors import EXIT_INTERRUPTED, UserError
 from mtptrain.utils.files import read_sealed
 
@@ -241,7 +241,7 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        run_exit_functions()
+        close_groups()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)

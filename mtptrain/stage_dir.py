@@ -9,11 +9,13 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,14 @@ from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import FILES, describe_file, read_json, sync, unique_temporary, write_json
 from mtptrain.utils.masking import hide_home, hide_passwords
 from mtptrain.utils.startup import command
-from mtptrain.utils.versions import git_revision, package_versions
 
 STAGE = "stage.json"
 _SETTINGS = "settings"
 FACTS = ("argv", "git_revision", "python", "packages")
 """Entries of every `stage.json`, besides the settings."""
 _LOCK = ".mtptrain.lock"
+PACKAGES = ("mtptrain", "torch", "transformers", "deepspeed", "safetensors", "tokenizers", "datasets")
+"""Packages whose versions every `stage.json` records."""
 
 
 @dataclass(frozen=True)
@@ -271,3 +274,23 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+def git_revision() -> str | None:
+    """Returns the revision of mtptrain's own checkout; None in a package that is installed, even inside another one."""
+    with suppress(FileNotFoundError):  # git is not installed
+        command = ["git", "--git-dir=.git", "describe", "--always", "--dirty", "--abbrev=40"]
+        root = Path(__file__).parents[1]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip() or None
+    return None
+
+
+def package_versions() -> dict[str, str | None]:
+    """Returns the version of each package; None for one that is not installed, such as mtptrain in a bare checkout."""
+    return {package: _version(package) for package in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None

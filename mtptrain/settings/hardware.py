@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from mtptrain.utils.once import print_once
+from mtptrain.utils.startup import print_once
 
 GPU_DEVICES = ("nvidia[0-9]*", "nvhost-ctrl-gpu", "kfd", "dxg")
 """Names in /dev of GPUs that torch may be able to use: Nvidia's, Jetson's, AMD's, and those of Windows under Linux."""

@@ -3,7 +3,6 @@
 No list says which families work: `mtptrain.target.form` finds out how a model is built.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,9 +148,6 @@ def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
             f"target.path: the target must have the settings {', '.join(NEEDED_SIZES)}, but a {config.model_type} has "
             f"no {', '.join(missing)} in {path}; choose another target"
         )
-    theta = _full_attention_rope(config)["rope_theta"]
-    if not (theta is None or (isinstance(theta, int | float) and 0 < theta < math.inf)):
-        raise UserError(f"{path}: rope_theta must be a number above 0, but is {theta!r}; {DOWNLOAD_AGAIN}")
     for name, (least, most) in SIZES.items():
         size = getattr(config, name, None)
         sizes = size if isinstance(size, list | tuple) else [] if size is None else [size]

@@ -23,21 +23,12 @@ DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[1] / "demo_target"
 
 
-def resolve_target(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
+def resolve_target(path: str, revision: str | None = None, setting: str = "target.path", is_whole: bool = True) -> Path:
     """Returns the target's local directory. `path` is `demo`, a directory, a GGUF file, or a hub name.
 
-    A hub repository is downloaded, and a GGUF file dequantised, if that has not been done before. `setting` is the name
-    of the setting, for error messages.
+    A hub repository is downloaded, as a whole or only its config.json, and a GGUF file dequantised, if that has not
+    been done before. `setting` is the name of the setting, for error messages.
     """
-    return _find(path, revision, setting, is_whole=True)
-
-
-def config_dir(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
-    """Returns the directory of `resolve_target`, but downloads only config.json of a hub repository."""
-    return _find(path, revision, setting, is_whole=False)
-
-
-def _find(path: str, revision: str | None, setting: str, is_whole: bool) -> Path:
     if path == DEMO:
         return DEMO_DIR
     if Path(path).is_dir():
@@ -63,6 +54,11 @@ def _find(path: str, revision: str | None, setting: str, is_whole: bool) -> Path
             f"directory nor a file, and it could not be downloaded: {reason_of(error)}; correct the path, log in with "
             f"`hf auth login` if the model is gated or private, or download {'it' if is_whole else 'its config'} first"
         ) from error
+
+
+def config_dir(path: str, revision: str | None = None, setting: str = "target.path") -> Path:
+    """Returns the directory of `resolve_target`, but downloads only config.json of a hub repository."""
+    return resolve_target(path, revision, setting, is_whole=False)
 
 
 def load_tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:

@@ -6,10 +6,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -222,23 +220,20 @@ def close_at_exit(group: dist.ProcessGroup | None = None) -> None:
     Otherwise gloo's threads may abort the process at exit (right after a collective, 3 of 8 runs with two ranks ended
     in SIGABRT), and NCCL's group of one process ends it with a warning.
     """
-    if not _exit_functions:
-        atexit.register(run_exit_functions)
-    _exit_functions.append(partial(_destroy, group))
+    if not _to_close:
+        atexit.register(close_groups)
+    _to_close.append(group)
 
 
-def _destroy(group: dist.ProcessGroup | None) -> None:
-    if dist.is_initialized():  # else all groups are destroyed already
-        dist.destroy_process_group(group)
+_to_close: list[dist.ProcessGroup | None] = []
 
 
-_exit_functions: list[Callable[[], None]] = []
-
-
-def run_exit_functions() -> None:
-    """Run what `close_at_exit` has registered. A forked process that ends by `os._exit` must call this before."""
-    while _exit_functions:
-        _exit_functions.pop()()
+def close_groups() -> None:
+    """Destroy what `close_at_exit` was given. A forked process that ends by `os._exit` must call this before."""
+    while _to_close:
+        group = _to_close.pop()
+        if dist.is_initialized():  # else all groups are destroyed already
+            dist.destroy_process_group(group)
 
 
 def prepare_single_process() -> None:

@@ -17,7 +17,6 @@ from mtptrain import stage_dir
 from mtptrain.cli.stages import STAGES
 from mtptrain.config import PipelineConfig, load_config
 from mtptrain.stage_dir import STAGE, StageDir
-from mtptrain.utils import versions
 from mtptrain.utils.distributed import become_ranks
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
@@ -122,8 +121,8 @@ def test_the_revision_is_not_that_of_a_checkout_in_which_mtptrain_is_installed(
     commit = ["-c", "user.name=a", "-c", "user.email=a", "commit", "-q", "--allow-empty", "-m", "first"]
     for arguments in (["init", "-q"], commit):
         subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
-    (tmp_path / package / "utils").mkdir(parents=True)
-    monkeypatch.setattr(versions, "__file__", str(tmp_path / package / "utils/versions.py"))
+    (tmp_path / package).mkdir(parents=True)
+    monkeypatch.setattr(stage_dir, "__file__", str(tmp_path / package / "stage_dir.py"))
     StageDir(tmp_path / "stage").record(make_config())
     assert (json.loads((tmp_path / "stage" / STAGE).read_text())["git_revision"] is not None) == is_ours
 

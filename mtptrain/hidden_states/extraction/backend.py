@@ -7,7 +7,7 @@ from mtptrain.engines.vllm.families import WITHOUT_STREAMS
 from mtptrain.target.families import head_dim, sliding_window
 from mtptrain.target.form import find_form
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.once import print_once
+from mtptrain.utils.startup import print_once
 
 
 def choose_backend(setting: Backend, target_config: PreTrainedConfig) -> Backend:

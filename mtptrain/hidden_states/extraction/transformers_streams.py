@@ -56,10 +56,9 @@ class TransformersStreams:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """Yields an iterator for each shard in order.
+        """Yields what `Streams` says, fully computed and on the target's device.
 
-        A shard's iterator yields, in any order, the index of each prompt in the shard and its states [n, L, H], fully
-        computed and on the target's device. No batch spans two shards, so a shard's bits do not depend on the others.
+        No batch spans two shards, so a shard's bits do not depend on the others.
         """
         for prompts in shards:
             yield self._extract_shard(prompts)

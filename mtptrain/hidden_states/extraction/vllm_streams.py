@@ -132,12 +132,7 @@ class VllmStreams:
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def extract(self, shards: Iterable[Sequence[NDArray[np.int32]]]) -> Iterator[Iterator[tuple[int, torch.Tensor]]]:
-        """Yields an iterator for each shard in order.
-
-        A shard's iterator yields the index of each prompt in the shard and its states [n, layers, H] on the CPU. The
-        caller must exhaust one iterator before it requests the next. The engine works one shard ahead, so files of at
-        most two shards exist.
-        """
+        """Yields what `Streams` says, on the CPU. The engine works one shard ahead: at most two shards have files."""
         sent: list[tuple[int, list[Path], Sequence[NDArray[np.int32]]]] = []  # at most the shard that the engine runs
         for number, prompts in enumerate(shards):
             paths = [self.scratch_dir / f"shard_{number:05d}_{index:06d}.safetensors" for index in range(len(prompts))]
@@ -198,16 +193,11 @@ def _check_states(
 ) -> None:
     """Raises UserError if states [n, layers, H] belong to other tokens than a prompt's, or have another shape."""
     prompt = prompts[index]
-    where = f"vLLM: document {index} of the {len(prompts)} in shard {shard} of this process"
-    advice = "set hidden_states.backend=transformers, or use the version of vLLM that mtptrain was tested with"
-    if len(states) != len(prompt) or states.shape[1] != num_streams:
+    if states.shape[:2] != (len(prompt), num_streams) or not np.array_equal(token_ids.numpy(), prompt):
         raise UserError(
-            f"{where} must have {num_streams} states for each of its {len(prompt)} tokens, but has {states.shape[1]} "
-            f"for {len(states)}; {advice}"
-        )
-    if not np.array_equal(token_ids.numpy(), prompt):
-        raise UserError(
-            f"{where} must have the states of its own {len(prompt)} tokens, but has those of other tokens; {advice}"
+            f"vLLM: document {index} of the {len(prompts)} in shard {shard} of this process must have {num_streams} "
+            f"states for each of its {len(prompt)} tokens, but has {states.shape[1]} for {len(states)}, perhaps of "
+            "others; set hidden_states.backend=transformers, or use the version of vLLM that mtptrain was tested with"
         )
 
 
