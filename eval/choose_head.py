@@ -17,6 +17,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from mtptrain.config import PipelineConfig, TrainConfig
+from mtptrain.decoding.prompts import HeldOut, held_out_documents
 from mtptrain.heads.files import (
     CHOICE,
     RESTORE,
@@ -90,8 +91,9 @@ def measure(config: PipelineConfig, heads: dict[int, Path], ranks: Ranks) -> dic
     Raises:
         UserError: a head has other settings or belongs to another target, or no prompt fits the target's context.
     """
-    target = Run(config).target
-    validation = Validation(config, config.train.validation_prompts or TrainConfig.validation_prompts, target, ranks)
+    target, num_prompts = Run(config).target, config.train.validation_prompts or TrainConfig.validation_prompts
+    documents = held_out_documents(config.stage_dir("prompts"), HeldOut.choosing)
+    validation = Validation(documents, num_prompts, config.head, config.train, config.acceptance, target, ranks)
     for directory in heads.values():
         check_head_target(directory, target)
     measured = {}
@@ -114,7 +116,7 @@ def describe(config: PipelineConfig, measured: dict[int, Validated], best_step: 
     return {
         "command": command(),
         "best_step": best_step,
-        **measured_with(config),
+        **measured_with(config.acceptance, config.train.validation_new_tokens),
         "heads": [
             {"step": step, **asdict(validated.acceptance), **validated.record()} for step, validated in measured.items()
         ],

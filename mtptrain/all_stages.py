@@ -69,17 +69,16 @@ def main(config: PipelineConfig) -> None:
     if config.plan:
         print_plan(config)
         return
-    print_stages(config, is_planned=not has_ended(config))
+    stages = [each for each in stages_of(config) if each[0] != "export" or has_format(config.head.name)]
+    outputs = {name: output_of(name, stage, config) for name, stage, _ in stages}
+    print_stages(config, stages, is_planned=not all(output.is_file() for output in outputs.values()))
     durations: list[tuple[str, str]] = []
     done_at = 0.0
     if not torch.cuda.is_available():
-        for _, stage, _ in stages_of(config):
+        for _, stage, _ in stages:
             import_module(python_module(stage.program))  # once, for all forks
-    for name, stage, runner in stages_of(config):
-        if name == "export" and not has_format(config.head.name):
-            durations.append((name, f"no engine has a class for head {config.head.name}"))
-            continue
-        output = output_of(name, stage, config)
+    for name, stage, runner in stages:
+        output = outputs[name]
         if is_finished(name, output, done_at, config):
             durations.append((name, "done before"))
         else:
@@ -147,13 +146,8 @@ def is_finished(name: str, output: Path, done_at: float, config: PipelineConfig)
     """Returns whether a stage need not run again.
 
     A head's folder does not record settings, so training always runs, and ends at once if it has made its last step.
-    A folder that is a link belongs to another run. Later stages check what it holds.
-
-    Args:
-        name: the stage.
-        output: the file that the finished stage leaves.
-        done_at: when the last of the stages before it was finished, in seconds since the epoch.
-        config: the settings of this run.
+    A folder that is a link belongs to another run. Later stages check what it holds. The stages before it were finished
+    at `done_at`, in seconds since the epoch.
     """
     run_dir = Path(config.run_dir)
     in_run_dir = output.is_relative_to(run_dir)
@@ -164,21 +158,10 @@ def is_finished(name: str, output: Path, done_at: float, config: PipelineConfig)
     return is_new and is_made and (name != "choose-head" or chose_with(output, config))
 
 
-def has_ended(config: PipelineConfig) -> bool:
-    """Returns whether all stages are finished, but perhaps training, which only training itself knows."""
-    done_at = 0.0
-    for name, stage, _ in stages_of(config):
-        output = output_of(name, stage, config)
-        is_exempt = name == "train" or (name == "export" and not has_format(config.head.name))
-        if not (is_exempt or is_finished(name, output, done_at, config)):
-            return False
-        done_at = max(done_at, output.stat().st_mtime) if output.is_file() else done_at
-    return True
-
-
 def chose_with(choice: Path, config: PipelineConfig) -> bool:
     """Returns whether `mtptrain choose-head` measured the heads with these settings."""
-    stored, wanted = read_sealed(choice, "run mtptrain choose-head again"), measured_with(config)
+    stored = read_sealed(choice, "run mtptrain choose-head again")
+    wanted = measured_with(config.acceptance, config.train.validation_new_tokens)
     return {name: stored.get(name) for name in wanted} == wanted
 
 
@@ -247,7 +230,7 @@ def _run_in_fork(name: str, overrides: Sequence[str]) -> NoReturn:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def print_stages(config: PipelineConfig, is_planned: bool) -> None:
+def print_stages(config: PipelineConfig, stages: Sequence[tuple[str, Stage, Runner]], is_planned: bool) -> None:
     """Print what will be run and, with `is_planned`, how long stages will take on this machine.
 
     Another process plans: measuring the machine starts threads, which forks cannot use, or takes memory of a GPU.
@@ -257,7 +240,7 @@ def print_stages(config: PipelineConfig, is_planned: bool) -> None:
         with ProcessPoolExecutor(1, get_context("spawn" if torch.cuda.is_available() else "fork")) as pool:
             planned = pool.submit(planned_seconds, config).result()
     table = Table("stage", "what it does", "estimated", title=f"{config.run_dir}: head {config.head.name}")
-    for name, stage, _ in stages_of(config):
+    for name, stage, _ in stages:
         table.add_row(name, what_it_does(stage), duration(planned[name]) if name in planned else "")
     Console().print(table)
 
@@ -285,10 +268,12 @@ def print_summary(config: PipelineConfig, durations: Sequence[tuple[str, str]]) 
     Console().print(table)
     page = report_path.with_name("report.html")  # a kill or a failure to draw may leave none
     print(f"{page if page.is_file() else report_path} shows it")
-    if has_format(config.head.name):
-        overrides = shlex.join(HydraConfig.get().overrides.task)
-        print(
-            f"{export.parent} has the head, and its README.md the command that serves it. What an engine makes of it:\n"
-            f"  mtptrain serving-check {overrides}    # the engine's counters beside ours\n"
-            f"  mtptrain serving-bench {overrides}    # latency and tokens/s with and without drafts"
-        )
+    if not has_format(config.head.name):
+        print(f"no engine has a class for head {config.head.name}, so it is not exported")
+        return
+    overrides = shlex.join(HydraConfig.get().overrides.task)
+    print(
+        f"{export.parent} has the head, and its README.md the command that serves it. What an engine makes of it:\n"
+        f"  mtptrain serving-check {overrides}    # the engine's counters beside ours\n"
+        f"  mtptrain serving-bench {overrides}    # latency and tokens/s with and without drafts"
+    )

@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 
-from mtptrain.config import PipelineConfig, Resume, TrainConfig
+from mtptrain.config import PipelineConfig, Resume, Tracker, TrainConfig
 from mtptrain.data.draft_vocab import initialise_own_vocabulary, require_draft_vocab
 from mtptrain.data.identity import StoreIdentity
 from mtptrain.data.prompt_files import Split
-from mtptrain.decoding.prompts import check_document_lengths
+from mtptrain.decoding.prompts import HeldOut, check_document_lengths, held_out_documents
 from mtptrain.engines.table import warn_of_limits
 from mtptrain.heads.base import Head
 from mtptrain.heads.draft_model import DraftModelHead
@@ -64,7 +64,7 @@ from mtptrain.training.checkpoint import (
 )
 from mtptrain.training.deepspeed_engine import check_deepspeed, check_device
 from mtptrain.training.flops import matmul_peak
-from mtptrain.training.metrics import StepMeter, Tracer, Tracking
+from mtptrain.training.metrics import StepMeter, Tracer, Tracking, start_wandb
 from mtptrain.training.summary import in_progress_bar, print_summary
 from mtptrain.training.trainer import Trainer, check_batch_ranks, is_compiled
 from mtptrain.training.validation import Validation
@@ -124,7 +124,7 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     check_batch_ranks(config.train.micro_batches_per_step, ranks.world_size)
     check_deepspeed(config.deepspeed)
     check_device(ranks.device, config.deepspeed)
-    check_resume(config, checkpoints)
+    check_resume(config.train.resume, checkpoints)
     check_one_start(config.head)
     # 2. Build the head and initialise its weights.
     torch.manual_seed(config.seed)
@@ -143,14 +143,17 @@ def prepare(run: Run, ranks: Ranks, stop: StopSignal) -> Training:
     # 3. Open the hidden states, and find the checkpoint to resume from.
     states = open_states(run, identity, ranks, stop)
     check_document_lengths(int(states.document_lengths.max()), head)
-    facts = resume_facts(config, states, head)
+    facts = resume_facts(config.head, config.train, config.seed, states, head)
     checkpoint = newest_whole_checkpoint(checkpoints, ranks)
     if checkpoint is not None:
         check_checkpoint(checkpoint, facts)
     elif config.train.resume is Resume.auto and ranks.is_first:
         warn_of_lost_checkpoints(run.stage_dir("train"))
     # 4. Choose the validation prompts and pack the documents into steps.
-    validation = Validation(config, n, run.target, ranks) if (n := config.train.validation_prompts) else None
+    validation = None
+    if num_prompts := config.train.validation_prompts:
+        documents = held_out_documents(run.stage_dir("prompts"), HeldOut.choosing)
+        validation = Validation(documents, num_prompts, config.head, config.train, config.acceptance, run.target, ranks)
     if checkpoint is None and validation is None and not config.train.validate_every:
         refuse_earlier_best(run.stage_dir("train"))
     schedule = BatchSchedule(
@@ -241,11 +244,15 @@ def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
 def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
     """Train until the last step or until a signal arrives. Returns the progress at which the run stopped."""
     stage_dir, settings, progress = training.stage_dir, training.config.train, training.progress
-    tracking = Tracking(stage_dir, training.config, progress.step) if ranks.is_first else None
+    tracking = None
+    if ranks.is_first:
+        has_wandb = settings.tracker is Tracker.wandb
+        in_wandb = start_wandb(stage_dir, training.config, "train") if has_wandb else None
+        tracking = Tracking(stage_dir, progress.step, in_wandb)
     bar = ProgressBar(
         total=training.num_steps, initial=progress.step, desc="train", unit="step", disable=not ranks.is_first
     )
-    tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json" if settings.profile else None)
+    tracer = Tracer(stage_dir / f"trace_{ranks.rank}.json") if settings.profile else None
     postfix: dict[str, str] = {}
     # 1. Wait for the states of the first step, if they are streamed.
     stopped_by = wait_for_states(training, progress.step, ranks, stop)
@@ -258,7 +265,8 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
         training.meter.data_arrived()
         metrics = training.trainer.step(batches)
         training.meter.step_done(batches)
-        tracer.step_done()
+        if tracer is not None:
+            tracer.step_done()
         progress = Progress(progress.step + 1, progress.best_acceptance_length)
         bar.update()
         # 3. Decide what follows the step.
@@ -299,9 +307,9 @@ def fit(training: Training, ranks: Ranks, stop: StopSignal) -> Progress:
             "sets train.resume=never"
         )
     bar.close()
-    tracer.close()
-    if tracking is not None:
-        tracking.close()
+    for closed in (tracer, tracking):
+        if closed is not None:
+            closed.close()
     return progress
 
 

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from mtptrain.config import PipelineConfig, Resume, TrainConfig
+from mtptrain.config import Resume, TrainConfig
 from mtptrain.data.draft_vocab import d2t_sha256
 from mtptrain.data.identity import refuse_different_facts
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import STEP_NAME, with_defaults
 from mtptrain.hidden_states.store import HiddenStates
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.training.deepspeed_engine import STATE_SUFFIXES, gather_state, restore_state
 from mtptrain.training.step_packing import PACKING_VERSION
 from mtptrain.utils.distributed import Ranks
@@ -111,15 +112,7 @@ def save_checkpoint(
 ) -> None:
     """Gather the state of all ranks, write it on rank 0, then remove all checkpoints but the newest `keep`.
 
-    Unfinished and torn folders are removed before the state is written.
-
-    Args:
-        engine: the engine to save.
-        directory: the folder that contains all checkpoints.
-        progress: the step that has just finished, and the best acceptance length so far.
-        facts: settings and other facts, by name, that must not change when the run resumes.
-        keep: number of checkpoints to keep.
-        ranks: the rank of this process, and the number of ranks.
+    Unfinished and torn folders are removed before the state is written. `facts` must not change when the run resumes.
     """
     folder = directory / f"step_{progress.step:08d}"
     state = gather_state(engine, keep_here=ranks.is_first)
@@ -145,10 +138,7 @@ def newest_whole_checkpoint(directory: Path, ranks: Ranks) -> Path | None:
     """Returns the newest whole checkpoint, the same on all ranks, or None if there is no checkpoint.
 
     Rank 0 verifies the checkpoints, newest first, until one is whole. It warns about each torn one, and renames it so
-    that it is ignored.
-
-    Raises:
-        UserError: every checkpoint is torn.
+    that it is ignored. That every checkpoint is torn is refused.
     """
     newest: tuple[Path | None, dict[Path, str]] = _newest_whole(directory) if ranks.is_first else (None, {})
     chosen, faults = ranks.gather(newest)[0]
@@ -194,34 +184,32 @@ def find_fault(folder: Path) -> str | None:
     return None if step == step_of(folder) else f"{folder}: must be step_{step:08d}, but was renamed"
 
 
-def check_resume(config: PipelineConfig, directory: Path) -> None:
+def check_resume(setting: Resume, directory: Path) -> None:
     """Raises UserError if `train.resume=never` would overwrite checkpoints."""
     checkpoints = finished_checkpoints(directory)
-    if config.train.resume is Resume.never and checkpoints:
+    if setting is Resume.never and checkpoints:
         raise UserError(
             f"train.resume: must be auto if a checkpoint exists, but is never and {checkpoints[-1]} exists; set "
             "train.resume=auto to continue from it, or choose another run_dir"
         )
 
 
-def resume_facts(config: PipelineConfig, states: HiddenStates, head: Head) -> dict[str, object]:
+def resume_facts(
+    head_config: HeadConfig, settings: TrainConfig, seed: int, states: HiddenStates, head: Head
+) -> dict[str, object]:
     """Returns the facts that must not change when a run resumes: its head, optimisation and order of the data."""
     return {
-        "head": asdict(config.head),
+        "head": asdict(head_config),
         "the sha256 of the draft vocabulary": d2t_sha256(head.d2t),
-        "seed": config.seed,
-        **{f"train.{name}": getattr(config.train, name) for name in OPTIMISATION_SETTINGS},
+        "seed": seed,
+        **{f"train.{name}": getattr(settings, name) for name in OPTIMISATION_SETTINGS},
         "the version of the packing of documents": PACKING_VERSION,
         **states.facts(),
     }
 
 
 def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
-    """Refuse to resume from a checkpoint with a different head, data or optimization settings.
-
-    Raises:
-        UserError: a setting differs; the message lists every difference.
-    """
+    """Refuse to resume from a checkpoint with a different head, data or optimisation, and name every difference."""
     stored = read_sealed(folder / MARKER, "remove the folder to resume from an older checkpoint")
     if "head" in stored:
         stored["head"] = with_defaults(stored["head"])
@@ -232,11 +220,7 @@ def check_checkpoint(folder: Path, facts: dict[str, object]) -> None:
 
 
 def load_checkpoint(engine: "DeepSpeedEngine", folder: Path) -> Progress:
-    """Load a checkpoint, which may have been written by a different number of ranks.
-
-    Raises:
-        UserError: the checkpoint does not hold the tensors of this head.
-    """
+    """Load a checkpoint, which may have been written by a different number of ranks."""
     path = folder / STATE
     with safe_open(path, framework="pt") as file:
         names = {name + suffix for name, _ in engine.module.named_parameters() for suffix in STATE_SUFFIXES}

@@ -33,24 +33,22 @@ STATE_SUFFIXES = ("", *(f".{moment}" for moment in MOMENTS))
 """Suffixes that a parameter's name gets for the weight itself and for its Adam moments."""
 
 REFUSED_SETTINGS = {
+    "fp16.enabled": "the loss is not scaled",
+    "bf16.check_grad_overflow": "DeepSpeed would skip a step with an overflow, at which the trainer stops",
     "zero_optimization.offload_optimizer": "the trainer computes the gradient norm itself (compute_grad_norm=false), "
     "which DeepSpeed does not support with an offloaded optimizer",
     "zero_optimization.round_robin_gradients": "DeepSpeed may then return the fp32 weights of the wrong parameters, "
     "and checkpoints would store them",
     "zero_optimization.compute_grad_norm": "the trainer computes the gradient norm itself",
-    "bf16.check_grad_overflow": "DeepSpeed would skip a step with an overflow, at which the trainer stops",
+    **dict.fromkeys(
+        (
+            *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print"),
+            *("gradient_allreduce_op", "gradient_clipping", "optimizer", "scheduler", "zero_allow_untested_optimizer"),
+        ),
+        "the trainer sets it itself",
+    ),
 }
-SET_BY_TRAINER = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_allreduce_op",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "steps_per_print",
-    "zero_allow_untested_optimizer",
-)
+"""Settings that must not be set, by section and name, and why."""
 
 
 def check_deepspeed(config: dict[str, Any]) -> None:
@@ -61,8 +59,11 @@ def check_deepspeed(config: dict[str, Any]) -> None:
                 f"deepspeed.{name}: must be a section of settings, but is {config[name]!r}; remove it and set "
                 "deepspeed=zero1"
             )
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
+    for name, why in REFUSED_SETTINGS.items():
+        *section, key = name.split(".")
+        if value := (config.get(section[0], {}) if section else config).get(key):
+            raise UserError(f"deepspeed.{name}: must not be set, but is {value}: {why}; remove it")
+    stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1, 2):
         raise UserError(
             f"deepspeed.zero_optimization.stage: must be 0, 1 or 2, but is {stage}: a head is small enough for its "
@@ -73,25 +74,11 @@ def check_deepspeed(config: dict[str, Any]) -> None:
             "deepspeed.zero_optimization.stage: must be 1 or 2 with bf16, but is 0: without ZeRO, DeepSpeed keeps its "
             "fp32 weights in a different form; set deepspeed=zero1"
         )
-    if config.get("fp16", {}).get("enabled"):
-        raise UserError(
-            "deepspeed.fp16.enabled: must be false, but is true: the loss is not scaled; remove it and set "
-            "deepspeed=zero1"
-        )
-    for name, why in REFUSED_SETTINGS.items():
-        section, _, key = name.partition(".")
-        if value := config.get(section, {}).get(key):
-            raise UserError(f"deepspeed.{name}: must not be set, but is {value}: {why}; remove it")
     if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
         raise UserError(
             "deepspeed.data_types.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: the trainer computes "
             "the gradient norm, and DeepSpeed then supports fp32 only with ZeRO 2; set deepspeed=zero2"
         )
-    for name in SET_BY_TRAINER:
-        if name in config:
-            raise UserError(
-                f"deepspeed.{name}: must not be set, but is {config[name]}: the trainer sets it itself; remove it"
-            )
 
 
 def check_device(device: torch.device, config: dict[str, Any]) -> None:
@@ -124,13 +111,8 @@ def build_engine(
 ) -> "DeepSpeedEngine":
     """Returns DeepSpeed's engine for a head.
 
-    Args:
-        head: the trained module.
-        optimizer: an optimizer for the head's parameters.
-        schedule: the learning rate schedule of the optimizer.
-        config: DeepSpeed's config as the user wrote it, accepted by `check_deepspeed`.
-        num_accumulated: number of micro-batches per rank and step.
-        ranks: the rank of this process, and the number of ranks.
+    `config` is DeepSpeed's as the user wrote it, accepted by `check_deepspeed`, and `num_accumulated` is the number of
+    micro-batches per rank and step.
     """
     prepare_single_process()
     # DeepSpeed would compile its shared-memory collectives on first use. gloo's are fast enough for a small head.
@@ -174,14 +156,8 @@ def build_engine(
 def with_fp32_sums(config: dict[str, Any], num_accumulated: int, warn: bool) -> dict[str, Any]:
     """Returns DeepSpeed's config, changed to accumulate the gradients of several micro-batches in fp32 on each rank.
 
-    The config is returned unchanged for one micro-batch and for fp32 weights, which do not need this, and for ZeRO 1,
-    which does not support it.
-
-    Args:
-        config: DeepSpeed's config.
-        num_accumulated: number of micro-batches per rank and step.
-        warn: whether to warn that ZeRO 1 accumulates in bf16. ZeRO 1 cannot accumulate in fp32, because DeepSpeed then
-            passes no gradients to `GradientClipper`.
+    One micro-batch and fp32 weights do not need this. ZeRO 1 cannot do it, because DeepSpeed then passes no gradients
+    to `GradientClipper`; with `warn` a warning says so.
     """
     if num_accumulated == 1 or not config.get("bf16", {}).get("enabled"):
         return config
@@ -258,13 +234,10 @@ def _has_fp32_master(parameter: torch.nn.Parameter) -> bool:
 
 @torch.no_grad()
 def restore_state(engine: "DeepSpeedEngine", stored: Callable[[str], torch.Tensor], step: int) -> None:
-    """Load weights and moments into the engine, where each rank keeps its part, and set its schedule to `step`.
+    """Load weights and moments into an engine that has made no step, and set its schedule to `step`.
 
-    Args:
-        engine: an engine that has not made a step yet.
-        stored: returns a whole tensor by its name in `gather_state`. It is called for one tensor at a time,
-            because a rank may not have room for all of them.
-        step: number of optimizer steps already made.
+    Each rank keeps its part. `stored` returns a whole tensor by its name in `gather_state`. It is called for one tensor
+    at a time, because a rank may not have room for all of them.
     """
     # 1. Create the optimizer's state, which it would otherwise create in its first step. With ZeRO, the optimizer's
     # parameters are flat: this rank's part of all parameters, concatenated.

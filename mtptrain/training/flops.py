@@ -1,10 +1,9 @@
 """The FLOPs of a training step, and the peak matmul rate of a device."""
 
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
 
 from mtptrain.heads.packing import Packing
@@ -27,18 +26,12 @@ class StepFlops:
 
     def of(self, packing: Packing) -> float:
         """Returns the FLOPs of a step over a packed batch."""
-        *flops, sliding_share = astuple(self)
-        return float(np.dot(flops, packed_sizes(packing, sliding_share)))
-
-
-def packed_sizes(packing: Packing, sliding_share: float) -> tuple[float, float, float, float]:
-    """Returns how many tokens, draft positions, pairs and document pairs a packed batch has; see `StepFlops`."""
-    return (
-        len(packing.positions),
-        len(packing.draft_positions),
-        packing.num_pairs(sliding_share),
-        packing.num_document_pairs,
-    )
+        return (
+            self.per_token * len(packing.positions)
+            + self.per_draft_position * len(packing.draft_positions)
+            + self.per_pair * packing.num_pairs(self.sliding_share)
+            + self.per_document_pair * packing.num_document_pairs
+        )
 
 
 @cache

@@ -43,17 +43,11 @@ class HeldOutLosses:
 def held_out_losses(
     head: Head, target: Target, answered: Iterable[Answered], ttt_steps: int, settings: LossSettings, ranks: Ranks
 ) -> HeldOutLosses | None:
-    """Returns the losses of a head on the target's answers, computed as in training.
+    """Returns the losses of a head on the target's answers to this rank's prompts, computed as in training.
 
-    Returns None for an fp32 target on a GPU, where the training forward has no attention kernel for fp32.
-
-    Args:
-        head: ready to draft, on the target's device.
-        target: the whole model; it reads each prompt and answer again to compute their hidden states.
-        answered: this rank's prompts and answers.
-        ttt_steps: T.
-        settings: which loss, and how it is computed.
-        ranks: sums and counts are added up over all ranks, then divided once.
+    The target reads each prompt and answer again to compute their hidden states. Sums and counts are added up over all
+    ranks, then divided once. Returns None for an fp32 target on a GPU, where the training forward has no attention
+    kernel for fp32.
     """
     if target.device.type == "cuda" and target.parts.embed_tokens.dtype == torch.float32:
         return None

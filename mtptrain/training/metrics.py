@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import wandb
 
-from mtptrain.config import PipelineConfig, Tracker
+from mtptrain.config import PipelineConfig
 from mtptrain.training.batches import Batch
 from mtptrain.training.flops import StepFlops
 from mtptrain.utils.clock import PhaseClock
@@ -28,11 +28,7 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the lines of `metrics.jsonl` with their records, without an incomplete last line that a kill may leave.
-
-    Raises:
-        UserError: a line is not the record of a step.
-    """
+    """Returns the lines of `metrics.jsonl` with their records, but not a last line that a kill left incomplete."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     records = []
     for number, line in enumerate(lines, 1):
@@ -51,14 +47,11 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
 class Tracking:
     """Writes one line per record to `metrics.jsonl`, and sends it to wandb if configured. Only rank 0 makes one."""
 
-    def __init__(self, directory: Path, config: PipelineConfig, first_step: int) -> None:
-        self.path = directory / METRICS
+    def __init__(self, directory: Path, first_step: int, in_wandb: wandb.Run | None) -> None:
+        self.path, self._wandb = directory / METRICS, in_wandb
         # A resumed run repeats the steps since its checkpoint, so their old records are dropped.
         kept = [line for line, record in read_metrics(self.path) if record["step"] <= first_step] if first_step else []
         write_text(self.path, "".join(line + "\n" for line in kept))
-        self._wandb = None
-        if config.train.tracker is Tracker.wandb:
-            self._wandb = start_wandb(directory, config, "train")
 
     def write(self, step: int, metrics: dict[str, object]) -> None:
         with self.path.open("a") as file:
@@ -72,11 +65,7 @@ class Tracking:
 
 
 def start_wandb(directory: Path, config: PipelineConfig, job_type: str) -> wandb.Run:
-    """Start a wandb run in the group of `run_dir`, offline unless WANDB_MODE says otherwise.
-
-    Raises:
-        UserError: wandb cannot start, for example without a key or a connection.
-    """
+    """Start a wandb run with all settings, in the group of `run_dir`, offline unless WANDB_MODE says otherwise."""
     os.environ.setdefault("WANDB_MODE", "offline")
     try:
         return wandb.init(
@@ -106,14 +95,9 @@ def curves(metrics: dict[str, object]) -> dict[str, object]:
 
 
 def track_report(directory: Path, config: PipelineConfig, figures: dict[str, object], files: Sequence[Path]) -> None:
-    """Log the acceptance report's metrics and files to wandb, in the same group as the training run.
+    """Log the acceptance report's figures and files to wandb, in the same group as the training run.
 
     If wandb fails, this prints a warning: the report itself is complete.
-
-    Args:
-        directory: where wandb keeps its own files.
-        figures: metrics by name, as in `Tracking.write`.
-        files: files to log as one artifact of type "report".
     """
     try:
         run = start_wandb(directory, config, "acceptance")
@@ -186,29 +170,25 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Tracer:
-    """Writes a trace of the sixth, seventh and eighth step of this process, if `path` is not None."""
+    """Writes a trace of the sixth, seventh and eighth step of this process."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._profiler, self._path = None, path
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler = torch.profiler.profile(
-                schedule=torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1),
-                on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-            )
-            self._profiler.start()
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        )
+        self._profiler.start()
 
     def step_done(self) -> None:
-        if self._profiler is not None:
-            self._profiler.step()
+        self._profiler.step()
 
     def close(self) -> None:
-        if self._profiler is not None and self._path is not None:
-            self._profiler.stop()
-            if (num_steps := self._profiler.step_num) == 5:  # `stop` wrote a trace of the sixth step, which never began
-                self._path.unlink(missing_ok=True)
-            if num_steps < 6:
-                ProgressBar.write(
-                    f"train.profile: this process must make at least six steps for {self._path}, a trace of its sixth "
-                    f"to eighth step, but made {num_steps}; train for more steps"
-                )
+        self._profiler.stop()
+        if (num_steps := self._profiler.step_num) < 6:
+            self._path.unlink(missing_ok=True)  # after five steps, `stop` wrote a trace of the sixth, which never began
+            ProgressBar.write(
+                f"train.profile: this process must make at least six steps for {self._path}, a trace of its sixth "
+                f"to eighth step, but made {num_steps}; train for more steps"
+            )

@@ -12,14 +12,6 @@ from mtptrain.training.checkpoint import Progress
 from mtptrain.training.metrics import METRICS, PHASES, read_metrics
 
 MEASURED = ("tokens_per_s", "draft_positions_per_s", "mfu", "data_wait_share", *(f"{name}_share" for name in PHASES))
-LIMITS = {
-    "data_wait": "reading the store (with train.stream, also extraction): a faster disk or "
-    "hidden_states.store_dtype=fp8 speeds up reading",
-    "forward": "the forward pass of the head's layers",
-    "loss": "the lm_head matmuls: head.draft_vocab_size (heads eagle3, peagle, dflash and dspark) makes them smaller",
-    "backward": "the backward pass of the head's layers",
-    "optimizer": "the optimizer: raise train.batch_tokens or train.micro_batches_per_step",
-}
 
 
 def in_progress_bar(record: dict[str, Any]) -> dict[str, str]:
@@ -49,23 +41,18 @@ def print_summary(stage_dir: Path, progress: Progress) -> None:
 def speed_rows(metrics: Path) -> list[tuple[str, str]]:
     """Returns the rows about speed and memory.
 
-    Speeds and shares of time are medians over the records of the run, tokens a sum over them. "limited by" names the
-    phase with the largest share. Peak memory is that since the last start, on the rank that used the most.
+    Speeds and shares of time are medians over the records of the run, tokens a sum over them. Peak memory is that since
+    the last start, on the rank that used the most.
     """
     records = [record for _, record in read_metrics(metrics) if "tokens_per_s" in record]
     if not records:  # the file was removed or emptied
         return []
-    for record in records:  # a resumed run may have records with the older name
-        record.setdefault("draft_positions_per_s", record.get("supervised_tokens_per_s"))
     median = {name: statistics.median(record[name] for record in records) for name in MEASURED}
-    shares = {name: median[f"{name}_share"] for name in ("data_wait", *PHASES)}
-    longest = max(shares, key=lambda name: shares[name])
-    shown = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares.items())
+    shares = (f"{name.replace('_', ' ')} {median[f'{name}_share']:.0%}" for name in ("data_wait", *PHASES))
     return [
         ("tokens", f"{sum(record['tokens'] for record in records):,.0f}"),
         ("per second", f"{median['tokens_per_s']:,.0f} tokens, {median['draft_positions_per_s']:,.0f} draft positions"),
         ("MFU", f"{median['mfu']:.1%}"),
-        ("time", shown),
-        ("limited by", LIMITS[longest]),
+        ("time", ", ".join(shares)),
         ("peak memory", f"{records[-1]['peak_bytes'] / 1e9:.2f} GB"),
     ]

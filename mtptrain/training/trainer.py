@@ -102,11 +102,7 @@ class Trainer:
         return training_losses(self.engine, self.parts, on_device, scale, self.loss_settings, self.clock)
 
     def check_finite(self, step: int) -> None:
-        """Check the losses and gradient norms of all steps since the last check, up to `step`. Waits for the device.
-
-        Raises:
-            UserError: a loss or a gradient norm is not finite.
-        """
+        """Refuse losses and gradient norms since the last check that are not finite. Waits for the device."""
         unchecked, self._unchecked = self._unchecked, []
         if not unchecked:
             return
@@ -122,11 +118,7 @@ class Trainer:
 
     @torch.no_grad()
     def check_weights(self, step: int, batches: Sequence[Batch]) -> None:
-        """Check the loss of the last batches with the updated weights, before the weights are saved.
-
-        Raises:
-            UserError: the loss, or a loss or gradient norm since the last check, is not finite.
-        """
+        """Refuse updated weights with which the loss of the last batches is not finite, before they are saved."""
         self.check_finite(step)
         ones = torch.ones(len(batches[0].num_drafts), device=self.ranks.device)
         is_finite = bool(torch.stack([self._losses(batch, ones).loss for batch in batches]).isfinite().all())
@@ -146,11 +138,7 @@ class Trainer:
             )
 
     def describe(self, metrics: StepMetrics, step: int) -> dict[str, Any]:
-        """Returns the record of step `step` (from 1) for `metrics.jsonl`.
-
-        Raises:
-            UserError: a loss or a gradient norm since the last check is not finite.
-        """
+        """Returns the record of step `step` (from 1) for `metrics.jsonl`."""
         self.check_finite(step)
         means = (metrics.sums / metrics.num_drafts.clamp(min=1)).tolist()  # per draft
         losses, kl, top1_accuracy, overlap, *parts = means

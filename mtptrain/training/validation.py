@@ -8,21 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from mtptrain.config import PipelineConfig
+from mtptrain.config import AcceptanceConfig, TrainConfig
+from mtptrain.data.prompt_files import Documents
 from mtptrain.decoding.acceptance import Acceptance, generate_in_batches, summarise
 from mtptrain.decoding.confidence import Calibration, Confidences, fit
 from mtptrain.decoding.drafters import HeadDrafter
-from mtptrain.decoding.prompts import (
-    HeldOut,
-    check_head_context,
-    check_num_drafts,
-    held_out_documents,
-    held_out_prompts,
-)
+from mtptrain.decoding.prompts import check_head_context, check_num_drafts, held_out_prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.heads.base import Head
 from mtptrain.heads.corrected import Confident
 from mtptrain.heads.files import build_head, fill_head
+from mtptrain.settings.heads import HeadConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.target.model import Target
@@ -52,80 +48,78 @@ class Validated:
         }
 
 
-def measured_with(config: PipelineConfig) -> dict[str, object]:
+def measured_with(settings: AcceptanceConfig, max_new_tokens: int) -> dict[str, object]:
     """Returns the settings on which the figures of a validation depend, as `choice.json` stores them."""
     return {
-        "num_speculative_tokens": config.acceptance.num_speculative_tokens,
-        "max_new_tokens": config.train.validation_new_tokens,
-        "prompt_tokens": config.acceptance.prompt_tokens,
-        "dtype": str(config.acceptance.dtype),
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "max_new_tokens": max_new_tokens,
+        "prompt_tokens": settings.prompt_tokens,
+        "dtype": str(settings.dtype),
     }
 
 
 class Validation:
     """Measures greedy acceptance and losses with the full target. Each rank takes its share of the prompts."""
 
-    def __init__(self, config: PipelineConfig, num_prompts: int, target: TargetFiles, ranks: Ranks) -> None:
-        """Choose the prompts; the target is loaded when it is first needed.
+    def __init__(
+        self,
+        documents: Documents,
+        num_prompts: int,
+        head_config: HeadConfig,
+        training: TrainConfig,
+        settings: AcceptanceConfig,
+        target: TargetFiles,
+        ranks: Ranks,
+    ) -> None:
+        """Choose prompts from held-out documents; the target is loaded when it is first needed.
 
-        Raises:
-            UserError: stage 1 has not been run, or the target has no weights, or no prompt fits, a prompt and its
-                drafts exceed the target's or the head's context, or the target does not fit the ranks' devices.
+        A target without weights, or too large for the ranks' devices, is refused, and so are prompts that with their
+        drafts exceed the target's or the head's context.
         """
-        self.dtype = getattr(torch, config.acceptance.dtype)
+        self.dtype = getattr(torch, settings.dtype)
         check_placement(target.directory, self.dtype, ranks.device)
+        num_drafts, max_new_tokens = settings.num_speculative_tokens, training.validation_new_tokens
         context_tokens = target.config.max_position_embeddings
-        prompts = held_out_prompts(
-            held_out_documents(config.stage_dir("prompts"), HeldOut.choosing),
-            num_prompts,
-            config.acceptance.prompt_tokens,
-            config.train.validation_new_tokens,
-            context_tokens,
-        )
-        check_num_drafts(prompts, config.acceptance.num_speculative_tokens, context_tokens)
+        prompts = held_out_prompts(documents, num_prompts, settings.prompt_tokens, max_new_tokens, context_tokens)
+        check_num_drafts(prompts, num_drafts, context_tokens)
         with torch.device("meta"):
-            head = build_head(config.head, target.config)
-        lengths = config.train.validation_new_tokens, config.acceptance.num_speculative_tokens
-        check_head_context(head, prompts.values(), *lengths, setting="head")
+            head = build_head(head_config, target.config)
+        check_head_context(head, prompts.values(), max_new_tokens, num_drafts, setting="head")
         self.prompts = list(prompts.values())[ranks.rank :: ranks.world_size]
-        self.config = config
-        self.target = target
-        self.ranks = ranks
+        self.head_config, self.training, self.settings = head_config, training, settings
+        self.target, self.ranks = target, ranks
         self._loaded: Target | None = None
 
     def measure(self, head_state: dict[str, torch.Tensor]) -> Validated:
         """Validates the head that has these weights, on the prompts of all ranks."""
-        head = build_head(self.config.head, self.target.config)
+        head = build_head(self.head_config, self.target.config)
         return self.measure_head(fill_head(head, head_state, self.dtype, self.ranks.device))
 
     def measure_head(self, head: Head, description: str | None = None) -> Validated:
-        """Validates a head on the prompts of all ranks.
+        """Validates a head that is ready to draft, on the prompts of all ranks.
 
-        Args:
-            head: ready to draft, on the target's device.
-            description: the label of the progress bar; None shows none.
+        `description` is the label of the progress bar; None shows none.
         """
         if self._loaded is None:
             self._loaded = load_target(self.target.directory, self.dtype, self.ranks.device)
-        num_speculative_tokens = self.config.acceptance.num_speculative_tokens
+        num_drafts = self.settings.num_speculative_tokens
         confidences = Confidences() if isinstance(head, Confident) else None
         generations = generate_in_batches(
             self._loaded,
-            HeadDrafter(head, self._loaded.parts, num_speculative_tokens),
+            HeadDrafter(head, self._loaded.parts, num_drafts),
             self.prompts,
-            num_speculative_tokens=num_speculative_tokens,
-            max_new_tokens=self.config.train.validation_new_tokens,
+            num_speculative_tokens=num_drafts,
+            max_new_tokens=self.training.validation_new_tokens,
             sampler=Sampler(),
             eos_token_ids=self._loaded.eos_token_ids,
-            batch_size=self.config.acceptance.batch_size,
-            batch_tokens=self.config.acceptance.batch_tokens,
+            batch_size=self.settings.batch_size,
+            batch_tokens=self.settings.batch_tokens,
             description=description,
             observe=confidences,
         )
         acceptance = summarise([generation for share in self.ranks.gather(generations) for generation in share])
-        answered, settings = zip(self.prompts, generations, strict=True), LossSettings.of(self.config.train)
-        depths = self.config.head.ttt_steps
-        losses = held_out_losses(head, self._loaded, answered, depths, settings, self.ranks)
+        answered, of_loss = zip(self.prompts, generations, strict=True), LossSettings.of(self.training)
+        losses = held_out_losses(head, self._loaded, answered, self.head_config.ttt_steps, of_loss, self.ranks)
         if confidences is None:
             return Validated(acceptance, losses)
         return Validated(acceptance, losses, fit(torch.cat(self.ranks.gather(confidences.drafts()))))

@@ -68,7 +68,8 @@ def test_validation_finds_the_calibration_with_which_a_trained_head_is_used(tmp_
     head = build_head(config.head, target.config)
     draw_norms(head)
     validation = Validation.__new__(Validation)  # with prompts of the test's own
-    validation.config, validation.target, validation.ranks = config, target, Ranks(0, 1, 0)
+    validation.head_config, validation.training, validation.settings = config.head, config.train, config.acceptance
+    validation.target, validation.ranks = target, Ranks(0, 1, 0)
     validation.dtype, validation._loaded = torch.float32, None
     validation.prompts = [[5, 6, 7], [8, 9, 10, 11]]
     record = validation.measure(head.state_dict()).record()

@@ -19,29 +19,18 @@ def zero(stage: int, **settings: object) -> dict[str, object]:
     return {"zero_optimization": {"stage": stage, **settings}}
 
 
-ITSELF = r"{}: must not be set, but is {}: the trainer sets it itself; remove it"
+NOT_SET = r"{}: must not be set, but is {}: {}.*; remove it"
 REFUSED: list[tuple[dict[str, object], str]] = [
     (zero(3), r"zero_optimization\.stage: must be 0, 1 or 2, but is 3: .* set deepspeed=zero2"),
     ({"bf16": {"enabled": True}}, r"stage: must be 1 or 2 with bf16, but is 0: .* set deepspeed=zero1"),
-    ({"fp16": {"enabled": True}}, r"fp16\.enabled: must be false, but is true: .* set deepspeed=zero1"),
+    ({"fp16": {"enabled": True}}, NOT_SET.format("fp16.enabled", True, "the loss is not scaled")),
     ({"zero_optimization": 5}, r"zero_optimization: must be a section of settings, but is 5"),
-    ({"bf16": "maybe"}, r"bf16: must be a section of settings, but is 'maybe'"),
     (zero(1, offload_optimizer={"device": "cpu"}), r"offload_optimizer: must not be set, but is .*cpu.*; remove it"),
-    (zero(2, round_robin_gradients=True), r"round_robin_gradients: must not be set, .* weights of the wrong parameter"),
-    (
-        zero(1) | {"bf16": {"enabled": True, "check_grad_overflow": True}},
-        r"check_grad_overflow: must not be set, but is True: .* skip a step with an overflow",
-    ),
     (
         zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}},
         r"data_types\.grad_accum_dtype: must be left out with ZeRO 1, but is fp32: .* set deepspeed=zero2",
     ),
-    ({"gradient_clipping": 0.5}, ITSELF.format("gradient_clipping", 0.5)),
-    ({"gradient_allreduce_op": "mean"}, ITSELF.format("gradient_allreduce_op", "mean")),
-    *(
-        ({name: 1}, ITSELF.format(name, 1))
-        for name in ("scheduler", "steps_per_print", "zero_allow_untested_optimizer")
-    ),
+    ({"gradient_clipping": 0.5}, NOT_SET.format("gradient_clipping", 0.5, "the trainer sets it itself")),
 ]
 
 

@@ -1,6 +1,5 @@
 """Tests the time spent waiting for data, the setting of the GPU allocator, and logging to wandb."""
 
-import json
 import os
 import runpy
 import sys
@@ -13,8 +12,7 @@ import wandb
 
 from mtptrain.train import main
 from mtptrain.training.flops import StepFlops, _now
-from mtptrain.training.metrics import StepMeter, Tracer, Tracking, track_report
-from mtptrain.training.summary import speed_rows
+from mtptrain.training.metrics import StepMeter, Tracer, Tracking, start_wandb, track_report
 from mtptrain.utils.clock import PhaseClock
 from mtptrain.utils.distributed import Ranks
 from tests.conftest import make_config
@@ -56,15 +54,6 @@ def test_a_run_that_is_too_short_for_a_trace_says_so(tmp_path: Path, capsys: pyt
         assert (message in capsys.readouterr().out) == (num_steps == 5) == (not path.exists())
 
 
-def test_the_summary_of_a_resumed_run_reads_records_with_an_older_name(tmp_path: Path) -> None:
-    new = StepMeter(CPU, PhaseClock(CPU), StepFlops(1, 1, 1, 0), 1e12).read(ALONE) | {"draft_positions_per_s": 10.0}
-    old = {**new, "supervised_tokens_per_s": 20.0}
-    del old["draft_positions_per_s"]
-    records = [json.dumps({"step": step, **record}) + "\n" for step, record in ((1, old), (2, new))]
-    (tmp_path / "metrics.jsonl").write_text("".join(records))
-    assert dict(speed_rows(tmp_path / "metrics.jsonl"))["per second"] == "0 tokens, 15 draft positions"
-
-
 def test_training_sets_the_allocator_before_it_looks_for_gpus_and_not_when_it_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -91,7 +80,7 @@ def written_by_wandb(directory: Path, *expected: bytes) -> bytes:
 
 def test_wandb_gets_one_curve_for_each_depth_and_the_report(tmp_path: Path) -> None:
     config = make_config(f"run_dir={tmp_path}", "train.tracker=wandb")
-    tracking = Tracking(tmp_path, config, first_step=0)
+    tracking = Tracking(tmp_path, 0, start_wandb(tmp_path, config, "train"))
     tracking.write(10, {"loss": 1.5, "top1_accuracy_at": [0.5, 0.25], "acceptance_length": 2.0})
     tracking.close()
     page = tmp_path / "report.html"
@@ -115,6 +104,6 @@ def test_a_wandb_that_cannot_start_stops_training_at_once_and_leaves_a_finished_
     monkeypatch.setenv("WANDB_MODE", "online")
     message = r"train\.tracker: wandb must start with WANDB_MODE=online, but reports: UsageError: No API key .*; mend"
     with pytest.raises(ValueError, match=message):
-        Tracking(tmp_path, config, 0)
+        start_wandb(tmp_path, config, "train")
     track_report(tmp_path, config, {}, [])
     assert "warning: the report is not logged to wandb" in capsys.readouterr().out
