@@ -28,45 +28,30 @@ class Run:
 
     @cached_property
     def target(self) -> TargetFiles:
-        """The target of `target.path`, after downloading or dequantising it if necessary: see `resolve_target`.
-
-        Raises:
-            UserError: there is no such target.
-        """
+        """The target of `target.path`, after downloading or dequantising it if necessary: see `resolve_target`."""
         target, template_kwargs = self.config.target, self.config.prompts.template_kwargs
         directory = resolve_target(target.path, target.revision)
         return TargetFiles(directory, target.path, target.revision, target.gguf, template_kwargs)
 
     @cached_property
     def backend(self) -> Backend:
-        """The engine that runs the target for its hidden states: see `choose_backend`.
-
-        Raises:
-            UserError: there is no such target, or `hidden_states.backend` cannot run it.
-        """
+        """The engine that runs the target for its hidden states: see `choose_backend`."""
         return choose_backend(self.config.hidden_states.backend, self.target.config)
 
     def prompts_file(self, split: Split) -> Path:
-        """Returns the file of a split, after comparing its bytes with the manifest.
-
-        Raises:
-            StageMissing: mtptrain prompts has not been run.
-            UserError: the file was changed or damaged since.
-        """
+        """Returns the file of a split, after comparing its bytes with the manifest."""
         if split not in self._prompts_files:
             self._prompts_files[split] = require_prompts(self.stage_dir("prompts"), split.filename)
         return self._prompts_files[split]
 
     def documents(self, split: Split) -> Documents:
-        """Returns the documents of a split. Raises the errors of `prompts_file`."""
+        """Returns the documents of a split."""
         return Documents.load(self.prompts_file(split))
 
     def identity(self, capture_layers: tuple[int, ...]) -> StoreIdentity:
         """Returns the identity that the run's hidden states must have: target, settings and training prompts.
 
-        Raises:
-            UserError: the prompts were not made with the target's tokenizer and chat template, or one of the errors of
-                `prompts_file`.
+        Prompts that were not made with the target's tokenizer and chat template are refused.
         """
         prompts_file, settings = self.prompts_file(Split.train), self.config.hidden_states
         stored = PromptsManifest.read(prompts_file.parent).tokenizer
@@ -96,12 +81,8 @@ class Run:
 def become_cpu_ranks(run: Run, dtype: Dtype, divides: int | None = None) -> None:
     """On a CPU, go on as one rank per core, as far as memory allows and `cpu_ranks` does not say otherwise.
 
-    Call this before anything else that takes long; see `become_ranks`.
-
-    Args:
-        run: the run.
-        dtype: that of the target, of which every rank may hold a copy.
-        divides: a number that the number of ranks must divide.
+    Every rank may hold a copy of the target in this dtype. The number of ranks divides `divides`. Call this before
+    anything else that takes long; see `become_ranks`.
     """
     if not is_alone_on_cpu():
         return

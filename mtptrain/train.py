@@ -206,11 +206,10 @@ def open_states(run: Run, identity: StoreIdentity, ranks: Ranks, stop: StopSigna
 
 def warn_of_lost_checkpoints(stage_dir: Path) -> None:
     """Say that training starts again although a head of this run exists, as after its checkpoints were removed."""
-    head_json = stage_dir / "last/head.json"
-    if head_json.is_file():
+    if (last := stage_dir / "last").joinpath("head.json").is_file():
         print(
-            f"WARNING {head_json.parent}: must have a checkpoint beside it from which training resumes, but has none; "
-            "training starts from step 0 and will replace this head",
+            f"WARNING {last}: must have a checkpoint beside it from which training resumes, but has none; training "
+            "starts from step 0 and will replace this head",
             flush=True,
         )
 
@@ -227,11 +226,7 @@ def initialise(run: Run, head: Head, parts: FrozenParts, prompts_sha256: str) ->
 
 
 def count_steps(settings: TrainConfig, steps_per_epoch: int) -> int:
-    """Returns the number of steps of the run.
-
-    Raises:
-        UserError: `train.stream` is set and the run needs more than one epoch.
-    """
+    """Returns the number of steps of the run, which with `train.stream` may need one epoch at most."""
     num_steps = settings.max_steps or settings.epochs * steps_per_epoch
     if settings.stream and num_steps > steps_per_epoch:
         raise UserError(
@@ -328,12 +323,9 @@ def is_due(step: int, every: int) -> bool:
 
 
 def validate(training: Training, progress: Progress, tracking: Tracking | None) -> tuple[Progress, dict[str, str]]:
-    """Measure the head's acceptance on all ranks.
+    """Measure the head's acceptance on all ranks. Returns the run's progress, and entries for the progress bar.
 
     Rank 0 saves the head as `last`, and also as `best` if its acceptance length is the highest so far.
-
-    Returns:
-        The run's progress, and the entries for the progress bar.
     """
     assert training.validation is not None
     stage_dir, head_state = training.stage_dir, training.trainer.engine.module.state_dict()

@@ -81,12 +81,8 @@ class Intervals:
 def intervals(sources: Sequence[Sequence[Generation]], draws: int = 2000, seed: int = 0) -> Intervals | None:
     """Returns confidence intervals for what `summarise` would report on other prompts of the same kind.
 
-    Args:
-        sources: the answers, grouped by the file or question that their prompts come from. Answers within a group are
-            not independent.
-
-    Returns:
-        None if there are fewer than two sources: every draw would be the same, and the interval would have no width.
+    `sources` has the answers by the file or question that their prompts come from, because those of one are not
+    independent. With fewer than two sources there are no intervals: all draws would be the same, without any width.
     """
     if len(sources) < 2:
         return None
@@ -128,17 +124,10 @@ def has_loop(tokens: Sequence[int]) -> bool:
 def token_batches(
     lengths: Sequence[int], max_new_tokens: int, batch_size: int, batch_tokens: int | None
 ) -> list[list[int]]:
-    """Group prompts of similar length into batches for decoding, the shortest first.
+    """Returns the indices of the prompts in each batch: prompts of similar length together, the shortest first.
 
-    Args:
-        lengths: number of tokens in each prompt.
-        max_new_tokens: maximum number of tokens in each answer.
-        batch_size: maximum number of prompts in a batch.
-        batch_tokens: maximum number of tokens in a batch, counting every padded prompt and its answer. A prompt that
-            exceeds this limit by itself gets its own batch. None sets no limit.
-
-    Returns:
-        The indices of the prompts in each batch.
+    A batch has at most `batch_size` prompts and, unless it is None, `batch_tokens` tokens, counting every padded prompt
+    and its answer. A prompt that exceeds this limit by itself gets its own batch.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
@@ -168,13 +157,8 @@ def generate_in_batches(
 ) -> list[Generation]:
     """Decode many prompts, those of similar length together, and return the results in the order of the prompts.
 
-    Arguments without a description, and errors, are those of `speculate`.
-
-    Args:
-        batch_size: see `token_batches`.
-        batch_tokens: see `token_batches`.
-        description: text of the progress bar; None shows no bar.
-        answers: an answer for each prompt, which the target then writes in greedy decoding; None for its own choice.
+    The arguments are those of `speculate` and `token_batches`. `description` is the text of the progress bar; None
+    shows no bar. In greedy decoding the target writes the `answers`, if there are any, instead of its own choices.
     """
     batches = token_batches([len(prompt) for prompt in prompts], max_new_tokens, batch_size, batch_tokens)
     generations: dict[int, Generation] = {}

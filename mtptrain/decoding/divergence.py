@@ -81,16 +81,8 @@ def first_draft_divergence(
 ) -> Divergence | None:
     """Returns the first draft that only one side accepted. All answers must be equal.
 
-    Returns None if all counts are equal, if they differ only past the end of an answer, or if one side runs out of
-    rounds before a difference is found.
-
-    Args:
-        target: the target.
-        head: the head that drafts.
-        num_speculative_tokens: K.
-        prompts: token ids of each prompt.
-        ours: our generation for each prompt.
-        theirs: number of drafts that the engine accepted in each round, by prompt.
+    `theirs` has the number of drafts that the engine accepted in each round of each prompt. Returns None if all counts
+    are equal, if they differ only past the end of an answer, or if one side runs out of rounds before a difference.
     """
     for index, (prompt, generation, their_rounds) in enumerate(zip(prompts, ours, theirs, strict=True)):
         # 1. Skip prompts with equal counts.

@@ -60,9 +60,7 @@ class Drafter(Protocol):
         """Forget all sequences and prepare for a new batch."""
 
     def draft(self, verified: Verified, sampler: Sampler) -> Draft:
-        """Propose continuations of each sequence.
+        """Propose continuations of each sequence after the tokens that the target has just read.
 
-        Args:
-            verified: the tokens that the target has just read.
-            sampler: the object that verification also uses; a copy would draw the same random numbers again.
+        The sampler is the object that verification also uses; a copy would draw the same random numbers again.
         """

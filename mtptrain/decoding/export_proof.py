@@ -38,9 +38,6 @@ def prove_equal_proposals(parts: FrozenParts, documents: "list[DocumentBatch]", 
     """Draft for the same documents with both heads in fp32, and return the number of compared tokens.
 
     Without documents, they draft for random ones. The target's parts are in fp32 too.
-
-    Raises:
-        UserError: the exported head proposes different tokens from the trained one, or is more or less sure of them.
     """
     count = 0
     for tokens, states in documents or [random_documents(head, parts)]:

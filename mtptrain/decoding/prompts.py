@@ -33,14 +33,10 @@ def read_prompts(
     prompts_dir: Path,
     spare_tokens: int = 0,
 ) -> Prompts:
-    """Returns the prompts that the settings select, after checking that they fit the target's context.
+    """Returns the prompts that the settings select, which fit the target's context with `spare_tokens` left.
 
-    Args:
-        settings: `acceptance`.
-        rows: `prompts`, whose metadata and roles also hold for `settings.prompts_file`. Its schema may be another.
-        target: the target that reads the prompts.
-        prompts_dir: output of stage 1.
-        spare_tokens: number of tokens of the target's context to keep free after prompt and answer.
+    `rows` are the settings of stage 1, whose metadata and roles also hold for the rows of `settings.prompts_file`.
+    `prompts_dir` is the output of stage 1.
     """
     context_tokens = target.config.max_position_embeddings
     if settings.prompts_file is not None:
@@ -76,17 +72,9 @@ def check_num_drafts(
 def check_head_context(
     head: Head, prompts: Iterable[Sequence[int]], max_new_tokens: int, num_speculative_tokens: int, setting: str
 ) -> None:
-    """Check that the longest prompt, its answer and the drafts after it fit the head's own context, if it has one.
+    """Raises UserError if the longest prompt, its answer and the drafts after it do not fit the head's own context.
 
-    Args:
-        head: the head that drafts.
-        prompts: token ids of the prompts.
-        max_new_tokens: largest number of tokens of an answer.
-        num_speculative_tokens: K.
-        setting: name of the setting that chose the head, for the error message.
-
-    Raises:
-        UserError: the longest prompt does not fit with its answer and drafts.
+    `setting` chose the head.
     """
     needed = max(map(len, prompts)) + max_new_tokens + num_speculative_tokens
     if head.context_tokens is not None and needed > head.context_tokens:
@@ -110,11 +98,8 @@ def check_document_lengths(longest_tokens: int, head: Head) -> None:
 def warn_of_trained_questions(questions: Mapping[str, str], prompts_dir: Path) -> None:
     """Warn if the first user turn of a prompt is that of a training conversation, even under other system prompts.
 
-    Of several ranks, only the first one warns.
-
-    Args:
-        questions: hash of the first user turn by prompt id.
-        prompts_dir: output of stage 1; nothing is compared if it does not exist.
+    `questions` has the hash of this turn by prompt id. Nothing is compared if stage 1 has not run. Of several ranks,
+    only the first one warns.
     """
     if not (prompts_dir / "manifest.json").exists():
         return
@@ -136,21 +121,11 @@ def held_out_documents(prompts_dir: Path, part: HeldOut) -> Documents:
 
     For plain texts, these are all windows. For each group of conversations with the same question, this is one document
     that holds the first answer, so that all questions have equal weight and no prompt begins in the middle of a turn.
-
-    Raises:
-        UserError: stage 1 has not run, or `part` would be empty, or no conversation has its first answer in its first
-            window.
     """
     documents = Documents.load(require_prompts(prompts_dir, f"{Split.validation}.safetensors"))
     require_prompts(prompts_dir, DOCUMENTS_FILE)
     every_entry = DocumentEntry.read_all(prompts_dir)
-    ids = documents.document_ids
-    if unknown := [int(document_id) for document_id in ids if not 0 <= document_id < len(every_entry)]:
-        raise UserError(
-            f"{prompts_dir / f'{Split.validation}.safetensors'}: document_ids must be those of the {len(every_entry)} "
-            f"lines of {DOCUMENTS_FILE}, but one is {unknown[0]}; run mtptrain prompts again"
-        )
-    entries = [every_entry[document_id] for document_id in ids]
+    entries = [every_entry[document_id] for document_id in documents.document_ids]
     chosen = groups_of(part, {entry.group for entry in entries})
     indices = [index for index, entry in enumerate(entries) if entry.group in chosen]
     if not documents.loss_mask.all():
@@ -164,9 +139,6 @@ def groups_of(part: HeldOut, groups: set[str]) -> set[str]:
     """Returns the groups in a part of the held-out data: files, or sets of conversations with the same question.
 
     A group's part depends on its name alone, except that with two or more groups no part is left empty.
-
-    Raises:
-        UserError: the part would be empty.
     """
     in_order = sorted(groups, key=_choosing_hash)
     num_choosing = sum(_choosing_hash(group) < CHOOSING_FRACTION for group in groups)
@@ -186,15 +158,9 @@ def _choosing_hash(group: str) -> float:
 
 
 def first_answers(documents: Documents, entries: list[DocumentEntry], indices: list[int]) -> list[int]:
-    """Returns the indices of the documents whose prompts end before a first answer, one for each question.
+    """Returns those of the indices whose documents' prompts end before a first answer, one for each question.
 
     Of the conversations with the same question, this takes the one with the fewest tokens before its first answer.
-
-    Args:
-        indices: indices of the documents to choose from.
-
-    Raises:
-        UserError: no conversation has its first answer in its first window.
     """
     first: dict[str, int] = {}
     prompt_tokens = {index: int(documents.mask(index).argmax()) for index in indices}
@@ -223,9 +189,6 @@ def held_out_prompts(
 
     A conversation is cut before its first answer, and a document without turns after `prompt_tokens` tokens. Documents
     that are too short are skipped, as are those whose prompt, answer and `spare_tokens` would exceed the context.
-
-    Raises:
-        UserError: no document yields a prompt.
     """
     prompts: dict[str, list[int]] = {}
     for index in sorted(range(len(documents)), key=lambda index: name_hash(str(documents.document_ids[index]))):

@@ -59,10 +59,6 @@ def read_prompts_file(
     With `turns`, the first turn is the prompt. Further columns and keys of messages are read as in training data
     (mtptrain/data/rows.py), as `form` says: honoured, passed over, or refused by name because they change the prompt.
     Columns that say whether a row is to be trained are passed over. A column that is null counts as left out.
-
-    Raises:
-        UserError: the path is not that of a file, or the file is too large, a line does not have this form, an id
-            occurs twice, a token is not in the vocabulary, or there is no prompt.
     """
     check_is_file(path)
     if (size := path.stat().st_size) > MAX_TEXT_BYTES:
@@ -143,12 +139,7 @@ def _prompt_of(
 
 
 def _render_whole(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str) -> list[int]:
-    """Returns the token ids of a prompt that holds the text of every message.
-
-    Raises:
-        ConversationRefused: the last message is an answer, or the template leaves out a text.
-        UserError: see `prompt_text`.
-    """
+    """Returns the token ids of a prompt that holds the text of every message, none of which is dropped."""
     if messages[-1]["role"] == "assistant":
         raise ConversationRefused("an answer as its last message, after which no answer is asked for")
     text = prompt_text(tokenizer, messages, where)

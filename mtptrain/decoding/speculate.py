@@ -57,13 +57,8 @@ def accept_chosen(draft: Draft, target_tokens: torch.Tensor, ancestors: torch.Te
 
     The target's choices do not depend on the draft, so the output is what the target alone would generate. For a chain
     of greedy drafts, this is the rule of arXiv 2211.17192. For a tree, where all children of a token are checked at
-    once, it is the greedy verification of SpecInfer (arXiv 2305.09781).
-
-    Args:
-        draft: P proposed tokens per sequence.
-        target_tokens: the target's choice after each token that it has read [B, 1 + P].
-        ancestors: the result of `Draft.ancestors`.
-        num_depths: K, the length of the longest branch.
+    once, it is the greedy verification of SpecInfer (arXiv 2305.09781). `target_tokens` are the target's choices after
+    each token that it has read [B, 1 + P], and K = `num_depths` is the length of the longest branch.
     """
     parent = (
         torch.arange(draft.tokens.shape[1], device=draft.tokens.device) if draft.parents is None else draft.parents + 1
@@ -83,12 +78,8 @@ def accept_sampled(draft: Draft, target_probs: torch.Tensor, sampler: Sampler) -
     """Keep each draft with probability min(1, target / draft) until the first rejection, then sample from the residual.
 
     The result follows the target's distribution exactly: Fast Inference from Transformers via Speculative Decoding
-    (arXiv 2211.17192), algorithm 1.
-
-    Args:
-        draft: K proposed tokens per sequence, a chain, and the distributions that they were sampled from.
-        target_probs: the target's distributions after the newest token and after each draft [B, K+1, V].
-        sampler: draws the uniform numbers and the bonus token.
+    (arXiv 2211.17192), algorithm 1. The draft is a chain with the distributions that it was sampled from, and
+    `target_probs` are the target's after the newest token and after each draft [B, K+1, V].
     """
     chosen, draft_probs = draft.tokens[..., None], draft.probs  # [B, K, 1]
     assert draft_probs is not None and draft.parents is None
@@ -176,15 +167,9 @@ def speculate(
     clock: PhaseClock | None = None,
     observe: Callable[[Round], None] | None = None,
 ) -> list[Generation]:
-    """Decode a batch of prompts with drafts.
+    """Decode a batch of prompts with drafts, whose longest branch has K = `num_speculative_tokens` tokens.
 
-    Args:
-        num_speculative_tokens: K, the length of the longest branch of a draft.
-        clock: adds up the seconds of each phase in `PHASES`, and of the calls of `observe` as phase "observe".
-        observe: called with every round.
-
-    Raises:
-        UserError: a prompt is empty, or prompt and answer exceed the target's context.
+    `observe` is called with every round. The clock adds up the seconds of each phase in `PHASES`, and of these calls.
     """
     # 1. Allocate the sequences and a cache, with room for a round that goes past the last token.
     check_prompts(prompts, max_new_tokens, target.config.max_position_embeddings)
@@ -265,9 +250,8 @@ class _Batch:
     def append(self, read: torch.Tensor, positions: torch.Tensor, draft: Draft, accepted: Accepted) -> None:
         """Append the accepted tokens of a round and its bonus token, and count the round.
 
-        Args:
-            read: the newest token and the drafts [B, 1+P].
-            positions: positions of the newest token and of the K tokens after it [B, K+1].
+        The target has `read` the newest token and the drafts [B, 1+P]. The positions [B, K+1] are those of the newest
+        token and of the K tokens after it.
         """
         num_depths = len(self.depths) - 1
         self.tokens.scatter_(1, positions, read.gather(1, accepted.branch))

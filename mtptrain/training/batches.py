@@ -85,14 +85,8 @@ def make_batch(
     """Pack documents into a batch. Documents without a draft position are left out.
 
     The draft of token j at depth k counts only if tokens j-1-k .. j are all in one generated span of one document.
-
-    Args:
-        documents: documents of one store.
-        ttt_steps: number of depths T.
-        decode_states: decode e4m3 states now, for a batch that stays on the CPU.
-        pins: put the states into pinned memory, from which a GPU can copy them while it computes.
-        anchors: which draft positions to use; None uses all of them.
-        window: `Head.shared_window`.
+    `decode_states` decodes e4m3 states now, for a batch that stays on the CPU; `pins` puts them into pinned memory,
+    from which a GPU can copy them while it computes. `anchors` choose the draft positions; None uses all of them.
     """
     kept: list[StoredDocument] = []
     spans: list[tuple[int, int, int]] = []  # (document, first draft position, number of draft positions)
@@ -199,22 +193,11 @@ class BatchSchedule:
         drafts_per_document: int | None = None,
         window: int | None = None,
     ) -> None:
-        """Pack the first epoch.
+        """Pack the first epoch, after which each epoch has another order.
 
-        Args:
-            store: the hidden states.
-            ttt_steps: number of depths T.
-            batch_tokens: maximum number of tokens in one micro-batch.
-            micro_batches_per_step: number of micro-batches over all ranks.
-            seed: shuffles the documents of each epoch.
-            for_gpu: read ahead in a thread, into pinned memory.
-            drafts_per_document: number of draft positions of each document to use in a step, drawn at random in
-                every epoch; None for all.
-            window: `Head.shared_window`.
-
-        Raises:
-            UserError: a document is longer than `batch_tokens`, or there are fewer documents with draft positions than
-                micro-batches.
+        A step has `micro_batches_per_step` micro-batches over all ranks, of at most `batch_tokens` tokens. It uses
+        `drafts_per_document` draft positions of a document, drawn at random in every epoch; None for all. `window` is
+        `Head.shared_window`. For a GPU, a thread reads ahead, into pinned memory.
         """
         self.store = store
         self.for_gpu = for_gpu

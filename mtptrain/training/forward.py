@@ -31,13 +31,8 @@ def training_losses(
 ) -> LossSums:
     """Run a head over a batch and compare every draft with the target's distribution.
 
-    Args:
-        model: the trained head, alone or in its DeepSpeed engine.
-        parts: the target's frozen parts.
-        batch: a batch on the head's device, with decoded states.
-        scale: weight of each depth's sum in the loss [T].
-        settings: which loss to compute, and how.
-        clock: accumulates the seconds of the phases `forward` and `loss`.
+    The model is the head, alone or in its DeepSpeed engine. The batch is on its device, with decoded states, and the
+    loss weighs each depth's sum by its `scale` [T]. The clock adds up the seconds of the phases `forward` and `loss`.
     """
     head: Head = model if isinstance(model, Head) else model.module
     num_depths = len(batch.is_draft)

@@ -118,12 +118,8 @@ def select(
 ) -> Selected:
     """Choose among the candidates of each draft, and compare with the teacher.
 
-    Args:
-        logits: the logits of all depths, concatenated [R, D], where R is T times the number of target tokens.
-        correction: the corrections of the candidates, with features [R, r].
-        teacher: the distributions of the target tokens.
-        num_depths: T.
-        weights: weight of each row in the loss [R].
+    The logits [R, D] of all depths are concatenated, so R is T times the number of target tokens. The correction of the
+    candidates has features [R, r], and each row a weight in the loss [R].
     """
     candidates, scores = correction.candidates(logits)
     targets = torch.arange(len(teacher.tokens), device=logits.device).repeat(num_depths)[:, None]  # [R, 1]
@@ -149,15 +145,10 @@ def compare(
     lk_eta: float,
     data_tokens: torch.Tensor | None = None,
 ) -> Drafted:
-    """Compare the logits of drafts with their teacher.
+    """Compare the logits of drafts [T * C, D], those of all depths concatenated, with the teacher of C target tokens.
 
-    Args:
-        logits: the logits of all depths, concatenated [T * C, D].
-        teacher: the distributions of C target tokens, the same for every depth.
-        weights: weight of each row in the loss [T * C], for each part whose gradient is wanted.
-        num_depths: T.
-        lk_eta: `train.lk_eta`, for `LossPart.lk`.
-        data_tokens: the data's own tokens [C], -1 where outside the head's vocabulary; needed for `LossPart.data_ce`.
+    `weights` has the weight of each row in the loss [T * C] for each part whose gradient is wanted. `LossPart.data_ce`
+    needs the data's own tokens [C], -1 where outside the head's vocabulary, and `LossPart.lk` its `train.lk_eta`.
     """
     tokens = teacher.tokens.repeat(num_depths)
     data_rows = None if data_tokens is None else data_tokens.repeat(num_depths)

@@ -79,11 +79,7 @@ def draft_losses(
 
     If the head has its own vocabulary, the target's probabilities are not renormalised over it. The probability mass
     outside it is added to the KL. If the target's most likely token is outside it, the top-1 prediction is wrong.
-
-    Args:
-        group: the drafts of some depths.
-        settings: which loss to compute, and how.
-        coupled: the parts that couple depths, at the depths of the group; None if these are all depths.
+    `coupled` has the parts that couple depths, at the depths of the group; None if these are all depths.
     """
     if group.data_tokens is not None and group.draft_token_ids is not None:
         group = replace(group, data_tokens=draft_ids_of(group.data_tokens, group.draft_token_ids))
@@ -236,9 +232,7 @@ def grad_of_correction(
 ) -> torch.Tensor:
     """Returns the gradient of a correction's features [R, r], and adds that of its weight to `grad_codebook` f32[D, r].
 
-    Args:
-        gradient: of all logits [R, D].
-        selected: the drafts that were chosen among candidates, if only these are corrected.
+    `gradient` is that of all logits [R, D]. Drafts are `selected` among candidates, if only these are corrected.
     """
     features, codebook = correction.features, correction.weight
     if selected is None:
@@ -254,9 +248,8 @@ def compare_features(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare the head's states [T, C, H] with the target's states [C, H] by smooth L1 distance, averaged over H.
 
-    Returns:
-        The distance of each draft [T * C], and the gradient with respect to the head's states, in which each depth is
-        multiplied by its `scale`, and all by `weight`.
+    Returns the distance of each draft [T * C], and the gradient with respect to the head's states, in which each depth
+    is multiplied by its `scale`, and all by `weight`.
     """
     difference = states.float() - target_states.float()
     distance = F.smooth_l1_loss(difference, torch.zeros_like(difference), reduction="none").mean(-1)  # [T, C]

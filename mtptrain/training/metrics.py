@@ -133,12 +133,10 @@ class StepMeter:
         self._step_ended = time.perf_counter()
 
     def read(self, ranks: Ranks) -> dict[str, float]:
-        """Sums the measurements since the last restart over all ranks, then restarts.
+        """Returns the measurements since the last restart, summed over all ranks, and restarts.
 
-        Returns:
-            `tokens` of whole documents and `tokens_per_s`; `draft_positions_per_s`; the shares of time spent waiting
-            for data and in each phase; `mfu`, the required FLOPs divided by those possible at the matmul peak, or at
-            the fastest rate so far if that is higher; `peak_bytes` of the rank with the highest memory use.
+        Tokens are those of whole documents. The MFU is the required FLOPs divided by those possible at the matmul peak,
+        or at the fastest rate so far if that is higher. `peak_bytes` is of the rank with the highest memory use.
         """
         phases = self.clock.read()
         seconds = time.perf_counter() - self._started

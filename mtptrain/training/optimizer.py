@@ -29,13 +29,9 @@ EPSILON = 1e-8
 
 
 def build_optimizer(head: Head, settings: TrainConfig, ranks: Ranks, dtype: torch.dtype) -> torch.optim.Optimizer:
-    """Returns the optimizer of the settings for a head.
+    """Returns the optimizer of the settings for a head, whose weights ZeRO may divide among the ranks.
 
-    Args:
-        head: the trained module.
-        settings: `train.optimizer`, the rate, betas and weight decay.
-        ranks: the rank of this process, and the number of ranks, among which ZeRO divides the weights.
-        dtype: the dtype of training, in which matrices are orthogonalised.
+    Muon orthogonalises matrices in the dtype of training.
     """
     betas = settings.betas[0], settings.betas[1]
     if settings.optimizer is OptimizerKind.adamw:
@@ -77,14 +73,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         ranks: Ranks,
         dtype: torch.dtype,
     ) -> None:
-        """
-        Args:
-            parameters: all of them, matrices first. ZeRO puts one flat part of them in their place.
-            shapes: the shapes of the matrices.
-            settings: the rate, betas and weight decay.
-            ranks: the rank of this process, and the number of ranks.
-            dtype: the dtype in which matrices are orthogonalised.
-        """
+        """Take all parameters, matrices first, and the shapes of these. ZeRO puts one flat part in their place."""
         self._shapes, self._ranks, self._dtype, self._betas = shapes, ranks, dtype, settings.betas
         super().__init__(parameters, {"lr": settings.lr, "weight_decay": settings.weight_decay})
         self._num_parameters = len(parameters)
@@ -123,10 +112,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return nesterov
 
     def _updates(self, nesterov: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields the updates of the matrices of which this rank holds a part, and where they are in its part.
+        """Yields the updates of the matrices of which this rank holds a part, from its part of all momenta, flat.
 
-        Args:
-            nesterov: this rank's part of all momenta, flat.
+        Each comes with its place in this part.
         """
         size, begin = len(nesterov), 0
         whole, first = self._gathered(nesterov), self._ranks.rank * size

@@ -57,9 +57,7 @@ class Anchors:
 def document_costs(store: HiddenStates, most_drafts: float = math.inf) -> NDArray[np.float64]:
     """Returns the training cost of each document: 1 per draft position, plus attention and keys; 0 if it has none.
 
-    Args:
-        store: the documents.
-        most_drafts: maximum number of draft positions that a step uses per document.
+    A step uses at most `most_drafts` draft positions of a document.
     """
     return np.concatenate([shard_costs(mask, offsets, most_drafts) for mask, offsets in store.loss_masks()])
 
@@ -107,17 +105,9 @@ def pack_documents(
     micro-batch of the step that has room. A document that does not fit waits, and the next step takes waiting documents
     first. Documents with cost 0 are left out. So is the last step if one of its micro-batches stays empty.
 
-    Args:
-        lengths: number of tokens of each document.
-        costs: cost of each document.
-        batch_tokens: maximum number of tokens in one micro-batch.
-        micro_batches: number of micro-batches of a step.
-        order: document indices in the order in which they are taken.
-        evens_last_steps: whether to spread documents evenly over the last steps. This is impossible for a
-            streamed store, which does not hold the documents of all these steps at once.
-
-    Raises:
-        UserError: a document is longer than `batch_tokens`.
+    Lengths and costs are those of each document, and `batch_tokens` is the most that one micro-batch may have. With
+    `evens_last_steps` documents are spread evenly over the last steps. This is impossible for a streamed store, which
+    does not hold the documents of all these steps at once.
     """
     if lengths.max() > batch_tokens:
         raise UserError(

@@ -45,7 +45,6 @@ class Trainer:
         num_steps: int,
         ranks: Ranks,
     ) -> None:
-        check_batch_ranks(config.micro_batches_per_step, ranks.world_size)
         if ranks.device.type == "cpu":
             keep_freed_memory()
         self.ranks = ranks
