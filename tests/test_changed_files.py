@@ -71,7 +71,6 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     ("name", "change", "module"),
     [
         ("prompts/train.safetensors", flip_bit, "train"),
-        ("prompts/validation.safetensors", flip_bit, "acceptance"),
         ("prompts/documents.jsonl", ask_another_question, "acceptance"),
         ("prompts/manifest.json", edit("vocab_size", value=999), "train"),
         ("hidden_states/manifest.json", edit("num_documents", value=1), "train"),
@@ -100,93 +99,76 @@ def test_a_changed_file_is_named_before_it_is_used(
     assert result.stderr.startswith("error: ") and f"{tmp_path}/run/{name}: must {reason}" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", SERVING])
-def test_a_changed_export_is_named_before_it_is_served(finished: Run, tmp_path: Path, name: str) -> None:
-    shutil.copytree(finished[0] / "export/vllm", tmp_path / "export")
-    sha256 = json.loads((tmp_path / "export" / SERVING).read_text())["head_sha256"]
-    assert read_serving_facts(tmp_path / "export", "vllm", sha256)["engine"] == "vllm"
-    if name == SERVING:
-        edit("method", value="other")(tmp_path / "export" / name)
-    else:
-        flip_bit(tmp_path / "export" / name)
-    with pytest.raises(UserError, match=rf"{name}: must be as mtptrain wrote it, but was changed or damaged"):
-        read_serving_facts(tmp_path / "export", "vllm", sha256)
+DAMAGED = r"{}: must be as mtptrain wrote it, but was changed or damaged"
+WITHOUT_SEAL: list[tuple[Change, str]] = [
+    (drop(SEAL), "have the entry seal, but lacks it"),
+    (drop(SEAL, "head_sha256"), "have the entry seal, but lacks it"),
+    (Path.unlink, "exist, but does not"),
+]
 
 
-@pytest.mark.parametrize("place", ["train/best", "export/vllm"])
-def test_a_changed_head_is_named_before_another_training_starts_from_it(
-    finished: Run, tiny_target: Path, tmp_path: Path, place: str
+def test_a_changed_export_is_named_before_it_is_served_or_trained_from(
+    finished: Run, tiny_target: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(finished[0] / place, tmp_path / "head")
-    target = TargetFiles(tiny_target)
-    assert read_published(str(tmp_path / "head"), target).tensors
-    weights = next((tmp_path / "head").glob("*.safetensors"))
-    flip_bit(weights)
-    with pytest.raises(UserError, match=rf"{weights.name}: must be as mtptrain wrote it, but was changed or damaged"):
-        read_published(str(tmp_path / "head"), target)
+    target, export = TargetFiles(tiny_target), finished[0] / "export/vllm"
+    sha256 = json.loads((export / SERVING).read_text())["head_sha256"]
+    assert read_serving_facts(export, "vllm", sha256)["engine"] == "vllm"
+    assert read_published(str(export), target).tensors
+    for name, change in (("model.safetensors", flip_bit), (SERVING, edit("method", value="other"))):
+        changed = shutil.copytree(export, tmp_path / name / "head")
+        change(changed / name)
+        with pytest.raises(UserError, match=DAMAGED.format(name)):
+            read_serving_facts(changed, "vllm", sha256)
+        with pytest.raises(UserError, match=DAMAGED.format(name)):
+            read_published(str(changed), target)
+    for number, (change, reason) in enumerate(WITHOUT_SEAL):
+        changed = shutil.copytree(export, tmp_path / str(number) / "head")
+        change(changed / SERVING)
+        with pytest.raises(UserError, match=rf"head/{SERVING}: must {reason}"):
+            read_published(str(changed), target)
+    trained = shutil.copytree(finished[0] / "train/best", tmp_path / "trained")
+    flip_bit(trained / "head.safetensors")
+    with pytest.raises(UserError, match=DAMAGED.format(r"head\.safetensors")):
+        read_published(str(trained), target)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (drop(SEAL), "have the entry seal, but lacks it"),
-        (drop(SEAL, "head_sha256"), "have the entry seal, but lacks it"),
-        (Path.unlink, "exist, but does not"),
-    ],
-)
-def test_an_export_without_its_seal_is_named_before_training_starts_from_it(
-    finished: Run, tiny_target: Path, tmp_path: Path, change: Change, reason: str
-) -> None:
-    shutil.copytree(finished[0] / "export/vllm", tmp_path / "head")
-    change(tmp_path / "head" / SERVING)
-    with pytest.raises(UserError, match=rf"head/{SERVING}: must {reason}"):
-        read_published(str(tmp_path / "head"), TargetFiles(tiny_target))
-
-
-@pytest.mark.parametrize("head", ["draft_model", "native_mtp"])
 def test_a_changed_export_with_a_model_is_named_before_training_starts_from_it(
-    tiny_target: Path, tmp_path: Path, head: str
+    tiny_target: Path, tmp_path: Path
 ) -> None:
-    exported = shutil.copytree(tiny_target, tmp_path / "export")
-    write_sealed(exported / SERVING, {"head_sha256": "a"}, ["model.safetensors"])
-    flip_bit(exported / "model.safetensors")
-    with pytest.raises(
-        UserError, match=r"model\.safetensors: must be as mtptrain wrote it, but was changed or damaged"
-    ):
-        if head == "draft_model":
-            load_init(str(exported), DraftModelHead.Config(), TargetFiles(tiny_target))
-        else:
-            family: Any = SimpleNamespace(config=PreTrainedConfig(model_type=next(iter(NATIVE_MTP))))
-            read_native_mtp(str(exported), family)
+    exported = str(shutil.copytree(tiny_target, tmp_path / "export"))
+    write_sealed(Path(exported) / SERVING, {"head_sha256": "a"}, ["model.safetensors"])
+    flip_bit(Path(exported) / "model.safetensors")
+    family: Any = SimpleNamespace(config=PreTrainedConfig(model_type=next(iter(NATIVE_MTP))))
+    with pytest.raises(UserError, match=DAMAGED.format(r"model\.safetensors")):
+        load_init(exported, DraftModelHead.Config(), TargetFiles(tiny_target))
+    with pytest.raises(UserError, match=DAMAGED.format(r"model\.safetensors")):
+        read_native_mtp(exported, family)
 
 
 LINE, OTHER_LINE = line_of(RegeneratedConversation(1, "chat1")), json.dumps(sealed({"step": 1})) + "\n"
+ANSWERS = [
+    ('"chat1"', '"chat7"', "be as mtptrain wrote it, but was changed or damaged since"),
+    (f'"{SEAL}"', '"other"', "have the entry seal, but lacks it"),
+    ('{"row": 1', '{"row": 1}', "be JSON, but is not"),
+    (LINE, OTHER_LINE, "be a conversation, but is not .KeyError.'ended_by'"),
+]
 
 
 @pytest.mark.parametrize("name", ["answers_00000.jsonl", "conversations.jsonl"])
-@pytest.mark.parametrize(
-    ("old", "new", "reason"),
-    [
-        ('"chat1"', '"chat7"', "be as mtptrain wrote it, but was changed or damaged since"),
-        (f'"{SEAL}"', '"other"', "have the entry seal, but lacks it"),
-        ('{"row": 1', '{"row": 1}', "be JSON, but is not"),
-        (LINE, OTHER_LINE, "be a conversation, but is not .KeyError.'ended_by'"),
-    ],
-)
-def test_a_changed_answer_of_a_killed_run_is_named(tmp_path: Path, name: str, old: str, new: str, reason: str) -> None:
+def test_a_changed_answer_of_a_killed_run_is_named(tmp_path: Path, name: str) -> None:
     identity = ResponsesIdentity(IDENTITY.target, {}, "server", "tiny", {})
     store = ResponsesStore(tmp_path)
     store.begin(identity, None)
     store.mark_unfinished()
     lines = "".join(line_of(RegeneratedConversation(row, f"chat{row}")) for row in range(3))
-    assert old in lines
     (tmp_path / name).write_text(lines + '{"row": 3, "i')
     store.begin(identity, None)
     assert store.rows == {0, 1, 2} and (tmp_path / name).read_text() == lines
-    (tmp_path / name).write_text(lines.replace(old, new))
-    number = lines[: lines.index(old)].count("\n") + 1
-    with pytest.raises(UserError, match=rf"{name}:{number}: must {reason}.*; delete the line, or {tmp_path} if an old"):
-        ResponsesStore(tmp_path).begin(identity, None)
+    for old, new, reason in ANSWERS:
+        (tmp_path / name).write_text(lines.replace(old, new))
+        number = lines[: lines.index(old)].count("\n") + 1
+        with pytest.raises(UserError, match=rf"{name}:{number}: must {reason}.*; delete the line, or {tmp_path} if an"):
+            ResponsesStore(tmp_path).begin(identity, None)
 
 
 def test_a_kept_head_that_was_renamed_is_named(finished: Run, tmp_path: Path) -> None:
@@ -196,76 +178,67 @@ def test_a_kept_head_that_was_renamed_is_named(finished: Run, tmp_path: Path) ->
         heads_to_measure(tmp_path)
 
 
-def test_a_record_of_another_shard_is_named(tmp_path: Path) -> None:
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    shutil.copy(tmp_path / "shard_00000.json", tmp_path / "shard_00001.json")
-    with pytest.raises(UserError, match=r"shard_00001\.json: must be the record of shard_00001\.safetensors, but is"):
-        begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+METRICS = [
+    ("{oops}", "must be JSON, but is not"),
+    ("[1]", "must be the record of a step, but is not"),
+    ('{"step": "7"}', "must be the record of a step, but is not"),
+    ('{"step": 2, "tokens": "a"}', "tokens must hold numbers, but is 'a'"),
+    ('{"step": 2, "kl_at": [1.0, null]}', "kl_at must hold numbers, but is .1.0, None."),
+]
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{oops}", "must be JSON, but is not"),
-        ("[1]", "must be the record of a step, but is not"),
-        ('{"step": "7"}', "must be the record of a step, but is not"),
-        ('{"loss": 1.0}', "must be the record of a step, but is not"),
-        ('{"step": 2, "tokens": "a"}', "tokens must hold numbers, but is 'a'"),
-        ('{"step": 2, "kl_at": [1.0, null]}', "kl_at must hold numbers, but is .1.0, None."),
-    ],
-)
-def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: str, reason: str) -> None:
+def test_a_damaged_line_of_metrics_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n{"step": 4, "lo')
-    with pytest.raises(UserError, match=rf"metrics\.jsonl:2: {reason}.*; remove the line"):
-        read_metrics(path)
+    for line, reason in METRICS:
+        path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n{"step": 4, "lo')
+        with pytest.raises(UserError, match=rf"metrics\.jsonl:2: {reason}.*; remove the line"):
+            read_metrics(path)
     path.write_text('{"step": 1}\n{"step": 4, "lo')
     assert [record for _, record in read_metrics(path)] == [{"step": 1}]
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("plan.json", "delete .* and run mtptrain hidden-states again"),
-        ("shard_00000.json", "delete it and run mtptrain hidden-states, which recomputes only this shard"),
-    ],
-)
-def test_a_file_of_another_kind_in_an_unfinished_store_is_named(tmp_path: Path, name: str, advice: str) -> None:
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    shutil.copy(tmp_path / ("shard_00000.json" if name == "plan.json" else "plan.json"), tmp_path / name)
-    with pytest.raises(UserError, match=rf"{name}: must be as mtptrain hidden-states writes it, .*{advice}"):
-        begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+def copy_of(name: str) -> Change:
+    return lambda path: shutil.copy(path.with_name(name), path)  # type: ignore[return-value]
 
 
-def test_a_changed_record_of_a_killed_extraction_is_named(tmp_path: Path) -> None:
-    begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
-    write_shard(tmp_path, 0, make_shard(0, range(0, 3)))
-    edit("num_tokens", value=1)(tmp_path / "shard_00000.json")
-    with pytest.raises(UserError, match=r"shard_00000\.json: must be as mtptrain wrote it, but was changed or damaged"):
-        begin_store(tmp_path, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+UNFINISHED: list[tuple[str, Change, str]] = [
+    ("plan.json", copy_of("shard_00000.json"), "as mtptrain hidden-states writes it, .*delete .* and run mtptrain hid"),
+    ("shard_00000.json", copy_of("plan.json"), "as mtptrain hidden-states writes it, .*delete it and run .* recompute"),
+    ("shard_00000.json", edit("num_tokens", value=1), "as mtptrain wrote it, but was changed or damaged"),
+    (
+        "shard_00001.json",
+        copy_of("shard_00000.json"),
+        r"the record of shard_00001\.safetensors, but is that of shard_0",
+    ),
+]
+
+
+def test_a_changed_record_or_one_of_another_kind_in_an_unfinished_store_is_named(tmp_path: Path) -> None:
+    for number, (name, change, reason) in enumerate(UNFINISHED):
+        directory = tmp_path / str(number)
+        begin_store(directory, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+        write_shard(directory, 0, make_shard(0, range(0, 3)))
+        change(directory / name)
+        with pytest.raises(UserError, match=rf"{name}: must be {reason}"):
+            begin_store(directory, IDENTITY, SHARD_TOKENS, EVERY_SHARD)
+
+
+STREAMS: list[tuple[dict[str, object], str]] = [
+    ({"released_windows": 1, "windows": [], "a": 9}, "be as mtptrain train writes it, but has the unknown entry a"),
+    ({"windows": [[0], [1]]}, "be as mtptrain train writes it, but lacks released_windows"),
+    ({"released_windows": "a", "windows": [[0], [1]]}, "be .*, but released_windows is a"),
+    ({"released_windows": 0, "windows": []}, r"be \[0\], \.\.\., but are missing"),
+]
 
 
 def test_a_changed_number_of_released_windows_is_named_before_shards_are_deleted(tmp_path: Path) -> None:
-    write_sealed(tmp_path / STREAM, {"released_windows": 1, "windows": [[0], [1], [2]]})
-    assert released_windows(tmp_path, [[0], [1], [2]]) == 1
-    edit("released_windows", value=3)(tmp_path / STREAM)
-    with pytest.raises(UserError, match=rf"{STREAM}: must be as mtptrain wrote it, but was changed or damaged"):
-        released_windows(tmp_path, [[0], [1], [2]])
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ({"released_windows": 1, "windows": [], "a": 9}, "be as mtptrain train writes it, but has the unknown entry a"),
-        ({"windows": [[0], [1]]}, "be as mtptrain train writes it, but lacks released_windows"),
-        ({"released_windows": "a", "windows": [[0], [1]]}, "be .*, but released_windows is a"),
-        ({"released_windows": 0, "windows": []}, r"be \[0\], \.\.\., but are missing"),
-        (None, "have the entry seal, but lacks it"),
-    ],
-)
-def test_a_stream_of_another_kind_is_named(tmp_path: Path, content: dict[str, object] | None, reason: str) -> None:
-    write_json(tmp_path / STREAM, {} if content is None else sealed(content))
-    with pytest.raises(UserError, match=rf"{STREAM}: .*must {reason}.*; delete this file, and start both programs"):
+    path = tmp_path / STREAM
+    write_sealed(path, {"released_windows": 1, "windows": [[0], [1]]})
+    assert released_windows(tmp_path, [[0], [1]]) == 1
+    edit("released_windows", value=3)(path)
+    with pytest.raises(UserError, match=DAMAGED.format(STREAM)):
         released_windows(tmp_path, [[0], [1]])
+    for content, reason in STREAMS:
+        write_json(path, sealed(content))
+        with pytest.raises(UserError, match=rf"{STREAM}: .*must {reason}.*; delete this file, and start both programs"):
+            released_windows(tmp_path, [[0], [1]])
