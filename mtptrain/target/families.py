@@ -9,7 +9,6 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mtptrain.target.form import find_form
 from mtptrain.target.hub import DOWNLOAD_AGAIN
@@ -122,16 +121,7 @@ def _read_config(target_dir: Path) -> PreTrainedConfig:
 
 
 def _refuse_own_code(settings: dict[str, Any], path: Path) -> None:
-    """Raises UserError if a config can only be used with code from the checkpoint or from the hub.
-
-    The code in `auto_map` of a family that transformers has is ignored.
-    """
-    model_type = settings["model_type"]
-    if settings.get("auto_map") and model_type not in CONFIG_MAPPING and not is_mimo_json(settings):
-        raise UserError(
-            f"{path}: model_type must be a family of transformers, because mtptrain never runs a target's own code, "
-            f"but is {model_type!r}, which auto_map looks for in {settings['auto_map']}; choose another target"
-        )
+    """Raises UserError if a config names a repository of kernels. transformers itself refuses a model's own code."""
     for name in ("attn_implementation", "experts_implementation"):
         for value in (settings.get(name), settings.get(f"_{name}")):
             if value is not None and "/" in str(value):  # a repository of kernels

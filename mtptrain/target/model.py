@@ -16,8 +16,7 @@ from mtptrain.target.families import eos_token_ids
 from mtptrain.target.few_rows import FrozenLinear, use_few_rows
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
-from mtptrain.target.position_cache import PositionCache, TreeSlots
-from mtptrain.target.state_cache import StateCache
+from mtptrain.target.position_cache import PositionCache, StateCache, TreeSlots
 from mtptrain.utils.errors import UserError
 
 

@@ -1,7 +1,7 @@
 """Reports the error that ends a program: one line on stderr if the input was refused, the stack otherwise."""
 
-import mmap
 import os
+import signal
 import sys
 import time
 import warnings
@@ -14,11 +14,9 @@ from mtptrain.utils.progress import ProgressBar
 
 DEBUG = "MTPTRAIN_DEBUG"
 """Environment variable that shows the stack of every error if it is 1."""
-FIRST_REPORTS = mmap.mmap(-1, 1)
-"""A byte that forks of this process share: 1 once the first of the ranks that it became has reported its error."""
 FORKED = "MTPTRAIN_FORKED_RANKS"
-"""Environment variable of such ranks. They are one program to its user: the first reports without its rank, and the
-others wait `WAIT_FOR_FIRST_S` for it, so that all of them report the same error once."""
+"""Environment variable of ranks that a program became by itself. To its user they are one program: the first reports an
+error without its rank, and the others wait `WAIT_FOR_FIRST_S` for it."""
 WAIT_FOR_FIRST_S = 5.0
 EXIT_REFUSED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 130
 """Exit codes: the input was refused or the program failed; the command line is wrong; Ctrl-C (130 by convention)."""
@@ -74,19 +72,11 @@ def exit_with_line(line: str, code: int) -> NoReturn:
     rank, is_forked = int(os.environ.get("RANK", "0")), FORKED in os.environ
     names_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not (is_forked and rank == 0)
     sys.stdout.flush()
-    if is_forked and rank == 0:
-        FIRST_REPORTS[0] = 1
-    elif is_forked and _first_has_reported():
-        sys.exit(code)
+    if is_forked and rank > 0:  # this process is ended once the first rank has reported
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(WAIT_FOR_FIRST_S)
     print(f"rank {rank}: {line}" if names_rank else line, file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def _first_has_reported() -> bool:
-    deadline = time.monotonic() + WAIT_FOR_FIRST_S
-    while not FIRST_REPORTS[0] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return bool(FIRST_REPORTS[0])
 
 
 def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFUSED) -> NoReturn:

@@ -86,7 +86,6 @@ EVIL_TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
 EVIL_MODEL = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
 OWN_CLASS = "tokenizer_class must be a class of transformers, because mtptrain never runs .*, but is"
 NO_WINDOWS = "transformers must implement the sliding windows of '{}', but .* remove sliding_window"
-NOT_SIZE = "{} must be a whole number from"
 NOT_READ = "the tokenizer must be readable by transformers, which reports"
 NO_MAP = f"/{INDEX}: must name the file of each tensor in weight_map, but does not"
 UNQUANTISED = r"target\.path: {} must be unquantised, .*model\.safetensors has {}\.\w+ in \w+; choose the unq"
@@ -94,12 +93,10 @@ NOT_RUN = (
     r"target\.path: transformers must be able to run the quantised weights that quantization_config in .*/config\.json "
     "describes, but reports .*{}.*; install what it names, or run this target in vLLM only: hidden_states.backend=vllm"
 )
-NOT_ENDS = "/generation_config.json: eos_token_id must be token ids below"
 NO_NORM = tensors(lambda old: {name: x for name, x in old.items() if name != "model.norm.weight"})
 PARTIAL = "partial_rotary_factor must be 1, because transformers rotates whole attention heads"
 Cases = list[tuple[Damage, str]]
 IN_CONFIG: Cases = [
-    (write("config.json", GARBAGE), r"/config\.json: must be UTF-8, but is not \('utf-8' codec"),
     (write("config.json", b"[]"), r"/config\.json: must hold a JSON object, but holds a list; download it"),
     (write("generation_config.json", NESTED), r"/generation_config\.json: must be JSON, but is nested too"),
     (write("adapter_config.json", b"{}"), r"/adapter_config\.json: must not exist, .*; merge the ada"),
@@ -107,26 +104,22 @@ IN_CONFIG: Cases = [
     (change(model_type="nonsense"), "/config.json: must be readable by transformers, which .*nonsense"),
     (change(model_type="t5"), r"target\.path: transformers must have a language model .* none for 't5'"),
     (change(num_hidden_layers=10**9), r"num_hidden_layers must be .* to 10000, but is 1000000000"),
-    (change(head_dim=-2), NOT_SIZE.format("head_dim")),
-    (change(num_nextn_predict_layers="x"), NOT_SIZE.format("num_nextn_predict_layers")),
+    (change(head_dim=-2), "head_dim must be a whole number from"),
     (change(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, but"),
     (change(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "RoPE must be one of def"),
     (both(write("generation_config.json", None), change(eos_token_id=500)), "/config.json: eos_token_id must be token"),
-    *((change("generation_config.json", eos_token_id=value), NOT_ENDS) for value in ([None], "abc", [3, -1])),
+    (change("generation_config.json", eos_token_id=[3, -1]), "/generation_config.json: eos_token_id must be token"),
     (change(model_type="gemma3_text", use_bidirectional_attention=True), "a token must not attend to later tokens, bu"),
     (change(sliding_window=16), NO_WINDOWS.format("llama")),
-    (change(sliding_window=16, layer_types=WINDOWS), NO_WINDOWS.format("llama")),
     (change(model_type="qwen3_moe", layer_types=WINDOWS), NO_WINDOWS.format("qwen3_moe")),
-    (change(model_type="evil", **EVIL_MODEL), "model_type must be .*, because mtptrain never .* is 'evil'"),
+    (change(model_type="evil", **EVIL_MODEL), "must be readable by transformers, which reports ValueError"),
     (change(attn_implementation="evil/kernels"), "attn_implementation must be unset, because"),
-    (change(_attn_implementation={"": "a/b"}), "attn_implementation must be unset"),
     (change(experts_implementation="evil/moe"), "experts_implementation must be unset"),
     (change(model_type="gemma3_text", rope_parameters=..., layer_types=FULL, partial_rotary_factor=0.5), PARTIAL),
     (change(rope_parameters=ROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}), PARTIAL),
 ]
 IN_TOKENIZER: Cases = [
     (write("tokenizer.json", b"[]"), r"/tokenizer\.json: must hold a JSON object, but holds a list"),
-    (write("tokenizer.json", b"{}"), f"target: {NOT_READ} KeyError"),
     (write("tokenizer.json", None), f"target: {NOT_READ} ValueError"),
     (write("tokenizer_config.json", b'{"model_max_length": "x"}'), f"target: {NOT_READ} TypeError"),
     (write("chat_template.jinja", GARBAGE), f"target: {NOT_READ} UnicodeDecodeError"),
@@ -149,9 +142,7 @@ IN_WEIGHTS: Cases = [
     (NO_NORM, r"the checkpoint must hold model\.norm\.weight, but does not; download it again"),
     (tensors(lambda old: {f"o.{name}": x for name, x in old.items()}), r"hold model\.embed_tokens\.weight, .*, but"),
     (write(WEIGHTS, None), "weights must be safetensors files, but .* does not exist"),
-    (write(INDEX, GARBAGE), rf"/{INDEX}: must be UTF-8, but is not \('utf-8' codec"),
     (index({"weight_map": ["a"]}), NO_MAP),
-    (index({"weight_map": {"a": "/a.safetensors"}}), "must name files in its own .*, but names '/a"),
     (index({"weight_map": {"a": "../a.safetensors"}}), r"must .* its own .*, but names '\.\./a"),
     (index({"weight_map": {"a": "b.safetensors"}}), rf"target: must have either model\.safetensors or {INDEX}"),
     (added(**{"lm_head.weight_scale": torch.ones(260, 1)}), UNQUANTISED.format("lm_head", "lm_head")),
