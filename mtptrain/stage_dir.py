@@ -54,14 +54,12 @@ class StageDir:
 
     def check(self) -> None:
         """Refuse a folder that is not empty and has no `stage.json` of ours, or a path that is a file."""
-        if self.path.is_symlink() and not self.path.exists():
-            problem: str | None = "is a link to nothing"
-        elif self.path.exists() and not self.path.is_dir():
-            problem = "is a file"
-        else:
-            others = self._others_file()
-            problem = None if others is None else f"holds {others.relative_to(self.path)} of somebody else"
-            if others is not None and (self.path / STAGE).exists():
+        problem, others = None, self._others_file()
+        if (self.path.exists() or self.path.is_symlink()) and not self.path.is_dir():
+            problem = "is no folder"
+        elif others is not None:
+            problem = f"holds {others.relative_to(self.path)} of somebody else"
+            if (self.path / STAGE).exists():
                 problem = f"its {STAGE} cannot be read"
         if problem is not None:
             raise UserError(
@@ -73,10 +71,9 @@ class StageDir:
     def writing(self, part: int = 0) -> Iterator[Path]:
         """Hold the folder while the block writes to it, and yield its path; refuse it if another program writes there.
 
-        Programs call this before any work, and before they fork ranks. Only `mtptrain export` does not: it replaces its
-        folder as a whole. The first rank holds the folder for all. The system frees the lock when its processes end,
-        however they end. Programs with different numbers `part` may write at the same time. The lock's file is removed
-        after the block, and so are the folders that were made for it and are still empty.
+        Programs call this before any work, and before they fork ranks, of which the first holds the folder for all. The
+        system frees the lock when its processes end, however they end. Programs with different numbers `part` may write
+        at the same time. After the block, folders that were made for it and are still empty are removed.
         """
         if os.environ.get("RANK", "0") != "0":
             yield self.path

@@ -14,14 +14,10 @@ CACHED_VALUES = 2**18
 
 
 def encode(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds states to eight bits, on their device. All devices compute the same bits.
+    """Rounds finite states [..., H] to eight bits, on their device. All devices compute the same bits.
 
-    Args:
-        states: finite states [..., H].
-
-    Returns:
-        Values e4m3[..., H] and scales f32[...], whose product is the rounded states. Its relative error is at most
-        1/16, except where a value is subnormal in e4m3 (below 2^-6).
+    Returns values e4m3[..., H] and scales f32[...], whose product is the rounded states. Its relative error is at most
+    1/16, except where a value is subnormal in e4m3 (below 2^-6).
     """
     values = torch.empty(states.shape, dtype=FP8, device=states.device)
     scales = torch.empty(states.shape[:-1], dtype=torch.float32, device=states.device)

@@ -125,8 +125,7 @@ def wait_together(
 class StreamedStates(HiddenStates):
     """States whose shards are written and deleted while training reads them.
 
-    Document lengths and loss masks come from the prompts. After a checkpoint, training releases the windows of shards
-    that no later step reads.
+    Document lengths and loss masks come from the prompts.
     """
 
     order: NDArray[np.int64]
@@ -233,8 +232,7 @@ class StreamedStates(HiddenStates):
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
         """Wait for the shards that step `step` (from 0) reads. Return early with the signal if a rank received one.
 
-        All ranks wait here together, so that they can agree on a signal. They could not if each waited inside its own
-        step.
+        All ranks wait here together: they could not agree on a signal if each waited inside its own step.
         """
         shards = self.shards_of(list(chain.from_iterable(self._steps[step])))
         records = [record_path(shard_path(self.directory, shard)) for shard in shards]
@@ -253,8 +251,7 @@ class StreamedStates(HiddenStates):
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
         A run that resumes from an earlier step lowers the number of released windows. Extraction then writes the
-        shards of the reopened windows again, and those after the open windows are deleted. A deleted file takes up disk
-        space until no process maps it.
+        shards of the reopened windows again, and those after the open windows are deleted.
         """
         count = len(self.windows) if is_last else self.num_finished_windows(step)
         for shard in chain.from_iterable(self.windows[:count]):

@@ -228,10 +228,9 @@ def causal_or_masked_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention over a `PositionCache`; called by transformers with the layer's attention module.
+    """Returns attention over a `PositionCache` [B, S, heads, value head_dim]; called by transformers.
 
-    `seen_slots` says which slots each token sees, in place of `attention_mask`, which must be None; `s_aux` are the
-    sinks of the attention heads. Returns the output [B, S, heads, value head_dim], and None for attention weights.
+    `seen_slots` says which slots each token sees, in place of `attention_mask`; `s_aux` are the sinks of the heads.
     """
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
     if seen_slots is None:

@@ -32,11 +32,9 @@ class PositionCache(Cache):
     """A cache that stores the key and value of position p in slot p of each sequence.
 
     Writing a position again overwrites it, and the mask of `begin` hides the slots after a query's position. After a
-    rejected draft, decoding therefore continues at an earlier position, without copying or cropping the cache. Each
-    sequence has its own length. A tree occupies the slots after the sequence until `keep` copies the accepted branch to
-    the slots of its positions.
-
-    A layer's keys and values are on that layer's device. Slot indices are copied to each device once per forward.
+    rejected draft, decoding therefore continues at an earlier position, without copying or cropping the cache. A tree
+    occupies the slots after the sequence until `keep` copies the accepted branch to the slots of its positions. A
+    layer's keys and values are on that layer's device.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -126,19 +126,10 @@ def fill_shards(
     show: bool = True,
     writer_threads: int = 1,
 ) -> None:
-    """Write shards into a store that `begin_store` has prepared. A document is written while later ones are computed.
+    """Write the documents of `shards`, by their indices, into a store that `begin_store` has prepared.
 
-    Args:
-        streams: the backend.
-        documents: all prompts.
-        shards: the documents of each shard to write, by the shard's index.
-        store_dir: the store.
-        hidden_size: H.
-        num_captured: L, the number of layers in `aux_hidden_states`.
-        dtype: the dtype of the stored states.
-        progress_name: name of this process in the progress bar.
-        show: whether to show the progress bar.
-        writer_threads: number of threads that check, encode and write states.
+    `num_captured` is L, the number of layers in `aux_hidden_states`; `progress_name` is the name of this process in the
+    progress bar; `writer_threads` check, encode and write states while later ones are computed.
     """
     total = num_tokens(documents, list(shards.values()))
     prompts = ([documents.token_ids(i) for i in shard] for shard in shards.values())

@@ -40,14 +40,10 @@ class TransformersStreams:
     def __init__(
         self, target: Target, layers: tuple[int, ...], batch_tokens: int, compile_layers: bool = False
     ) -> None:
-        """Replace the target's attention with packed attention.
+        """Replace the attention of the target, in place, with packed attention, and compile its layers if that is set.
 
-        Args:
-            target: the frozen target, which is changed in place.
-            layers: streams to extract. k is the stream after k decoder layers: 0 is the embeddings, and
-                `num_hidden_layers` is the state before the final norm.
-            batch_tokens: maximum number of tokens in one forward, unless a single document is longer.
-            compile_layers: whether to compile each decoder layer, except its attention.
+        Layer k is the stream after k decoder layers: 0 is the embeddings, and the last is the state before the final
+        norm. A forward has at most `batch_tokens` tokens, unless a single document is longer.
         """
         self.target, self.layers, self.batch_tokens = target, layers, batch_tokens
         target.model.set_attn_implementation(PACKED)
@@ -190,11 +186,10 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Returns causal attention inside each document, with the signature that transformers expects.
+    """Returns causal attention inside each document [1, N, heads, value head_dim], as transformers expects it.
 
-    Queries are [1, heads, N, head_dim], keys [1, kv heads, N, head_dim] and values [1, kv heads, N, value head_dim].
-    `packed_documents` replaces the mask, which must be None; `s_aux` are the sinks of the attention heads. Returns the
-    output [1, N, heads, value head_dim], and None in place of attention weights.
+    Queries, keys and values are [1, heads, N, head_dim]. `packed_documents` replaces the mask, which must be None;
+    `s_aux` are the sinks of the attention heads.
     """
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
     mask, extras = packed_documents.mask_of(module), Extras(softcap, s_aux)

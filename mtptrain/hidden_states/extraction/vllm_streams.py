@@ -74,16 +74,9 @@ class VllmStreams:
     ) -> None:
         """Check the settings. Entering the context starts the engine.
 
-        Args:
-            target_dir: the frozen target, quantised or not.
-            layers: k for the stream after k decoder layers; 0 for the embeddings, the number of layers for the state
-                before the final norm.
-            settings: the settings of the stage.
-            max_document_tokens: number of tokens in the longest document.
-            scratch_dir: a folder for this rank only. It is created here and removed at the end.
-            local_rank: the rank on its node. Its engine uses the GPUs after those of the lower ranks.
-            device_type: `cuda` if this rank has a GPU: its engine then refuses to run on CPUs.
-            python: `serving.python`.
+        Layer k is the stream after k decoder layers, and the last is the state before the final norm. The folder
+        `scratch_dir` is for this rank only: it is created here and removed at the end. The engine uses the GPUs after
+        those of the lower local ranks; with `device_type` cuda it refuses to run on CPUs. `python` is `serving.python`.
         """
         self.target_dir, self.layers, self.scratch_dir = target_dir, layers, scratch_dir
         target_config = read_target_config(target_dir)
