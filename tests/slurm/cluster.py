@@ -1,12 +1,11 @@
-"""Runs a Slurm cluster on one machine. Linux namespaces give each node its own network address, host name, process tree
-and local disk.
+"""Runs a Slurm cluster on one machine. Linux namespaces give each node its own network address, host name and process
+tree.
 
 Every node resolves its own host name to 127.0.1.1, as Debian's installer sets it up, and declares 8 GPUs. All nodes
-share the folder of the cluster, except `local/` inside it, which is a separate disk in each node. The rest of the
-machine does not see the namespaces of a node, which end when its first process is killed.
+share the folder of the cluster. The rest of the machine does not see the namespaces of a node, which end when its first
+process is killed.
 """
 
-import ctypes
 import json
 import os
 import re
@@ -42,14 +41,12 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
-ReturnToService=2
 GresTypes=gpu
 {nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
-{settings}
 """
 # A requeued job waits for cred_expire seconds, which must be at least 5.
 
@@ -57,7 +54,6 @@ START_NODE = """
 hostname "$1"
 ip link set lo up
 mount --bind "$2/hosts_$1" /etc/hosts
-mount -t tmpfs tmpfs "$2/local"
 read -r _  # until the network is there
 shift 2
 exec "$@"
@@ -140,37 +136,27 @@ class Slurm:
         found = set(re.findall(r"JobState=(\w+)", self.run("scontrol", "show", "job", job)))
         return found.pop() if len(found) == 1 else "MIXED"
 
-    def shown(self, job: str, name: str) -> str:
-        """Returns what `scontrol show job` says about the job under this name."""
-        match = re.search(rf"\b{name}=(\S*)", self.run("scontrol", "show", "job", job))
-        assert match, name
-        return match[1]
-
     def wait(self, job: str, is_reached: Callable[[], bool], timeout_s: float = 600) -> None:
         """Wait until `is_reached` returns True. The job must not fail before that."""
         end = time.monotonic() + timeout_s
         while not is_reached():
             state = self.state(job)
             assert state not in {"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, f"{job} is {state}\n{self.logs()}"
-            assert time.monotonic() < end, f"{job} is {state} after {timeout_s} s\n{self.report()}"
+            assert time.monotonic() < end, f"{job} is {state} after {timeout_s} s\n{self.logs()}"
             time.sleep(0.05)
 
     def wait_completed(self, job: str) -> None:
         self.wait(job, lambda: self.state(job) == "COMPLETED")
 
     def logs(self) -> str:
-        return "\n".join(
+        """Returns the queue with its steps, and the end of every job's output."""
+        ends = (
             f"{path}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.directory.rglob("*.out"))
         )
-
-    def report(self) -> str:
-        """Returns the queue with its steps, and the end of every job's output."""
-        return "\n".join((self.run("squeue"), self.run("squeue", "--steps"), self.logs()))
+        return "\n".join((self.run("squeue"), self.run("squeue", "--steps"), *ends))
 
     def add_node(self, name: str) -> None:
         """Start a node that slurm.conf names, and connect it to the switch."""
-        # The kernel removes the link of a killed node a little later.
-        wait_for(lambda: not self.is_connected(name))
         node = Node.start(name, self.directory, self.environment, "slurmd", "-D")
         self.nodes[name] = node
         self.controller.ip("link", "add", f"to_{name}", "type", "veth", "peer", "name", "eth0", "netns", str(node.init))
@@ -178,29 +164,6 @@ class Slurm:
         node.ip("addr", "add", f"{address_of(name)}/24", "dev", "eth0")
         node.ip("link", "set", "eth0", "up")
         node.run_command()
-
-    def is_connected(self, name: str) -> bool:
-        return self.try_to_run("ip", "link", "show", f"to_{name}").returncode == 0
-
-    def lose(self, name: str) -> None:
-        """End every process of the node at once, which closes their connections."""
-        self.nodes[name].kill()
-
-    def cut_off(self, name: str) -> None:
-        """Remove the node's network without notice to its peers, as a loss of power does, and end its processes."""
-        self.controller.ip("link", "delete", f"to_{name}")
-        self.nodes[name].kill()
-
-    @contextmanager
-    def network(self) -> Iterator[str]:
-        """Yields the controller's address. Sockets that this thread makes in this context are in its network."""
-        with open("/proc/thread-self/ns/net") as own, open(f"/proc/{self.controller.init}/ns/net") as theirs:
-            enter = ctypes.CDLL(None, use_errno=True).setns
-            assert enter(theirs.fileno(), 0) == 0
-            try:
-                yield CONTROLLER_ADDRESS
-            finally:
-                assert enter(own.fileno(), 0) == 0
 
 
 def address_of(name: str) -> str:
@@ -214,19 +177,15 @@ def environment_without_slurm() -> dict[str, str]:
 
 
 @contextmanager
-def running_slurm(directory: Path, names: str, settings: str = "") -> Iterator[Slurm]:
-    """Yields a cluster whose nodes are named by the letters of `names`, or skips the test if none can run.
-
-    `settings` are further lines of slurm.conf.
-    """
+def running_slurm(directory: Path, names: str) -> Iterator[Slurm]:
+    """Yields a cluster whose nodes are named by the letters of `names`, or skips the test if none can run."""
     require_programs()
     make_devices(directory / "dev")
-    for name in ("state", "local"):
-        (directory / name).mkdir()
+    (directory / "state").mkdir()
     (directory / "munge.key").write_bytes(os.urandom(128))
     (directory / "munge.key").chmod(0o600)
     nodes = "\n".join(f"NodeName={name} NodeAddr={address_of(name)} CPUs=16 Gres=gpu:8" for name in names)
-    conf = SLURM_CONF.format(directory=directory, controller=CONTROLLER_ADDRESS, nodes=nodes, settings=settings)
+    conf = SLURM_CONF.format(directory=directory, controller=CONTROLLER_ADDRESS, nodes=nodes)
     (directory / "slurm.conf").write_text(conf)
     (directory / "gres.conf").write_text(f"Name=gpu File={directory}/dev/nvidia[0-7]\n")
     environment = environment_without_slurm()
@@ -279,10 +238,10 @@ def make_devices(directory: Path) -> None:
         pytest.skip(f"{SKIPPED} device files must be made, which is not permitted here ***")
 
 
-def wait_for(is_reached: Callable[[], bool], timeout_s: float = 120, report: Callable[[], str] = str) -> None:
+def wait_for(is_reached: Callable[[], bool], timeout_s: float = 120) -> None:
     end = time.monotonic() + timeout_s
     while not is_reached():
-        assert time.monotonic() < end, f"not reached in {timeout_s} s\n{report()}"
+        assert time.monotonic() < end, f"not reached in {timeout_s} s"
         time.sleep(0.1)
 
 

@@ -4,15 +4,13 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import PLAIN, TINY_SETTINGS, run_program, write_text_files
-from tests.data_prep.speaking import fake_server, make_speaking_target
-from tests.slurm.cluster import ROOT, Slurm, jobs_of, records, running_slurm, stopped_at, wait_for
+from tests.slurm.cluster import ROOT, Slurm, jobs_of, records, running_slurm, stopped_at
 
 pytestmark = pytest.mark.slow
 
@@ -127,42 +125,3 @@ def test_a_training_job_that_is_stopped_in_each_way_resumes_with_bit_identical_m
     assert figures(run_dir) == figures(chain.run_dir)
     last = "train/last/head.safetensors"
     assert (run_dir / last).read_bytes() == (chain.run_dir / last).read_bytes()
-
-
-def test_a_job_that_fails_by_itself_is_not_requeued_and_what_waits_for_it_is_cancelled(
-    slurm: Slurm, chain: Chain
-) -> None:
-    overrides = ("recipe=quickstart", "run_dir=chain", *chain.overrides[2:], "seed=1")
-    printed = slurm.run(ROOT / "slurm/pipeline.sh", *overrides, SKIP="prompts hidden_states acceptance", NPROC="1")
-    jobs = jobs_of(printed)
-    assert list(jobs) == ["train", "export"]
-    wait_for(lambda: slurm.state(jobs["export"]) == "CANCELLED", timeout_s=300)
-    assert slurm.state(jobs["train"]) == "FAILED"
-    assert "Restarts=0" in slurm.run("scontrol", "show", "job", jobs["train"])
-    log = (chain.run_dir / f"slurm/train-{jobs['train']}.out").read_text()
-    assert "seed must be 0, but is 1; restore these settings to resume from this checkpoint" in log
-
-
-def test_answers_of_a_server_go_on_after_a_stop_ahead_of_the_time_limit(slurm: Slurm) -> None:
-    chats, log = slurm.directory / "chats.jsonl", slurm.directory / "answers.out"
-    rows = [{"messages": [{"role": "user", "content": f"question {row}"}]} for row in range(60)]
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with ExitStack() as stack:
-        with slurm.network() as address:
-            server = stack.enter_context(fake_server(address))
-        server.delay_s = 0.2
-        sources = (f"target.path={make_speaking_target(slurm.directory / 'speaking')}", f"prompts.paths=[{chats}]")
-        asking = ("prompts.source=responses", f"responses.url={server.url}", "responses.concurrency=2")
-        asking += ("responses.max_new_tokens=24",)
-        options = ("--parsable", "--cpus-per-task=1", f"--output={log}")
-        command = ("sbatch", *options, ROOT / "slurm/responses_server.sbatch")
-        overrides = ("recipe=quickstart", "run_dir=answers", *sources, *asking)
-        job = slurm.run(*command, *overrides, MTPTRAIN_CHECKOUT=str(ROOT)).strip()
-        slurm.wait(job, lambda: len(server.requests) > 10)
-        slurm.run("scancel", "--batch", "--signal=USR1", job)
-        slurm.wait(job, lambda: slurm.state(job) == "PENDING")
-        slurm.wait_completed(job)
-    assert "responses: stopped by USR1, put back into the queue" in log.read_text(errors="replace")
-    assert len((slurm.directory / "answers/responses/conversations.jsonl").read_text().splitlines()) == 60
-    # The requests in flight at the stop are repeated. There are two of them, and two to spare.
-    assert len(server.requests) <= 60 + 2 + 2
