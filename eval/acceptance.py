@@ -55,7 +55,7 @@ from mtptrain.utils.startup import command
 from .draft_quality import DraftQuality
 from .examples import examples
 from .measurement import Candidate, Measured, Measurement
-from .report_page import MEASURED_WITH, Section, held_out_section, write_run_page
+from .report_page import MEASURED_WITH, Section, held_out_section, write_page
 
 
 def main(config: PipelineConfig) -> None:
@@ -99,7 +99,7 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
         print_section(held_out_section(described))
-        write_run_page(config)
+        write_page(described, output_dir)
         if config.train.tracker is Tracker.wandb:
             figures = {name: described[name] for name in ("acceptance_length", "acceptance_rate_at", "tokens_per_step")}
             files = [path for path in (output_dir / "report.html", output_dir / "report.json") if path.is_file()]

@@ -1,6 +1,5 @@
 """Renders reports of `mtptrain acceptance` as one self-contained HTML page with plots, from `report.html.jinja`."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
-from mtptrain.config import PipelineConfig
-from mtptrain.utils.errors import UserError
-from mtptrain.utils.files import read_sealed, refuse_overwriting, write_text
+from mtptrain.utils.files import refuse_overwriting, write_text
 
 from .plots import colours_of, drawing, plots_of
 
@@ -35,62 +32,28 @@ SETTINGS = (
     *("device", "prompts_file", "conversations", "cut_conversations", "sources"),
 )
 """Entries of a report that the page shows as settings."""
-SAME_MEASUREMENT = ("head_sha256", "prompts_sha256", "num_speculative_tokens", "max_new_tokens", "dtype")
 TITLE = "<title>Acceptance of "
 """How the title of every page begins."""
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TemplateError, TypeError, ValueError)
 """Errors that an incomplete report, or a file that is not a report, may raise."""
-REPEAT = "repeat this measurement"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section that follows the plots and examples on the page: a table, and perhaps a plot."""
+    """A table that follows the plots and examples on the page."""
 
     title: str
-    command: str = ""
-    """The command that measured the figures; empty if it is that of the report."""
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    legend: str = ""
-    error: str = ""
-    """Why there is nothing to show."""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    legend: str
 
 
-def write_run_page(config: PipelineConfig) -> None:
-    """Write `report.html` for the `report.json` of `mtptrain acceptance`, if there is one.
-
-    The page also shows what other programs have measured in the same run: an engine's counters and decoding speed.
-    """
-    directory = config.acceptance_dir
-    path = directory / "report.json"
-    try:
-        report = read_sealed(path, "run mtptrain acceptance again") if path.exists() else {}
-    except UserError as error:  # other programs have measured something, which a damaged report must not end
-        warnings.warn(f"{directory / 'report.html'} is not written: {error}", stacklevel=2)
-        return
-    if "speed" not in report:  # missing, or an older format
-        return
+def write_page(report: ReportFigures, directory: Path) -> None:
+    """Write `report.html` for a report of `mtptrain acceptance`."""
     page = directory / "report.html"
-    with drawing(page, path):
+    with drawing(page, directory / "report.json"):
         refuse_overwriting(page, page.name, (TITLE,), "move it away, or set acceptance.output_dir")
-        write_text(page, render_page({str(directory): report}, sections_of(config, report)))
-
-
-def sections_of(config: PipelineConfig, report: ReportFigures) -> list[Section]:
-    """Returns sections with the head's losses by depth, and with what other programs have measured in the same run."""
-    losses = held_out_section(report)
-    sections = [] if losses is None else [losses]
-    builders = {
-        Path(config.serving.output_dir or config.stage_dir("serving_check")) / "report.json": served_section,
-    }
-    for path, build in builders.items():
-        try:
-            section = build(path, report) if path.exists() else None
-        except UNREADABLE as error:
-            section = Section(path.parent.name, error=f"{path} cannot be shown ({error!r}); {REPEAT}")
-        sections += [] if section is None else [section]
-    return sections
+        write_text(page, render_page({str(directory): report}))
 
 
 def held_out_section(report: ReportFigures) -> Section | None:
@@ -109,38 +72,11 @@ def held_out_section(report: ReportFigures) -> Section | None:
         "probability that a sampled draft is accepted."
     )
     columns = ("depth", "KL, nats", "top-1 accuracy", "overlap", "drafts")
-    return Section("Losses of the head by depth", columns=columns, rows=rows, legend=legend)
+    return Section("Losses of the head by depth", columns, rows, legend)
 
 
-def served_section(path: Path, report: ReportFigures) -> Section | None:
-    """Returns a section with the results of `mtptrain serving-check`; None if it does not match the report.
-
-    A report of sampling never matches, because the check decodes greedily.
-    """
-    served = read_sealed(path, REPEAT)
-    if report["temperature"] > 0 or any(served.get(name, "") != report.get(name) for name in SAME_MEASUREMENT):
-        return None
-    depths = range(served["num_speculative_tokens"])
-    columns = ["", "rounds", "drafted tokens", *(f"accepted at {depth}" for depth in depths), "acceptance length"]
-    rows = []
-    for name, each in (("ours", served["ours"]), (f"{served['engine']} {served['version']}", served["theirs"])):
-        counts = ["" if n is None else f"{n:,}" for n in (each["rounds"], each["drafted"], *each["accepted_at"])]
-        rows.append([name, *counts, f"{each['acceptance_length']:.3f}", str(each["plain_greedy_answers"])])
-    return Section(
-        "Served by an engine, position by position",
-        served.get("command", ""),
-        [*columns, f"answers equal to plain greedy decoding (of {served['prompts']})"],
-        rows,
-    )
-
-
-def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section] = ()) -> str:
-    """Returns the HTML page.
-
-    Args:
-        reports: the report of each run, by display name. The page compares the heads and baselines of all runs.
-        sections: shown after the plots and examples.
-    """
+def render_page(reports: Mapping[str, ReportFigures]) -> str:
+    """Returns the HTML page, which compares the heads and baselines of all runs, whose reports are by display name."""
     drafters = drafters_of(reports)
     first = next(iter(reports.values()))
     settings = {
@@ -175,7 +111,7 @@ def render_page(reports: Mapping[str, ReportFigures], sections: Sequence[Section
             {"name": name, "colour": colours[name], **table_row(each, num_depths, has_speed)}
             for name, each in drafters.items()
         ],
-        sections=sections,
+        section=held_out_section(first) if len(reports) == 1 else None,
         plots=plots_of(drafters),
     )
 
@@ -200,10 +136,6 @@ def verdict(drafters: Mapping[str, ReportFigures], has_speed: bool) -> list[str]
     if plain is not None and has_speed:
         gain = drafting[best]["tokens_per_s"] / plain["tokens_per_s"]
         sentences.append(f"With {best}, decoding was {gain:.2f} times as fast as without drafts in this measurement.")
-    fastest = max(drafting, key=lambda name: drafting[name]["tokens_per_s"])
-    if fastest != best and has_speed:
-        speeds = [f"{drafting[name]['tokens_per_s']:,.0f} tokens/s" for name in (fastest, best)]
-        sentences.append(f"The fastest was {fastest}, at {speeds[0]}; {best} gave {speeds[1]}.")
     return sentences
 
 

@@ -27,7 +27,6 @@ from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.divergence import Divergence, first_answer_divergence, first_draft_divergence
 from mtptrain.decoding.drafters import HeadDrafter, NoDrafter
 from mtptrain.decoding.prompts import read_prompts
-from mtptrain.decoding.prompts_file import Prompts
 from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import RunningEngine
@@ -45,7 +44,6 @@ from mtptrain.utils.files import write_sealed
 from mtptrain.utils.startup import command
 
 from .engines import check_head, find_served, find_server, spare_tokens
-from .report_page import write_run_page
 
 InputIds = dict[str, list[int]]
 FEW_DRAFTS = 30
@@ -99,11 +97,9 @@ def check_engine(run: Run, output_dir: Path) -> bool:
     divergence = None if comparison.is_equal else explain(run, all_prompts, comparison)
 
     found = {"command": command(), **report(config, run.target, comparison, divergence), "rule": rule}
-    found["prompts_sha256"] = Prompts(prompts).sha256
     StageDir(output_dir).record(config, "report.json")
     write_sealed(output_dir / "report.json", found)
     print_table(config, comparison, engine.name, rule)
-    write_run_page(config)
     if not comparison.is_equal and comparison.is_near and (divergence is None or divergence.is_rounding):
         print(
             f"the two sides differ by rounding, as {'rounded weights' if has_rounded_weights else settings.dtype} may: "

@@ -1,7 +1,6 @@
 """Tests the comparison of reports, and the pages that show them."""
 
 import json
-import os
 import re
 import sys
 import warnings
@@ -15,12 +14,11 @@ import pytest
 from eval import compare, report_page
 from eval.acceptance import remove_generations
 from eval.plots import plots_of
-from eval.report_page import write_run_page
+from eval.report_page import write_page
 from mtptrain.decoding.acceptance import intervals, summarise
 from mtptrain.decoding.speculate import Generation
 from mtptrain.utils.errors import StageMissing, UserError
 from mtptrain.utils.files import write_sealed
-from tests.conftest import make_config
 from tests.sealed import seal_again
 
 
@@ -101,20 +99,14 @@ def test_runs_are_named_by_their_directories_and_say_how_they_were_trained(
         compare.read_reports([tmp_path / "none"])
 
 
-def write_other_report(run_dir: Path, name: str, content: dict[str, object]) -> None:
-    path = run_dir / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_sealed(path, content)
-
-
-def page_of(run_dir: Path) -> str:
-    write_run_page(make_config(f"run_dir={run_dir}"))
-    return (run_dir / "acceptance/report.html").read_text()
+def page_of(directory: Path) -> str:
+    write_page(json.loads((directory / "report.json").read_text()), directory)
+    return (directory / "report.html").read_text()
 
 
 def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, comparison: Callable[..., str]) -> None:
-    report = write_report(tmp_path / "acceptance/report.json", [8, 6])
-    pages = tmp_path / "page.html", tmp_path / "acceptance/report.html"
+    report = write_report(tmp_path / "report.json", [8, 6])
+    pages = tmp_path / "page.html", tmp_path / "report.html"
     for page in pages:
         page.write_text("<title>My thesis</title>")
     with pytest.raises(SystemExit):
@@ -124,36 +116,16 @@ def test_a_page_of_somebody_else_is_not_overwritten(tmp_path: Path, comparison: 
         r"away, or set acceptance\.output_dir"
     )
     with pytest.warns(UserWarning, match=message):
-        write_run_page(make_config(f"run_dir={tmp_path}"))
+        write_page(json.loads(report.read_text()), tmp_path)
     assert [page.read_text() for page in pages] == ["<title>My thesis</title>"] * 2
     for _ in range(2):  # an earlier page of ours is overwritten
         comparison(report, out="other.html")
 
 
-def test_an_engines_counters_are_shown_on_the_page_of_the_same_measurement_only(tmp_path: Path) -> None:
-    counts = {"rounds": 1020, "drafted": 3060, "accepted_at": [903, 702, 501], "acceptance_length": 3.065}
-    counts["plain_greedy_answers"] = 2
-    served = {**MEASURED, "ours": counts, "engine": "vllm", "version": "0.32.0", "prompts": 2}
-    served["command"] = "mtptrain serving-check 'serving.python=<b>'"
-    write_report(tmp_path / "acceptance/report.json", [8, 6])
-    for drafted, cell in ((3060, "3,060"), (None, "")):  # OpenVINO does not count drafts
-        theirs = {**counts, "rounds": 1021, "drafted": drafted}
-        write_other_report(tmp_path, "serving_check/report.json", {**served, "theirs": theirs})
-        page, cells = page_of(tmp_path), ("vllm 0.32.0", "1,021", cell, "903", "702", "501", "3.065", "2")
-        assert "".join(f"<td>{text}</td>" for text in cells) in page
-        assert "<pre>mtptrain serving-check &#39;serving.python=&lt;b&gt;&#39;</pre>" in page
-    for name, other in (("head_sha256", "dd"), ("prompts_sha256", "11"), ("max_new_tokens", 21), ("dtype", "bfloat16")):
-        write_other_report(tmp_path, "serving_check/report.json", {**served, "theirs": counts, name: other})
-        assert "vllm" not in page_of(tmp_path)
-    (tmp_path / "serving_check/report.json").write_text('{"torn')
-    page = page_of(tmp_path)
-    assert "head mtp" in page and "serving_check/report.json cannot be shown (UserError(" in page
-
-
 def test_plots_show_names_as_they_are_and_keep_their_size_whatever_their_number(
     tmp_path: Path, user_warnings: list[warnings.WarningMessage]
 ) -> None:
-    write_report(tmp_path / "acceptance/report.json", [8, 6], by_category={"$x_{$ cost": figures([2, 2])})
+    write_report(tmp_path / "report.json", [8, 6], by_category={"$x_{$ cost": figures([2, 2])})
     assert "<!-- $x_{$ cost -->" in page_of(tmp_path)
     drafters = {f"runs/losses/seed_{i}: temperature 1 sampled drafts": figures([8, 6]) for i in range(20)}
     plots = plots_of(drafters)
@@ -161,35 +133,12 @@ def test_plots_show_names_as_they_are_and_keep_their_size_whatever_their_number(
     assert len(heights) == len(plots) and min(heights) > 150 and not user_warnings, "the area within the axes"
 
 
-def test_a_page_that_cannot_be_drawn_and_a_report_that_was_edited_are_warnings(tmp_path: Path) -> None:
-    """Programs that have measured something must not fail because of the page."""
-    write_run_page(make_config(f"run_dir={tmp_path}"))
-    assert not list(tmp_path.iterdir()), "a run that has not been measured gets no page"
-    path = write_report(tmp_path / "acceptance/report.json", [8, 6], by_category={"\ud83d": figures([2, 2])})
-    before = path.read_bytes()
+def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
+    """The measurement is already on disk and must not fail because of the page."""
+    path = write_report(tmp_path / "report.json", [8, 6], by_category={"\ud83d": figures([2, 2])})
     message = rf"report\.html: must show the figures of {path}, but cannot be drawn \(.*\); read them in"
     with pytest.warns(UserWarning, match=message):
-        write_run_page(make_config(f"run_dir={tmp_path}"))
-    assert path.read_bytes() == before
-    path.write_text(path.read_text().replace("[", "[ ", 1).replace("8", "9", 1))
-    with pytest.warns(UserWarning, match=r"report\.html is not written: .*run mtptrain acceptance again"):
-        write_run_page(make_config(f"run_dir={tmp_path}"))
-    assert not (tmp_path / "acceptance/report.html").exists()
-
-
-def test_a_kill_while_a_page_is_written_leaves_the_earlier_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    write_report(tmp_path / "acceptance/report.json", [8, 6])
-    before = page_of(tmp_path)
-    write_report(tmp_path / "acceptance/report.json", [4, 4])
-    monkeypatch.setattr(os, "fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        page_of(tmp_path)
-    assert (tmp_path / "acceptance/report.html").read_text() == before
+        write_page(json.loads(path.read_text()), tmp_path)
 
 
 def test_answers_of_earlier_baselines_are_removed(tmp_path: Path) -> None:

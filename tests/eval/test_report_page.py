@@ -97,6 +97,4 @@ def test_the_verdict_names_the_best_drafter_and_whether_it_is_certain() -> None:
         assert speed == "With b, decoding was 1.50 times as fast as without drafts in this measurement."
     others = {"other: no drafts": figures(1.0, [1.0, 1.0], 3.0, run="other")}
     assert verdict({**others, **drafters}, has_speed=True)[1] == speed, "plain decoding must be that of the same run"
-    slow = verdict({"a": figures(2.0, [1.9, 2.1], 9.0), "b": figures(2.5, high, 6.0)}, has_speed=True)
-    assert slow[1:] == ["The fastest was a, at 9 tokens/s; b gave 6 tokens/s."]
     assert verdict({"a": figures(2.0, None)}, has_speed=True) == ["Each step of the target gives 2.00 tokens with a."]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from eval import engines
 from eval.engines import check_head
 from eval.serving_check import Comparison, OurRun, what_differs
 from mtptrain.decoding.divergence import Divergence
@@ -34,7 +35,7 @@ def test_a_head_with_too_short_a_context_is_refused_before_anything_decodes(
 ) -> None:
     run = Run(make_config(f"run_dir={tmp_path}", "acceptance.max_new_tokens=8"))
     short = SimpleNamespace(head=SimpleNamespace(context_tokens=16), sha256="")
-    monkeypatch.setattr(run, "head", lambda *_: short)
+    monkeypatch.setattr(engines, "trained_or_initial_head", lambda *_: short)
     message = r"head: must read the longest prompt with its response and drafts, \d+ tokens, but has a context .* of 16"
     with pytest.raises(UserError, match=message):
         check_head(run, [list(range(10))], 3)
