@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mtptrain.decoding.draft import Draft
 from mtptrain.decoding.sampler import Sampler
-from mtptrain.heads.base import Head
+from mtptrain.heads.base import Drafted, Head
 from mtptrain.heads.corrected import Confident, Corrected
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
@@ -85,9 +85,8 @@ class HeadDrafter:
                 states, logits = first.states[:, depth], first.logits[:, depth]  # [B, H], [B, D]
             else:
                 positions = positions + 1
-                next_states, fed_back = self.head.draft_next(
-                    fed_back, tokens[-1][:, None], positions, self.parts, self.cache
-                )
+                drafted = Drafted(fed_back, tokens[-1][:, None], positions)
+                next_states, fed_back = self.head.draft_next(drafted, self.parts, self.cache)
                 states = next_states[:, 0]
                 logits = self.head.logits(states, self.parts)
             previous = tokens[-1] if tokens else first.newest
@@ -101,13 +100,13 @@ class HeadDrafter:
                 probs.append(self.head.over_target_vocab(draft_probs, len(self.parts.embed_tokens)))  # [B, V]
             draft_tokens = sampler.sample(draft_probs) if is_sampled else logits.argmax(-1)
             tokens.append(self.head.target_tokens(draft_tokens))
-        drafted = torch.stack(tokens, 1)  # [B, K]
+        all_tokens = torch.stack(tokens, 1)  # [B, K]
         confidence = torch.stack(confidences, 1) if confidences else None
-        is_proposed = torch.ones_like(drafted, dtype=torch.bool)
+        is_proposed = torch.ones_like(all_tokens, dtype=torch.bool)
         if self.confidence_threshold and confidence is not None:
             is_proposed = (confidence >= self.confidence_threshold).cumprod(1).bool()
         return Draft(
-            drafted,
+            all_tokens,
             is_proposed,
             torch.stack(probs, 1) if probs else None,
             logits=tuple(all_logits),
@@ -150,7 +149,8 @@ class TreeDrafter(HeadDrafter):
             sees = torch.cat([sees, own], dim=2)
             positions = (first.position + depth)[:, None].expand(-1, width)
             tree = TreeSlots(root, (depth - 1) * width, sees)
-            states, fed_back = self.head.draft_next(fed_back, tokens, positions, self.parts, self.cache, tree)
+            drafted = Drafted(fed_back, tokens, positions, tree)
+            states, fed_back = self.head.draft_next(drafted, self.parts, self.cache)
             # 2. Their likeliest continuations become candidates.
             more_scores, more_tokens = self._likeliest(self.head.logits(states, self.parts), sampler)  # [B, W, W]
             more_scores = (scores[..., None] + more_scores).flatten(1)  # [B, W * W]

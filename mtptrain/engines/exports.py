@@ -11,6 +11,14 @@ from mtptrain.utils.files import SEAL, read_json, read_sealed, refuse_absent
 SERVING = "serving.json"
 """Name of the file in an export that describes it for programs."""
 README = "README.md"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""The key of engines for the captured layers of EAGLE-3."""
+FROM_1_IN_SGLANG = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+"""Families in which SGLang reads id k as the stream after k layers, as vLLM does.
+
+If the first id is 1, it reads them as in other families: id k is then the stream after k + 1 layers. Source:
+`set_eagle3_layers_to_capture` of their classes.
+"""
 REQUIRED = ("engine", "method", "head_sha256")
 """Entries of `serving.json` that every export has."""
 

@@ -8,13 +8,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from mtptrain.engines.base import Engine, Served
+from mtptrain.engines.exports import FROM_1_IN_SGLANG, LAYER_IDS
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import ABOVE_0, BELOW_LAST, Refusal, captured_layers, layers_must, must_be_false
 from mtptrain.engines.mimo import MimoLayer
 from mtptrain.engines.requests import Speeds, best_num_drafts
 from mtptrain.engines.vllm.formats import EAGLE_NAMES, VllmDflash, VllmDflash2, VllmDspark, VllmEagle3
 from mtptrain.heads.base import Tensors
-from mtptrain.heads.eagle3 import FROM_1_IN_SGLANG, LAYER_IDS
 from mtptrain.settings.heads import DflashConfig, HeadConfig, MtpConfig
 
 _STREAMS_FOR_ALL = (

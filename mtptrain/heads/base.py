@@ -37,6 +37,20 @@ class FirstStates:
     """The states that depth 1 reads [B, H]; wider if the head also feeds back embeddings. Not used if P = K."""
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What a later depth reads: W tokens of each sequence that the depth before it has drafted."""
+
+    fed_back: torch.Tensor
+    """The states that that depth fed back [B, W, H or wider]."""
+    tokens: torch.Tensor
+    """The tokens, as target ids i64[B, W]. W is 1, or the number of tokens of a tree."""
+    positions: torch.Tensor
+    """i64[B, W], t + k at depth k."""
+    tree: TreeSlots | None = None
+    """The slots and mask of the tokens, if they form a tree."""
+
+
 class Head(nn.Module, ABC):
     """A draft head. `HEADS` lists all classes.
 
@@ -97,11 +111,7 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def check_trainable(cls, config: Any, target_config: PreTrainedConfig) -> None:
-        """Refuse settings with which the head could be built but not trained, before any long work.
-
-        Raises:
-            UserError: the head cannot be trained.
-        """
+        """Refuse settings with which the head could be built but not trained, before any long work."""
 
     @abstractmethod
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
@@ -123,37 +133,14 @@ class Head(nn.Module, ABC):
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
         """Inference: run depth 0 over the tokens that the target has just read.
 
-        The keys of these tokens, if any, are written to `cache`. A head that drafts all tokens in one forward runs all
-        depths.
-
-        Args:
-            verified: the tokens so far, and the target's states of those that it has just read.
-            parts: the target's frozen parts.
-            cache: this head's cache.
-            num_drafts: K.
+        The keys of these tokens, if any, are written to the head's `cache`. A head that drafts all tokens in one forward
+        runs all depths. `num_drafts` is K.
         """
 
     def draft_next(
-        self,
-        fed_back: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        parts: FrozenParts,
-        cache: PositionCache,
-        tree: TreeSlots | None = None,
+        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inference: run a later depth, on the state and the token of the previous one.
-
-        A head whose `draft_first` returns the states of all depths does not need this method.
-
-        Args:
-            fed_back: the states that the previous depth fed back [B, W, H or wider]. W is 1, or the number of
-                tokens of a tree.
-            tokens: the tokens drafted at the previous depth, as target ids i64[B, W].
-            positions: i64[B, W], t + k at depth k.
-            parts: the target's frozen parts.
-            cache: this head's cache.
-            tree: the slots and mask of the tokens, if they form a tree.
+        """Inference: run a later depth. A head whose `draft_first` returns the states of all depths does not need this.
 
         Returns:
             The states that `logits` reads [B, W, H], and the states to feed back [B, W, H or wider].

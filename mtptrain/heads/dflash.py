@@ -144,11 +144,7 @@ class DflashHead(Head):
 
     @classmethod
     def resolve_capture_layers(cls, config: DflashConfig, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the configured layers, or the default.
-
-        Raises:
-            UserError: the layers are not different layers of the target in rising order.
-        """
+        """Returns the configured layers, or the default."""
         num_layers = int(target_config.num_hidden_layers)
         evenly = tuple(round(2 + i * (num_layers - 4) / (NUM_CAPTURED - 1)) for i in range(NUM_CAPTURED))
         return resolved_layers(config.capture_layers, evenly, num_layers)
@@ -234,12 +230,7 @@ def block_size(config: DflashConfig) -> int:
 
 
 def layer_types(config: DflashConfig) -> list[str]:
-    """Returns the type of each layer.
-
-    Raises:
-        UserError: there is not one for each layer, a type is unknown, or a window is set but no layer slides or vice
-            versa.
-    """
+    """Returns the type of each layer."""
     default = [SLIDING if config.sliding_window else FULL] * config.num_layers
     if config.num_layers > 1:
         default[-1] = FULL
@@ -258,11 +249,7 @@ def layer_types(config: DflashConfig) -> list[str]:
 
 
 def layer_kinds(config: DflashConfig) -> list[LayerKind]:
-    """Returns how each layer attends.
-
-    Raises:
-        UserError: the layers are not valid, or the window is not longer than a block.
-    """
+    """Returns how each layer attends."""
     size = block_size(config)
     if config.sliding_window is not None and config.sliding_window <= size:
         raise UserError(

@@ -23,7 +23,6 @@ from mtptrain.heads.packing import PackedTokens
 from mtptrain.settings.heads import Dflash2Config
 from mtptrain.utils.errors import UserError
 
-MAX_KERNEL_SIZE, MAX_CANDIDATES = 16, 1024
 BEFORE, AFTER = 0, 1
 """The two convolutions around attention or around an MLP."""
 

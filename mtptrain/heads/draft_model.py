@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.heads.attention.depths import TRAINED_OR_CACHED
 from mtptrain.heads.attention.training import depth_attention
-from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.base import Drafted, FirstStates, Head
 from mtptrain.heads.packing import PackedTokens, Packing, Segments
 from mtptrain.settings.heads import DraftModelConfig, config_of
 from mtptrain.target.causal_attention import Extras, SeenSlots
@@ -35,7 +35,7 @@ from mtptrain.target.form import TargetForm, find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.hub import config_dir
 from mtptrain.target.model import Verified
-from mtptrain.target.position_cache import PositionCache, TreeSlots
+from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed
 
@@ -114,17 +114,11 @@ class DraftModelHead(Head):
         return FirstStates(newest[:, None], newest)
 
     def draft_next(
-        self,
-        fed_back: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        parts: FrozenParts,
-        cache: PositionCache,
-        tree: TreeSlots | None = None,
+        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the drafted tokens, each one position later than the states; see `Head.draft_next`."""
-        assert tree is None, "a draft model drafts chains only"
-        states = self._read(tokens, positions + 1, cache)
+        assert drafted.tree is None, "a draft model drafts chains only"
+        states = self._read(drafted.tokens, drafted.positions + 1, cache)
         return states, states
 
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor, cache: PositionCache) -> torch.Tensor:

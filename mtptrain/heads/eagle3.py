@@ -18,15 +18,6 @@ from mtptrain.settings.heads import Eagle3Config
 from mtptrain.target.families import norm_eps
 from mtptrain.utils.errors import UserError
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-"""The key of engines for the captured layers."""
-FROM_1_IN_SGLANG = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
-"""Families in which SGLang reads id k as the stream after k layers, as vLLM does.
-
-If the first id is 1, it reads them as in other families: id k is then the stream after k + 1 layers. Source:
-`set_eagle3_layers_to_capture` of their classes.
-"""
-
 
 class Eagle3Head(LayerHead):
     """EAGLE-3 head."""
@@ -54,11 +45,7 @@ class Eagle3Head(LayerHead):
 
     @classmethod
     def resolve_capture_layers(cls, config: Eagle3Config, target_config: PreTrainedConfig) -> tuple[int, ...]:
-        """Returns the configured layers, or the default.
-
-        Raises:
-            UserError: the layers are not different layers of the target in rising order.
-        """
+        """Returns the configured layers, or the default."""
         num_layers = int(target_config.num_hidden_layers)
         return resolved_layers(config.capture_layers, (2, num_layers // 2, num_layers - 3), num_layers)
 
@@ -99,9 +86,6 @@ def resolved_layers(configured: Sequence[int] | None, usual: tuple[int, ...], nu
 
     Without configured ones, these are the usual layers, or for a target too shallow for them its first, middle and last
     but one.
-
-    Raises:
-        UserError: the layers are not different layers of the target in rising order.
     """
     shallow = (1, num_layers // 2, num_layers - 1)
     for layers in [configured] if configured is not None else [usual, shallow]:

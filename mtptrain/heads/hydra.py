@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.base import Drafted, FirstStates, Head
 from mtptrain.heads.medusa import ResidualMlp, add_silu, last_states
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.settings.heads import HydraConfig
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import Verified
-from mtptrain.target.position_cache import PositionCache, TreeSlots
+from mtptrain.target.position_cache import PositionCache
 
 
 class HydraMlp(nn.Module):
@@ -72,15 +72,9 @@ class HydraHead(Head):
         return FirstStates(self.mlps[0](inputs)[:, None], inputs)
 
     def draft_next(
-        self,
-        fed_back: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        parts: FrozenParts,
-        cache: PositionCache,
-        tree: TreeSlots | None = None,
+        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run depth k on the inputs of the previous depth [B, W, (k + 1) H] and the token drafted there."""
-        inputs = torch.cat([fed_back, parts.embed(tokens)], dim=-1)  # [B, W, (k + 2) H]
+        inputs = torch.cat([drafted.fed_back, parts.embed(drafted.tokens)], dim=-1)  # [B, W, (k + 2) H]
         depth = inputs.shape[-1] // self.hidden_size - 2
         return self.mlps[depth](inputs), inputs

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.training import depth_attention
-from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.base import Drafted, FirstStates, Head
 from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.causal_attention import causal_attention
@@ -138,16 +138,10 @@ class LayerHead(Head):
         return FirstStates(states[sequences[:, None], drafting], fed_back[sequences, last_index])
 
     def draft_next(
-        self,
-        fed_back: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        parts: FrozenParts,
-        cache: PositionCache,
-        tree: TreeSlots | None = None,
+        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a later depth; see `Head.draft_next`."""
-        return self.decode(fed_back, parts.embed(tokens), positions, cache, tree)
+        return self.decode(drafted.fed_back, parts.embed(drafted.tokens), drafted.positions, cache, drafted.tree)
 
     def decode(
         self,
@@ -162,15 +156,9 @@ class LayerHead(Head):
         A token attends to all cached positions up to its own; in a tree, to all slots before the tree and to those that
         the tree's mask allows.
 
-        Args:
-            hidden_states: at depth 0 the result of `fuse`; at later depths what the previous depth fed back [B, S, H].
-            embeddings: embedding of the token after each position [B, S, H].
-            positions: i64[B, S].
-            cache: this head's cache.
-            tree: the slots and mask of the S tokens, if they belong to a tree.
-
-        Returns:
-            The states that `logits` reads [B, S, H], and the states to feed back [B, S, H].
+        The hidden states are at depth 0 the result of `fuse`, and later what the previous depth fed back [B, S, H]; the
+        embeddings are those of the token after each position. Returns the states that `logits` reads and those to feed
+        back [B, S, H].
         """
         residual, *projected = self._project(hidden_states, embeddings, positions)
         query, key, value = (x.transpose(1, 2) for x in projected)  # [B, (kv) heads, S, head_dim]

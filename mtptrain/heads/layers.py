@@ -96,9 +96,6 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig) -> HeadDims:
     """Returns the layer sizes of a head for a target.
 
     Without a head dim in the settings, it is hidden size / heads, as in engines if the head's file format stores none.
-
-    Raises:
-        UserError: the head dim is not one of `SERVED_HEAD_DIMS`, or the key heads do not divide the attention heads.
     """
     hidden_size, head_dim = target_config.hidden_size, getattr(config, "head_dim", None)
     heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.attention.depths import TRAINED_OR_CACHED, DepthKeys
-from mtptrain.heads.base import FirstStates, Head
+from mtptrain.heads.base import Drafted, FirstStates, Head
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.target.causal_attention import FULL, SeenSlots
@@ -171,16 +171,10 @@ class NativeMtpHead(Head):
         return FirstStates(states[newest][:, None], fed_back[newest])
 
     def draft_next(
-        self,
-        fed_back: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        parts: FrozenParts,
-        cache: PositionCache,
-        tree: TreeSlots | None = None,
+        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a later depth; see `Head.draft_next`."""
-        return self._read(fed_back, parts.embed(tokens), positions, cache, tree)
+        return self._read(drafted.fed_back, parts.embed(drafted.tokens), drafted.positions, cache, drafted.tree)
 
     def _read(
         self,
@@ -223,12 +217,7 @@ class NativeMtpHead(Head):
 
 
 def module_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the config of a model whose only layer is that of the target's MTP module; its vocabulary is not used.
-
-    Raises:
-        UserError: the target's last layer has no attention, keeps a state, or has other tensors than that of a model of
-            one layer.
-    """
+    """Returns the config of a model whose only layer is that of the target's MTP module; its vocabulary is not used."""
     native = NATIVE_MTP.get(target_config.model_type, NativeModule())
     if native.is_llama_layer:
         return llama_config(target_config)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from mtptrain.engines.exports import SERVING
+from mtptrain.engines.exports import FROM_1_IN_SGLANG, LAYER_IDS, SERVING
 from mtptrain.heads import HEADS
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import FULL, SLIDING
 from mtptrain.heads.dflash2 import published_settings
-from mtptrain.heads.eagle3 import FROM_1_IN_SGLANG, LAYER_IDS, can_capture
+from mtptrain.heads.eagle3 import can_capture
 from mtptrain.heads.mtp import swap_halves
 from mtptrain.init_from.config_json import PLAIN_ARITHMETIC, SPECULATORS, ConfigJson
 from mtptrain.settings.heads import CausalLayers, Dflash2Config

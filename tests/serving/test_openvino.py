@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.heads.eagle3 import LAYER_IDS
+from mtptrain.engines.exports import LAYER_IDS
 from tests.conftest import Run
 from tests.serving.cases import Case, cases_of, each
 from tests.serving.ours import Serve, check_equal

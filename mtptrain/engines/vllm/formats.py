@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtptrain.data.draft_vocab import membership
+from mtptrain.engines.exports import LAYER_IDS
 from mtptrain.engines.format import LAYER_PARTS, Format
 from mtptrain.engines.limits import is_mimo
 from mtptrain.engines.mimo import MimoLayer
@@ -24,7 +25,7 @@ from mtptrain.heads.base import Tensors
 from mtptrain.heads.dflash import FULL, DflashHead, layer_types
 from mtptrain.heads.dflash2 import published_settings
 from mtptrain.heads.draft_model import model_config
-from mtptrain.heads.eagle3 import LAYER_IDS, Eagle3Head
+from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.heads.native_mtp_tensors import ModuleTensors
 from mtptrain.heads.peagle import mask_token_id

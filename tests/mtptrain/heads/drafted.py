@@ -2,7 +2,7 @@
 
 import torch
 
-from mtptrain.heads.base import Head
+from mtptrain.heads.base import Drafted, Head
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.model import TargetStates, Verified
 from mtptrain.target.position_cache import PositionCache
@@ -31,6 +31,6 @@ def drafted_states(
     found, fed_back = list(first.states[0]), first.fed_back[:, None]
     for depth in range(len(found), num_drafts):
         next_token, position = ids[start + 1 + depth].view(1, 1), positions[:, -1:] + depth
-        state, fed_back = head.draft_next(fed_back, next_token, position, parts, cache)
+        state, fed_back = head.draft_next(Drafted(fed_back, next_token, position), parts, cache)
         found.append(state[0, 0])
     return found
