@@ -24,6 +24,8 @@ from mtptrain.target.position_cache import PositionCache, TreeSlots
 Result = TypeVar("Result")
 Tensors = dict[str, torch.Tensor]
 """Tensors by name."""
+DepthStates = tuple[torch.Tensor, torch.Tensor]
+"""The states of one depth that `Head.logits` reads [..., H], and those that it feeds back [..., H or wider]."""
 
 
 @dataclass(frozen=True)
@@ -133,18 +135,12 @@ class Head(nn.Module, ABC):
     def draft_first(self, verified: Verified, parts: FrozenParts, cache: PositionCache, num_drafts: int) -> FirstStates:
         """Inference: run depth 0 over the tokens that the target has just read.
 
-        The keys of these tokens, if any, are written to the head's `cache`. A head that drafts all tokens in one forward
-        runs all depths. `num_drafts` is K.
+        The keys of these tokens, if any, are written to `cache`. A head that drafts all tokens in one forward runs all
+        depths. `num_drafts` is K.
         """
 
-    def draft_next(
-        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inference: run a later depth. A head whose `draft_first` returns the states of all depths does not need this.
-
-        Returns:
-            The states that `logits` reads [B, W, H], and the states to feed back [B, W, H or wider].
-        """
+    def draft_next(self, drafted: Drafted, parts: FrozenParts, cache: PositionCache) -> DepthStates:
+        """Inference: run a later depth. A head whose `draft_first` returns those of all depths does not need this."""
         raise AssertionError("draft_first returns the states of all depths")
 
     def output_weight(self, parts: FrozenParts) -> torch.Tensor:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtptrain.heads.attention.depths import TRAINED_OR_CACHED
 from mtptrain.heads.attention.training import depth_attention
-from mtptrain.heads.base import Drafted, FirstStates, Head
+from mtptrain.heads.base import DepthStates, Drafted, FirstStates, Head
 from mtptrain.heads.packing import PackedTokens, Packing, Segments
 from mtptrain.settings.heads import DraftModelConfig, config_of
 from mtptrain.target.causal_attention import Extras, SeenSlots
@@ -113,9 +113,7 @@ class DraftModelHead(Head):
         newest = states[torch.arange(len(last), device=last.device), last]
         return FirstStates(newest[:, None], newest)
 
-    def draft_next(
-        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_next(self, drafted: Drafted, parts: FrozenParts, cache: PositionCache) -> DepthStates:
         """Read the drafted tokens, each one position later than the states; see `Head.draft_next`."""
         assert drafted.tree is None, "a draft model drafts chains only"
         states = self._read(drafted.tokens, drafted.positions + 1, cache)

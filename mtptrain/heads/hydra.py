@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from mtptrain.heads.base import Drafted, FirstStates, Head
+from mtptrain.heads.base import DepthStates, Drafted, FirstStates, Head
 from mtptrain.heads.medusa import ResidualMlp, add_silu, last_states
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.settings.heads import HydraConfig
@@ -71,9 +71,7 @@ class HydraHead(Head):
         inputs = torch.cat([last_states(verified), parts.embed(newest)], dim=-1)  # [B, 2 H]
         return FirstStates(self.mlps[0](inputs)[:, None], inputs)
 
-    def draft_next(
-        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_next(self, drafted: Drafted, parts: FrozenParts, cache: PositionCache) -> DepthStates:
         """Run depth k on the inputs of the previous depth [B, W, (k + 1) H] and the token drafted there."""
         inputs = torch.cat([drafted.fed_back, parts.embed(drafted.tokens)], dim=-1)  # [B, W, (k + 2) H]
         depth = inputs.shape[-1] // self.hidden_size - 2

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mtptrain.heads.attention.training import depth_attention
-from mtptrain.heads.base import Drafted, FirstStates, Head
+from mtptrain.heads.base import DepthStates, Drafted, FirstStates, Head
 from mtptrain.heads.layers import Attention
 from mtptrain.heads.packing import PackedTokens
 from mtptrain.target.causal_attention import causal_attention
@@ -64,16 +64,8 @@ class LayerHead(Head):
         """
 
     @abstractmethod
-    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the rest of the decoder layer.
-
-        Args:
-            residual: residual stream from `combine` [..., H].
-            attended: output of `self_attn` [..., H].
-
-        Returns:
-            The states that `logits` reads [..., H], and the states fed back to the next depth [..., H].
-        """
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> DepthStates:
+        """Compute the rest of the decoder layer from its residual stream and the output of `self_attn` [..., H]."""
 
     def forward(self, tokens: PackedTokens, parts: FrozenParts, ttt_steps: int) -> torch.Tensor:
         """Training: compute the states [T, M, H] of all depths at the draft positions; see `Head.forward`.
@@ -137,9 +129,7 @@ class LayerHead(Head):
         drafting = last_index[:, None] + torch.arange(1 + num_masks, device=states.device)  # [B, P]
         return FirstStates(states[sequences[:, None], drafting], fed_back[sequences, last_index])
 
-    def draft_next(
-        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_next(self, drafted: Drafted, parts: FrozenParts, cache: PositionCache) -> DepthStates:
         """Run a later depth; see `Head.draft_next`."""
         return self.decode(drafted.fed_back, parts.embed(drafted.tokens), drafted.positions, cache, drafted.tree)
 
@@ -150,15 +140,14 @@ class LayerHead(Head):
         positions: torch.Tensor,
         cache: PositionCache,
         tree: TreeSlots | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DepthStates:
         """Inference: run one depth for S tokens of each sequence, and write their keys to the slots of their positions.
 
         A token attends to all cached positions up to its own; in a tree, to all slots before the tree and to those that
         the tree's mask allows.
 
         The hidden states are at depth 0 the result of `fuse`, and later what the previous depth fed back [B, S, H]; the
-        embeddings are those of the token after each position. Returns the states that `logits` reads and those to feed
-        back [B, S, H].
+        embeddings are those of the token after each position [B, S, H].
         """
         residual, *projected = self._project(hidden_states, embeddings, positions)
         query, key, value = (x.transpose(1, 2) for x in projected)  # [B, (kv) heads, S, head_dim]
@@ -201,6 +190,6 @@ class LayerHead(Head):
         return torch.where(positions[..., None] == 0, 0, embeddings) if self.zero_first_embedding else embeddings
 
     @fused
-    def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _finish(self, residual: torch.Tensor, attended: torch.Tensor) -> DepthStates:
         """Apply the output projection to attended values [..., heads, head_dim], then `finish`."""
         return self.finish(residual, self.self_attn.o_proj(attended.flatten(-2)))

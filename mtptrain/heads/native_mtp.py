@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.attention.depths import TRAINED_OR_CACHED, DepthKeys
-from mtptrain.heads.base import Drafted, FirstStates, Head
+from mtptrain.heads.base import DepthStates, Drafted, FirstStates, Head
 from mtptrain.heads.packing import PackedTokens, Packing
 from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.target.causal_attention import FULL, SeenSlots
@@ -170,9 +170,7 @@ class NativeMtpHead(Head):
         newest = torch.arange(len(states), device=states.device), verified.last_index
         return FirstStates(states[newest][:, None], fed_back[newest])
 
-    def draft_next(
-        self, drafted: Drafted, parts: FrozenParts, cache: PositionCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_next(self, drafted: Drafted, parts: FrozenParts, cache: PositionCache) -> DepthStates:
         """Run a later depth; see `Head.draft_next`."""
         return self._read(drafted.fed_back, parts.embed(drafted.tokens), drafted.positions, cache, drafted.tree)
 
@@ -183,7 +181,7 @@ class NativeMtpHead(Head):
         positions: torch.Tensor,
         cache: PositionCache,
         tree: TreeSlots | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DepthStates:
         """Returns what `_layer` returns for tokens at these positions, and writes their keys to the cache."""
         mask = cache.begin(positions, tree)
         seen = SeenSlots(self.form.masks, mask, positions, tree, num_read=cache.get_seq_length())
@@ -191,14 +189,10 @@ class NativeMtpHead(Head):
 
     def _layer(
         self, hidden_states: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, **attention: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the states that `logits` reads and the states to feed back, both [B, S, H].
+    ) -> DepthStates:
+        """Run one depth on hidden states and on the embeddings of the token after each position [B, S, H].
 
-        Args:
-            hidden_states: at depth 0 the target's; at later depths what the previous depth fed back [B, S, H].
-            embeddings: embedding of the token after each position [B, S, H].
-            positions: i64[B, S].
-            attention: what the layer's attention reads.
+        `attention` is what the layer's attention reads.
         """
         if self.native.zero_first_embedding:
             embeddings = torch.where(positions[..., None] == 0, 0, embeddings)
