@@ -21,6 +21,7 @@ from mtptrain.target.causal_attention import (
     Extras,
     MaskOf,
     causal_or_masked_attention,
+    masked_attention,
     refuse_keywords,
     tempered,
 )
@@ -57,13 +58,8 @@ class DepthKeys:
     ) -> torch.Tensor:
         """Returns the attention output [N or M, heads, value head_dim]; zeros at tokens that are no draft positions.
 
-        Args:
-            module: the layer's attention.
-            query: rotated queries [1, heads, N or M, head_dim], of all tokens at depth 0.
-            key: their rotated keys [1, kv heads, N or M, head_dim].
-            value: their values [1, kv heads, N or M, value head_dim], no wider than the keys.
-            scaling: scale of the scores; 1 / sqrt(head_dim) by default.
-            extras: what else changes the scores.
+        Queries and keys are rotated [1, (kv) heads, N or M, head_dim], and values are no wider than keys. The scale of
+        the scores is 1 / sqrt(head_dim) by default, and `extras` says what else changes them.
         """
         query = tempered(module, query, self.positions[None], num_read=0)
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N or M, (kv) heads, head_dim]
@@ -94,75 +90,48 @@ def blocks_attention(
 ) -> torch.Tensor:
     """Attend at one depth as `depth_attention` does, to fewer tokens or with changed scores.
 
-    Args:
-        query: queries of depth k [M, heads, head_dim].
-        keys: depth-0 keys of all tokens, draft positions first [N, kv heads, head_dim].
-        values: depth-0 values in the same order [N, kv heads, head_dim].
-        own_keys: keys of depths 1 .. k, each [M, kv heads, head_dim].
-        own_values: values of depths 1 .. k, each [M, kv heads, head_dim].
-        packing: documents and draft positions.
-        mask: which earlier tokens a token sees.
-        extras: what else changes the scores.
-
-    Returns:
-        The attention output [M, heads, head_dim].
+    The first arguments are those of `depth_attention`, `mask` says which earlier tokens a token sees, and `extras` what
+    else changes the scores. Returns the attention output [M, heads, head_dim].
     """
     drafting, outs = packing.positions[packing.draft_positions], []
     first_draft, first_token = 0, 0
     for length, count in zip(packing.document_lengths, packing.document_drafts, strict=True):
         tokens = packing.key_indices[first_token : first_token + length]
-        size = max(1, MOST_SCORES // (length * query.shape[1]))
+        # A block has at most as many own keys as the document has tokens.
+        size = max(1, min(MOST_SCORES // (2 * length * query.shape[1]), length // max(1, len(own_keys))))
         for start in range(first_draft, first_draft + count, size):
             block = slice(start, min(start + size, first_draft + count))
-            block_keys, block_values = ([each[block] for each in own] for own in (own_keys, own_values))
+            block_keys, block_values = (
+                torch.cat([document[tokens], *(each[block] for each in own)])
+                for document, own in ((keys, own_keys), (values, own_values))
+            )
             attended: torch.Tensor = checkpoint(
-                _attend_block, query[block], drafting[block], keys[tokens], values[tokens], block_keys, block_values,
-                mask, extras, use_reentrant=False, preserve_rng_state=False,
+                masked_attention, *(x.transpose(0, 1)[None] for x in (query[block], block_keys, block_values)),
+                _seen(drafting[block], length, len(own_keys), mask)[None, None], extras=extras,
+                use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
-            outs.append(attended)
+            outs.append(attended[0].transpose(0, 1))
         first_draft, first_token = first_draft + count, first_token + length
     return torch.cat(outs)
 
 
-def _attend_block(
-    query: torch.Tensor,
-    drafting: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    own_keys: Sequence[torch.Tensor],
-    own_values: Sequence[torch.Tensor],
-    mask: MaskOf,
-    extras: Extras,
-) -> torch.Tensor:
-    """Returns the output [R, heads, head_dim] of the draft positions [R] of a document.
+def _seen(drafting: torch.Tensor, length: int, depth: int, mask: MaskOf) -> torch.Tensor:
+    """Returns which keys the draft positions [R] of a document see at a depth k, bool[R, S + k * R].
 
-    The document's keys and values [S, kv heads, head_dim] are those of positions 0 .. S - 1.
+    The keys are those of the document's tokens [S], then for each of the depths 1 .. k those of the draft positions.
     """
-    key_positions = torch.arange(len(keys), device=query.device)
-    depths = torch.arange(1, len(own_keys) + 1, device=query.device)
-    positions = (drafting + len(depths))[:, None]  # those of the queries
-    of_keys = torch.cat([key_positions.expand(len(query), -1), drafting[:, None] + depths], -1)  # [R, keys]
-    is_seen = (of_keys <= drafting[:, None]) | (torch.arange(of_keys.shape[1], device=query.device) >= len(keys))
+    tokens, rows = torch.arange(length, device=drafting.device), torch.arange(len(drafting), device=drafting.device)
+    depths = torch.arange(1, depth + 1, device=drafting.device)
+    is_seen = torch.cat([tokens <= drafting[:, None], rows.repeat(depth) == rows[:, None]], -1)
+    queries, keys = (
+        (drafting + depth)[:, None],
+        torch.cat([tokens, (drafting + depths[:, None]).flatten()]),
+    )  # positions
     if mask.window is not None:
-        is_seen &= positions - of_keys < mask.window
+        is_seen &= queries - keys < mask.window
     if mask.chunk is not None:
-        is_seen &= positions // mask.chunk == of_keys // mask.chunk
-    queries = query.unflatten(1, (keys.shape[1], -1))  # [R, kv heads, groups, head_dim]
-    scores = torch.einsum("rhgd,nhd->rhgn", queries, keys)
-    for key in own_keys:
-        scores = torch.cat([scores, torch.einsum("rhgd,rhd->rhg", queries, key)[..., None]], -1)
-    scores = scores.float() * query.shape[-1] ** -0.5
-    if extras.softcap is not None:
-        scores = torch.tanh(scores / extras.softcap) * extras.softcap
-    scores = scores.masked_fill(~is_seen[:, None, None], float("-inf"))
-    if extras.sinks is not None:
-        sinks = extras.sinks.float().view(keys.shape[1], -1)[None, ..., None]
-        scores = torch.cat([scores, sinks.expand(len(query), -1, -1, 1)], -1)
-    weights = scores.softmax(-1).to(values.dtype)
-    out = torch.einsum("rhgn,nhd->rhgd", weights[..., : len(keys)], values)
-    for depth, value in enumerate(own_values):
-        out = out + weights[..., len(keys) + depth, None] * value[:, :, None]
-    return out.flatten(1, 2)
+        is_seen &= queries // mask.chunk == keys // mask.chunk
+    return is_seen
 
 
 def trained_or_cached_attention(
@@ -177,22 +146,10 @@ def trained_or_cached_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attends as the head says in training, and over a `PositionCache` in decoding.
+    """Attends as the head says in training, and over a `PositionCache` in decoding, with the arguments and results of
+    `causal_or_masked_attention`.
 
-    Args:
-        module: the layer's attention.
-        query: [B, heads, S, head_dim]; B = 1 with `attend`.
-        key: [B, kv heads, slots, head_dim].
-        value: [B, kv heads, slots, value head_dim].
-        attention_mask: must be None.
-        attend: returns the output [S, heads, value head_dim] of a training step; None in decoding.
-        scaling: scale of the scores.
-        softcap: soft cap of the scores.
-        s_aux: sinks of the attention heads.
-        kwargs: those of `causal_or_masked_attention` in decoding; others must be among `UNUSED_KEYWORDS`.
-
-    Returns:
-        The attention output [B, S, heads, value head_dim], and None in place of attention weights.
+    `attend` returns the output [S, heads, value head_dim] of a training step, in which B = 1; it is None in decoding.
     """
     if attend is None:
         kwargs |= {"softcap": softcap, "s_aux": s_aux}
