@@ -123,26 +123,6 @@ def stored_calibration(directory: Path) -> tuple[float, float] | None:
     return (facts[SCALE], facts[SHIFT]) if SCALE in facts else None
 
 
-def check_values(path: Path, expected: dict[str, torch.Tensor], state: dict[str, torch.Tensor], advice: str) -> None:
-    """Refuse weights of a head, which have the names of `expected`, with which it cannot draft.
-
-    These are integers or 8-bit numbers in place of floating-point numbers of 16 bits or more, and numbers that are not
-    finite. `path` is where the weights were read, and `advice` what to do about damaged ones.
-    """
-    for name, tensor in state.items():
-        if not expected[name].is_floating_point():
-            continue
-        if not tensor.is_floating_point():
-            raise UserError(f"{path}: {name} must hold floating-point numbers, but has {tensor.dtype}; {advice}")
-        if tensor.dtype.itemsize == 1:
-            raise UserError(
-                f"{path}: {name} must hold numbers of 16 bits or more, because the scales of quantised weights are not "
-                f"read, but has {tensor.dtype}; {advice}"
-            )
-        if not tensor.isfinite().all():
-            raise UserError(f"{path}: {name} must hold finite numbers, but has NaN or infinity; {advice}")
-
-
 def first_misfit(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> tuple[str, str, str] | None:
     """Returns the first name whose tensor is missing, unknown or of another shape, with both shapes in words."""
     for name in sorted(expected.keys() | found.keys()):

@@ -101,19 +101,15 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig) -> HeadDims:
     heads = config.num_attention_heads or _default_heads(hidden_size, target_config.num_attention_heads)
     default_kv_heads = key_heads(target_config) if heads % key_heads(target_config) == 0 else heads
     kv_heads = config.num_key_value_heads or default_kv_heads
-    if head_dim is None and (hidden_size % heads or hidden_size // heads not in SERVED_HEAD_DIMS):
-        counts = [str(hidden_size // dim) for dim in reversed(SERVED_HEAD_DIMS) if hidden_size % dim == 0]
-        head = "head.head_dim=64" if hasattr(config, "head_dim") else "head=eagle3 head.head_dim=64"
-        advice = f"head.num_attention_heads to {' or '.join(counts)}" if counts else head
+    if (dim := head_dim or hidden_size / heads) not in SERVED_HEAD_DIMS:
+        counts = [str(hidden_size // served) for served in reversed(SERVED_HEAD_DIMS) if hidden_size % served == 0]
+        advice = "head.head_dim=64" if hasattr(config, "head_dim") else "head=eagle3 head.head_dim=64"
+        if head_dim is None and counts:
+            advice = f"head.num_attention_heads to {' or '.join(counts)}"
         raise UserError(
-            f"head.num_attention_heads: the head dim (hidden size {hidden_size} / heads) must be one of "
-            f"{SERVED_HEAD_DIMS}, which all engines have kernels for, but is {hidden_size / heads:g} with {heads} "
-            f"heads; set {advice}"
-        )
-    if head_dim not in (None, *SERVED_HEAD_DIMS):
-        raise UserError(
-            f"head.head_dim: must be one of {SERVED_HEAD_DIMS}, which all engines have kernels for, but is {head_dim}; "
-            "set one of them"
+            f"head.{'num_attention_heads' if head_dim is None else 'head_dim'}: the head dim must be one of "
+            f"{SERVED_HEAD_DIMS}, which all engines have kernels for, but is {dim:g} with {heads} heads and a hidden "
+            f"size of {hidden_size}; set {advice}"
         )
     if heads % kv_heads:
         raise UserError(
@@ -121,7 +117,7 @@ def head_dims(config: LayerConfig, target_config: PreTrainedConfig) -> HeadDims:
             "head.num_key_value_heads"
         )
     intermediate_size = config.intermediate_size or mlp_size(target_config)
-    return HeadDims(hidden_size, heads, kv_heads, head_dim or hidden_size // heads, intermediate_size)
+    return HeadDims(hidden_size, heads, kv_heads, int(dim), intermediate_size)
 
 
 def _default_heads(hidden_size: int, target_heads: int) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import logging
 
 from mtptrain.heads.base import Tensors
 from mtptrain.heads.native_mtp import LAYER, NATIVE_MTP, module_config
@@ -83,15 +82,11 @@ def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
         return layer
     # What is joined or renamed has the dtype of the experts, not that of a router's bias.
     dtype = next(tensor.dtype for name, tensor in layer.items() if not name.endswith("bias"))
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the embeddings and lm_head are not there
-    try:
-        with without_transformers_bar():
-            loading: Any = type(model).from_pretrained(
-                None, config=model.config, state_dict=layer, dtype=torch.float32, output_loading_info=True
-            )
-    finally:
-        logging.set_verbosity(verbosity)
+    others = {name: torch.zeros(x.shape) for name, x in model.state_dict().items() if not name.startswith(LAYER)}
+    with without_transformers_bar():
+        loading: Any = type(model).from_pretrained(
+            None, config=model.config, state_dict=others | layer, dtype=torch.float32, output_loading_info=True
+        )
     loaded, found = loading
     if missing := sorted(found["missing_keys"] & expected):
         raise KeyError(missing[0])

@@ -6,7 +6,7 @@ from mtptrain.engines.exports import refuse_changed_export
 from mtptrain.heads.files import build_head, first_misfit
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.heads.native_mtp_tensors import ModuleTensors
-from mtptrain.init_from.published import Published, read_tensors, resolve_init
+from mtptrain.init_from.published import Published, check_values, read_tensors, resolve_init
 from mtptrain.settings.heads import NativeMtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import weight_files
@@ -24,13 +24,7 @@ def read_native_mtp(path: str, target: TargetFiles) -> Published:
     refuse_changed_export(directory)
     files, module = weight_files(directory), ModuleTensors(target.config)
     tensors = read_tensors(files, tuple(module.prefixes.values()))
-    for name, tensor in tensors.items():  # first, because quantised weights may have other names
-        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
-            raise UserError(
-                f"head.init_from: the MTP module of {directory} must have floating-point numbers of 16 bits or more, "
-                f"because the scales of quantised weights are not read, but {name} has {tensor.dtype}; choose the "
-                "checkpoint in bf16"
-            )
+    check_values(directory, tensors, "choose the checkpoint in bf16")  # quantised weights may have other names
     with torch.device("meta"):
         state = build_head(NativeMtpConfig(), target.config).state_dict()
     # A checkpoint may have all experts in joined tensors, as transformers' model has, or one tensor for each.

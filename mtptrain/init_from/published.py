@@ -159,6 +159,18 @@ def read_tensors(files: list[Path], prefixes: str | tuple[str, ...] = "") -> Ten
     return {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}  # our heads compute it
 
 
+def check_values(directory: Path, tensors: Tensors, advice: str) -> None:
+    """Refuse weights with which a head cannot draft. `advice` is what to do about them."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            raise UserError(
+                f"{directory}: {name} must hold floating-point numbers of 16 bits or more, because scales of quantised "
+                f"weights are not read, but has {tensor.dtype}; {advice}"
+            )
+        if not tensor.isfinite().all():
+            raise UserError(f"{directory}: {name} must hold finite numbers, but has NaN or infinity; {advice}")
+
+
 def effective_settings(config: HeadConfig, target_config: PreTrainedConfig) -> dict[str, object]:
     """Returns the settings that must match a head's weights, with the target's sizes in place of unset ones."""
     # One MLP per depth, or blocks of one size. The weights of peagle fit any number of depths.

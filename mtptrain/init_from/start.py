@@ -24,14 +24,13 @@ from mtptrain.heads.files import (
     best_or_last,
     build_head,
     check_head_target,
-    check_values,
     fill_head,
     first_misfit,
     stored_calibration,
 )
 from mtptrain.init_from.draft_model import read_draft_model
 from mtptrain.init_from.native_mtp import read_native_mtp
-from mtptrain.init_from.published import Published, effective_settings, read_published
+from mtptrain.init_from.published import Published, check_values, effective_settings, read_published
 from mtptrain.init_from.readers import Settings, num_differing_rows
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig, NativeMtpConfig
 from mtptrain.target.files import TargetFiles
@@ -133,7 +132,8 @@ def load_init(path: str, config: HeadConfig, target: TargetFiles) -> tuple[Path,
             f"{directory}: {name} must be {wanted} for head {config.name} and this target, but is {found}; choose "
             "another head, or set target.path to the head's target"
         )
-    check_values(directory, expected, state, "copy or download it again")
+    weights = {name: tensor for name, tensor in state.items() if expected[name].is_floating_point()}
+    check_values(directory, weights, "copy or download it again")
     check_draft_token_ids(state, published.tensors.get("t2d"), target.config.vocab_size, directory)
     return directory, state
 

@@ -150,10 +150,13 @@ REFUSED: dict[str, list[tuple[Callable[[Tensors], Tensors], str]]] = {
     ],
     "glm4_moe": [
         (without(EXPERT), r"model\.layers\.4\.mlp\.experts\.3\.up_proj\.weight of .* but is absent; choose"),
-        (lambda x: {**x, f"{BEHIND}eh_proj.weight": E8}, r"have floating-point .*eh_proj\.weight has torch\.float8_e4"),
+        (
+            lambda x: {**x, f"{BEHIND}eh_proj.weight": E8},
+            r"eh_proj\.weight must hold floating-point .* has torch\.float8_e4",
+        ),
         (
             lambda x: {**without(EXPERT)(x), f"{EXPERT}_packed": torch.ones(32, 8, dtype=torch.int32)},
-            r"must have floating-point numbers of 16 bits or more, .*up_proj\.weight_packed has torch\.int32; choose",
+            r"up_proj\.weight_packed must hold floating-point numbers of 16 bits or more, .*torch\.int32; choose",
         ),
     ],
 }

@@ -169,7 +169,7 @@ REFUSED = {
     "train.micro_batches_per_step=5000": "must be at most the number of documents with draft positions, but is 5000",
     "hidden_states.dtype=bfloat16": "the compute dtype",
     "acceptance.prompt_tokens=400": "acceptance.prompt_tokens: held-out documents must hold a prompt of 400 tokens",
-    "head.num_attention_heads=4": "head.num_attention_heads: the head dim (hidden size 64 / heads) must be one of (64,",
+    "head.num_attention_heads=4": "head.num_attention_heads: the head dim must be one of (64,",
 }
 
 
