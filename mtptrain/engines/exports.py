@@ -26,9 +26,7 @@ REQUIRED = ("engine", "method", "head_sha256")
 def read_serving_facts(head_dir: Path, engine: str, head_sha256: str) -> dict[str, Any]:
     """Returns the contents of the exported head's `serving.json`, which says how an engine loads the head.
 
-    Raises:
-        UserError: nothing was exported, or the file is damaged, or the export is for another engine or contains another
-            head.
+    An export for another engine, or of another head, is refused.
     """
     path = require(head_dir / SERVING, "mtptrain export")
     facts = read_sealed(path, "run mtptrain export again", REQUIRED, files=None)

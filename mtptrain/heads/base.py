@@ -41,7 +41,7 @@ class FirstStates:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a later depth reads: W tokens of each sequence that the depth before it has drafted."""
+    """The input of a later depth: W tokens of each sequence that the depth before it has drafted."""
 
     fed_back: torch.Tensor
     """The states that that depth fed back [B, W, H or wider]."""
