@@ -2,9 +2,9 @@
 
 Every assistant turn is generated from a history of regenerated turns; all other messages stay as they are. Prompts are
 rendered here with the target's own chat template, and responses are read as tokens, so no server-side parser can change
-them. If a server returns only text, that text is used. A conversation stores responses as text. `texts_kept` says
-whether rendering gives the same text again, since a response that is rendered differently must not be supervised;
-`tokens_changed` counts responses whose text is the same but whose tokens differ.
+them. A conversation stores responses as text. `texts_kept` says whether rendering gives the same text again, since a
+response that is rendered differently must not be supervised; `tokens_changed` counts responses whose text is the same
+but whose tokens differ.
 """
 
 import hashlib
@@ -70,16 +70,12 @@ class Prompt:
 class Response:
     """The target's response to a prompt."""
 
-    num_tokens: int
-    """Generated tokens, including the end-of-sequence token."""
+    token_ids: list[int]
+    """Without the end-of-sequence token."""
+    end_ids: list[int]
+    """The end-of-sequence token; empty if the response was cut off or the server does not return the token."""
     is_cut: bool
     """Whether the response was cut off at `max_new_tokens`."""
-    token_ids: list[int] | None
-    """Without the end-of-sequence token; None if the server returns only text."""
-    end_ids: list[int] = field(default_factory=list)
-    """The end-of-sequence token; empty if the response was cut off or the token is unknown."""
-    text: str | None = None
-    """The response as text; None if it is still to be decoded from `token_ids`."""
 
 
 @dataclass
@@ -170,9 +166,7 @@ class Dialogue:
 
         A response that is empty, or that the chat template rejects, is not appended.
         """
-        text = response.text
-        if text is None:
-            text = decode_response(self._tokenizer, self._prompt_ids, response.token_ids or [])
+        text = decode_response(self._tokenizer, self._prompt_ids, response.token_ids)
         if response.is_cut:
             text = text.rstrip(INCOMPLETE)
         if not text.strip():
@@ -184,7 +178,7 @@ class Dialogue:
         regenerated = self.regenerated
         regenerated.messages = [*self._history, {"role": "assistant", "content": content}]
         regenerated.finish_reasons.append("length" if response.is_cut else "stop")
-        regenerated.answer_tokens.append(response.num_tokens)
+        regenerated.answer_tokens.append(len(response.token_ids) + len(response.end_ids))
         regenerated.texts_kept.append(is_text_kept)
         regenerated.tokens_changed += is_text_kept and not are_tokens_kept
         if response.is_cut:
@@ -202,13 +196,13 @@ class Dialogue:
         in the message too and others do not, so both contents are tried. If neither reproduces the response, the
         content is the generated text.
         """
-        prompt, expected = self._prompt, [*self._prompt_ids, *(response.token_ids or ()), *response.end_ids]
+        prompt, expected = self._prompt, [*self._prompt_ids, *response.token_ids, *response.end_ids]
         response_start = prompt[len(commonprefix([prompt, self._render(_PROBE)])) :]  # noqa: RUF071 (texts, not paths)
         rendered = {content: self._render(content) for content in (text, response_start + text)}
         kept = [content for content in rendered if rendered[content].startswith(prompt + text)]
         for content in kept:
             token_ids = tokenize_rendered(self._tokenizer, rendered[content])
-            if response.token_ids is None or token_ids[: len(expected)] == expected:
+            if token_ids[: len(expected)] == expected:
                 return content, True, True
         return (kept[0], True, False) if kept else (text, False, False)
 
@@ -225,5 +219,5 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], t
     return whole[len(prompt) :] if whole.startswith(prompt) else decode(tokenizer, token_ids)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], without_special: bool = False) -> str:
-    return str(tokenizer.decode(token_ids, skip_special_tokens=without_special, clean_up_tokenization_spaces=False))
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    return str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))

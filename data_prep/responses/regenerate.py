@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from rich.table import Table
 
-from mtptrain.cli.tables import wide_console
 from mtptrain.config import PipelineConfig, PromptSource, ResponsesConfig
 from mtptrain.data.chat_template import render_prompt, require_chat_template
 from mtptrain.data.conversation import ConversationRefused
@@ -38,7 +36,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.progress import ProgressBar
 
 from ..conversations import Conversations, read_conversations
-from ..prompts_report import group_refusals
+from ..prompts_report import group_refusals, print_counts
 from .dialogue import Dialogue, RegeneratedConversation, Sampling, questions
 from .server import CompletionServer, regenerate_with_server
 from .store import (
@@ -177,7 +175,6 @@ def check_settings(config: PipelineConfig, ranks: Ranks) -> None:
 
 
 def sampling_of(settings: ResponsesConfig, target: TargetFiles, seed: int) -> Sampling:
-    """Returns the sampling settings."""
     stop_token_ids = eos_token_ids(target.config, read_generation_config(target.directory))
     if not stop_token_ids:
         raise UserError(
@@ -213,10 +210,7 @@ def survey(conversations: Conversations) -> tuple[dict[int, tuple[int, int]], di
 
 
 class ResponsesBar(ProgressBar):
-    """Shows the finished conversations of the first rank, and the tokens/s of all its answers, unfinished ones too.
-
-    On a slow CPU a batch of conversations may take minutes, after which all of them are finished at once.
-    """
+    """Shows the finished conversations of the first rank, and the tokens/s of all its answers, unfinished ones too."""
 
     def __init__(self, num_rows: int, ranks: Ranks) -> None:
         name = "responses" if ranks.world_size == 1 else f"responses, rank 0 of {ranks.world_size}"
@@ -260,7 +254,7 @@ def fill_from_server(
 
 
 def print_report(directory: Path, manifest: ResponsesManifest, num_turns: int, this_run: str) -> None:
-    """Print the table and, for each reason, the number of conversations left out or ended early and the first of them.
+    """Print the counts and, for each reason, how many conversations were left out or ended early.
 
     Args:
         directory: the responses directory, whose `failures.jsonl` has the reasons.
@@ -268,17 +262,14 @@ def print_report(directory: Path, manifest: ResponsesManifest, num_turns: int, t
         num_turns: number of responses to generate in all conversations.
         this_run: what this run has generated, and how fast.
     """
-    table = Table(title="mtptrain responses", show_header=False)
-    table.add_row(f"{num_turns:,}", "turns to generate")
-    for name, words in COUNTS.items():
-        table.add_row(f"{manifest.counts.get(name, 0):,}", words)
-    table.add_row(f"{manifest.failed:,}", "conversations that failed, which the next run retries")
-    table.add_row(f"{manifest.refused:,}", "rows that cannot be used")
-    console = wide_console(80, markup=False, highlight=False)
-    console.print(table)
-    console.print(f"this run: {this_run}", soft_wrap=True)
+    words = {
+        "turns": "turns to generate",
+        **COUNTS,
+        "failed": "conversations that failed, which the next run retries",
+        "refused": "rows that cannot be used",
+    }
+    counts = {"turns": num_turns, **manifest.counts, "failed": manifest.failed, "refused": manifest.refused}
     failures = [json.loads(line) for line in (directory / FAILURES).read_text(encoding="utf-8").splitlines()]
-    for group in group_refusals({failure["place"]: failure["reason"] for failure in failures}):
-        first = f"{group.reason}; first: {', '.join(group.first)}"
-        console.print(f"{group.count:,} left out or ended early: {first}", soft_wrap=True)
+    groups = group_refusals({failure["place"]: failure["reason"] for failure in failures})
+    print_counts("mtptrain responses", counts, words, groups, f"this run: {this_run}")
     print(f"written to {directory}; {FAILURES} lists the conversations that were left out or ended early", flush=True)

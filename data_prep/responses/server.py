@@ -4,7 +4,6 @@ What the server says is shown without the secrets that it was sent.
 """
 
 import asyncio
-import itertools
 import json
 import os
 from base64 import b64encode
@@ -32,9 +31,9 @@ SHOWN_CHARACTERS = 200
 class RequestFailed(Exception):
     """A request failed. The message, which the report shows, has no secrets."""
 
-    def __init__(self, message: str, may_retry: bool = False, retry_after_s: float = 0.0) -> None:
+    def __init__(self, message: str, may_retry: bool = False) -> None:
         super().__init__(message)
-        self.may_retry, self.retry_after_s = may_retry, retry_after_s
+        self.may_retry = may_retry
 
 
 class CompletionServer:
@@ -79,10 +78,7 @@ class CompletionServer:
         """Returns the context length of each model by name; None if the server does not report it."""
         try:
             content = asyncio.run(self._fetch("/models"))
-            lengths = {str(model["id"]): model.get("max_model_len") for model in content["data"]}
-            return {
-                name: length if isinstance(length, int) and length > 0 else None for name, length in lengths.items()
-            }
+            return {str(model["id"]): model.get("max_model_len") or None for model in content["data"]}
         except RequestFailed as failure:
             problem = str(failure)
         except (LookupError, TypeError, AttributeError):
@@ -102,44 +98,33 @@ class CompletionServer:
 
     def check(self, prompt_ids: list[int]) -> None:
         """Check that the server completes a prompt given as token ids, by requesting one token."""
-        prompt = Prompt(prompt_ids, 0)
         try:
-            content = asyncio.run(self._fetch("/completions", self._request(prompt, 1)))
-            self._parse(content, prompt, 1)
-            usage = content.get("usage")
-            num_read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-            if num_read not in (None, len(prompt_ids)):
-                raise RequestFailed(f"of {len(prompt_ids)} ids the server reads {self.quote(str(num_read))} tokens")
+            content = asyncio.run(self._fetch("/completions", self._request(Prompt(prompt_ids, 0), 1)))
+            self._parse(content, prompt_ids, 1)
         except RequestFailed as failure:
             raise UserError(
-                f"responses.url: {self.url} must complete prompts given as token ids, but {failure}; serve the target "
-                "there, with its own tokenizer"
+                f"responses.url: {self.url} must complete prompts given as token ids and return token ids, but "
+                f"{failure}; serve the target there, with its own tokenizer, by an engine that knows return_token_ids"
             ) from None
 
-    async def complete(self, prompt: Prompt, stopping: asyncio.Event) -> Response:
+    async def complete(self, prompt: Prompt) -> Response:
         """Returns the response to a prompt.
 
         If the server is busy or unreachable, or its answer is not JSON, retries up to `responses.max_retries` times.
 
         Raises:
-            RequestFailed: the server refused the request or did not answer with a completion, or all retries failed, or
-                `stopping` was set before the next request.
+            RequestFailed: the server refused the request or did not answer with a completion, or all retries failed.
         """
-        settings, max_new_tokens = self._settings, self._sampling.max_new_tokens
-        for attempt in itertools.count():
-            if stopping.is_set():
-                break
+        max_new_tokens, attempt = self._sampling.max_new_tokens, 0
+        while True:
             try:
                 content = await self._fetch("/completions", self._request(prompt, max_new_tokens))
-                return self._parse(content, prompt, max_new_tokens)
+                return self._parse(content, prompt.token_ids, max_new_tokens)
             except RequestFailed as failure:
-                if not failure.may_retry or attempt == settings.max_retries:
+                if not failure.may_retry or attempt == self._settings.max_retries:
                     raise
-                backoff_s = min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
-                pause_s = max(backoff_s, min(failure.retry_after_s, settings.timeout_s))
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stopping.wait(), pause_s)
-        raise RequestFailed("the run was stopped")
+            await asyncio.sleep(min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S))
+            attempt += 1
 
     def _request(self, prompt: Prompt, max_new_tokens: int) -> dict[str, Any]:
         return {
@@ -156,31 +141,24 @@ class CompletionServer:
             "return_token_ids": True,
         }
 
-    def _parse(self, content: Any, prompt: Prompt, max_new_tokens: int) -> Response:
-        """Parse a completion. A server that does not know `return_token_ids` returns only text."""
+    def _parse(self, content: Any, prompt_ids: list[int], max_new_tokens: int) -> Response:
+        """Returns the response in a completion, whose text must be that of its token ids for the target's tokenizer."""
         try:
             [choice] = content["choices"]
-            reason, token_ids, text = choice["finish_reason"], choice.get("token_ids"), choice["text"]
-            num_tokens = content["usage"]["completion_tokens"] if token_ids is None else len(token_ids)
+            reason, token_ids, text = choice["finish_reason"], choice["token_ids"], choice["text"]
             if reason not in ("stop", "length"):
                 raise ValueError(f"finish_reason must be stop or length, but is {reason}")
-            if type(num_tokens) is not int or not 0 <= num_tokens <= max_new_tokens:
-                raise ValueError(f"the number of tokens must be in [0, {max_new_tokens}], but is {num_tokens}")
-            text.encode()  # the tokenizer rejects a lone surrogate
-            if token_ids is None:
-                return Response(num_tokens, reason == "length", None, [], text)
+            if len(token_ids) > max_new_tokens:
+                raise ValueError(f"at most {max_new_tokens} tokens must be generated, but are {len(token_ids)}")
             if not all(type(token) is int and 0 <= token < self._vocab_size for token in token_ids):
                 raise ValueError(f"token_ids must be integers in [0, {self._vocab_size})")
             has_end = reason == "stop" and token_ids[-1:] and token_ids[-1] in self._sampling.stop_token_ids
             kept, end = (token_ids[:-1], token_ids[-1:]) if has_end else (token_ids, [])
-            decoded = decode_response(self._tokenizer, prompt.token_ids, kept)
-            # Another tokenizer would give another text. Servers differ in spaces, incomplete characters and special
-            # tokens, which do not count.
-            without_special = decode(self._tokenizer, kept, without_special=True)
-            possible = (decoded, decoded + decode(self._tokenizer, end), without_special)
-            if squashed(text) not in map(squashed, possible):
+            decoded = decode_response(self._tokenizer, prompt_ids, kept)
+            # Servers differ in spaces and incomplete characters, and some show the token that ends a response.
+            if squashed(text) not in (squashed(decoded), squashed(decoded + decode(self._tokenizer, end))):
                 raise ValueError("the text must be that of token_ids with the target's tokenizer, but is another")
-            return Response(num_tokens, reason == "length", kept, end, decoded)
+            return Response(kept, end, reason == "length")
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise RequestFailed(
                 f"the server's answer is not a completion ({type(error).__name__}: {self.quote(str(error))}): "
@@ -207,12 +185,8 @@ class CompletionServer:
             raise RequestFailed(f"the server does not answer: {reason}", may_retry=True) from None
         if not response.is_success:
             said = self.quote(response.text.strip() or response.reason_phrase)
-            retry_after = response.headers.get("Retry-After", "")
-            raise RequestFailed(
-                f"the server answers {response.status_code}: {said}",
-                response.status_code == 429 or response.status_code >= 500,
-                float(retry_after) if retry_after.isdecimal() else 0.0,
-            )
+            may_retry = response.status_code == 429 or response.status_code >= 500
+            raise RequestFailed(f"the server answers {response.status_code}: {said}", may_retry)
         try:
             return parse_json(response.content, "the server's answer", "see its log")
         except UserError as error:
@@ -243,10 +217,6 @@ def secrets_of(url: str, api_key: str) -> list[str]:
     return [form for secret in secrets for form in {secret, json.dumps(secret)[1:-1]}]
 
 
-def _positive(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
-
-
 def squashed(text: str) -> str:
     return "".join(text.replace(INCOMPLETE, "").split())
 
@@ -260,26 +230,18 @@ async def regenerate_with_server(
     """Regenerate conversations, at most `concurrency` at once, and take them as they are needed.
 
     `on_end` gets each conversation as it ends, and the reason if it failed. If `on_end` raises an error, or the user
-    interrupts, no new requests are sent, and only what the running requests complete is passed on.
+    interrupts, the requests on their way are given up.
     """
-    remaining, stopping = iter(dialogues), asyncio.Event()
+    remaining = iter(dialogues)
 
     async def converse() -> None:
         for dialogue in remaining:
+            failure = None
             try:
                 while (prompt := dialogue.next_prompt()) is not None:
-                    dialogue.add_response(await server.complete(prompt, stopping))
-            except RequestFailed as failure:
-                if stopping.is_set():
-                    return
-                on_end(dialogue.regenerated, str(failure))
-            else:
-                on_end(dialogue.regenerated, None)
+                    dialogue.add_response(await server.complete(prompt))
+            except RequestFailed as failed:
+                failure = str(failed)
+            on_end(dialogue.regenerated, failure)
 
-    workers = [asyncio.create_task(converse()) for _ in range(concurrency)]
-    try:
-        await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        stopping.set()
-        await asyncio.wait(workers)
-    await asyncio.gather(*workers)  # raises the error of `on_end`
+    await asyncio.gather(*(converse() for _ in range(concurrency)))

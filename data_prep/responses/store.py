@@ -175,7 +175,7 @@ class ResponsesStore:
         """
         for path in self._journals():
             self._index(path)
-        failures = [(location_of(row), reason, 0) for row, reason in sorted(failed.items())]
+        failures = [(location_of(row), reason) for row, reason in sorted(failed.items())]
         counts = Counter(dict.fromkeys(COUNTS, 0))
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with ExitStack() as stack:
@@ -189,11 +189,10 @@ class ResponsesStore:
                 conversation = _parse(line, path, number)
                 counts.update(_counts_of(conversation))
                 if conversation.ended_by in ENDINGS:
-                    failures.append((location_of(row), ENDINGS[conversation.ended_by], len(conversation.answer_tokens)))
+                    failures.append((location_of(row), ENDINGS[conversation.ended_by]))
         publish(temporary, self.directory / CONVERSATIONS)
-        failures += [(location, reason, 0) for location, reason in refused.items()]
-        names = ("place", "reason", "answers")  # the last is the number of stored responses of the conversation
-        lines = [json.dumps(dict(zip(names, failure, strict=True))) + "\n" for failure in failures]
+        failures += refused.items()
+        lines = [json.dumps({"place": place, "reason": reason}) + "\n" for place, reason in failures]
         write_text(self.directory / FAILURES, "".join(lines))
         manifest = replace(self._plan, counts=dict(counts), failed=len(failed), refused=len(refused))
         write_sealed(self.directory / MANIFEST, asdict(manifest), [CONVERSATIONS])

@@ -64,8 +64,8 @@ def _has_ended(tokens: Sequence[int], sampling: Sampling) -> bool:
 def _response(token_ids: list[int], stop_token_ids: Sequence[int]) -> Response:
     """Returns a response, separated from its end-of-sequence token."""
     if token_ids[-1] in stop_token_ids:
-        return Response(len(token_ids), False, token_ids[:-1], token_ids[-1:])
-    return Response(len(token_ids), True, token_ids)
+        return Response(token_ids[:-1], token_ids[-1:], False)
+    return Response(token_ids, [], True)
 
 
 def regenerate_with_target(
