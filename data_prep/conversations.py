@@ -12,6 +12,7 @@ from typing import Self
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 from datasets.utils.logging import CRITICAL, set_verbosity
+from transformers import PreTrainedTokenizerBase
 
 from mtptrain.data.conversation import ConversationRefused, Message, first_user_turn, question_group
 from mtptrain.data.rows import ANY_SCHEMA, ID_COLUMNS, Row, RowFormat, parse_row, text_of
@@ -21,6 +22,7 @@ from mtptrain.utils.errors import UserError, reason_of
 from mtptrain.utils.files import parse_json
 
 from .prompts_report import group_refusals
+from .renderings import EncodedItem, RenderedConversation, encode_conversations, render_conversation
 
 CORRECT = "correct or remove it"
 REASONS_SHOWN = 3
@@ -54,8 +56,8 @@ class Rows:
 
 
 @dataclass
-class UsableRows:
-    """Usable rows, and why the others were refused.
+class Source:
+    """Usable rows of `prompts.paths`, each one item of the prompts, and why the others were refused.
 
     Only what names a row is kept, and the row is read again when it is needed. Parquet files and hub data sets are
     memory-mapped; the rows of jsonl and json files are in memory.
@@ -77,6 +79,10 @@ class UsableRows:
         Raises:
             ConversationRefused: the row cannot be used.
         """
+        raise NotImplementedError
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, indices: Sequence[int]) -> list[EncodedItem | str]:
+        """Returns the documents of each of these items, or the reason for refusing it."""
         raise NotImplementedError
 
     def row(self, index: int) -> Row:
@@ -114,8 +120,11 @@ class UsableRows:
         return self
 
 
-class Conversations(UsableRows):
-    """Usable conversations. With schema `auto`, rows of different schemas may share a file."""
+class Conversations(Source):
+    """Conversations in the target's chat template, in which everything that the assistant generates is supervised.
+
+    With schema `auto`, rows of different schemas may share a file.
+    """
 
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
         messages, passed_over = parse_row(row, self.form)
@@ -129,6 +138,20 @@ class Conversations(UsableRows):
         messages = self.messages(index)
         first = first_user_turn(messages)
         return "" if first is None else messages[first]["content"]
+
+    def render(self, tokenizer: PreTrainedTokenizerBase, index: int) -> RenderedConversation:
+        return render_conversation(tokenizer, self.messages(index))
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, indices: Sequence[int]) -> list[EncodedItem | str]:
+        rendered: dict[int, RenderedConversation] = {}
+        items: dict[int, EncodedItem | str] = {}
+        for index in indices:
+            try:
+                rendered[index] = self.render(tokenizer, index)
+            except ConversationRefused as refusal:
+                items[index] = str(refusal)
+        items.update(zip(rendered, encode_conversations(tokenizer, list(rendered.values())), strict=True))
+        return [items[index] for index in indices]
 
 
 def read_conversations(paths: Sequence[str], form: RowFormat = ANY_SCHEMA, split: str = "train") -> Conversations:

@@ -12,7 +12,6 @@ of an uninterrupted run.
 """
 
 import hashlib
-import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -95,7 +94,7 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
     missing = missing_shards(extraction.store_dir, extraction.own, ranks)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, run.target.config, run.target.gguf)
-        announce(extraction, missing, ranks)
+        announce(extraction, ranks)
         announce_precision("hidden_states.dtype", config.hidden_states.dtype)
         if config.hidden_states.part == 0:
             StageDir(extraction.store_dir).record(config)
@@ -285,6 +284,14 @@ def scratch_prefix(config: PipelineConfig, part: int | str) -> str:
     return f"mtptrain_{store}_{part}_"
 
 
+def remove_scratch(config: PipelineConfig) -> None:
+    """Remove temporary folders left by killed runs of this part, or of all parts if `num_parts` is now 1."""
+    settings = config.hidden_states
+    prefix = scratch_prefix(config, settings.part if settings.num_parts > 1 else "*")
+    for path in list(scratch_root(config).glob(f"{prefix}*.tmp")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
     """Returns the maximum size in bytes of vLLM's temporary files in the store: two of the largest shards per rank.
 
@@ -297,15 +304,6 @@ def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
     return 2 * largest * token_bytes * ranks.world_size
 
 
-def remove_scratch(config: PipelineConfig) -> None:
-    """Remove temporary folders left by killed runs of this part, or of all parts if `num_parts` is now 1."""
-    settings = config.hidden_states
-    prefix = scratch_prefix(config, settings.part if settings.num_parts > 1 else r"\d+")
-    for path in list(scratch_root(config).glob("mtptrain_*.tmp")):
-        if re.fullmatch(rf"{prefix}\d+\.tmp", path.name):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
     """Returns the shards of this part that are not computed yet. Ranks share the search for finished shards."""
     complete = finished_shards(store_dir, list(own)[ranks.rank :: ranks.world_size])
@@ -313,54 +311,39 @@ def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[
     return [index for index in own if index not in finished]
 
 
-def fullest_windows(extraction: Extraction) -> list[int]:
-    """Returns the shards of the `OPEN_WINDOWS` consecutive windows that need the most disk space."""
-    windows, documents = extraction.windows, extraction.documents
-    together = [list(chain.from_iterable(windows[i : i + OPEN_WINDOWS])) for i in range(len(windows))]
-    return max(together, key=lambda indices: num_tokens(documents, extraction.select(indices)))
-
-
-def announce(extraction: Extraction, missing: Collection[int], ranks: Ranks) -> None:
+def announce(extraction: Extraction, ranks: Ranks) -> None:
     """Print how much disk space is needed, and refuse if that and the backend's temporary files exceed the free space.
 
     With streaming, training deletes the shards that it has read, so only the fullest windows must fit, and the space of
     shards already on the disk counts as free.
     """
-    store_dir, documents, own = extraction.store_dir, extraction.documents, extraction.own
-    num_shards = len(extraction.shards)
-    if extraction.windows:
-        unwritten = fullest_windows(extraction)
-        written = [index for index in range(num_shards) if index not in missing]
-    else:
-        finished = finished_shards(store_dir, set(range(num_shards)) - set(own))
-        unwritten = [i for i in range(num_shards) if i in missing or (i not in own and i not in finished)]
-        written = []
-    token_bytes = bytes_per_token(*extraction.layout)
-    needed_bytes, written_bytes = (
-        num_tokens(documents, shards) * token_bytes + sum(map(len, shards)) * DOCUMENT_BYTES
-        for shards in (extraction.select(unwritten), extraction.select(written))
-    )
-    missing_bytes = max(0, needed_bytes - written_bytes)
-    scratch_size_bytes = scratch_bytes(extraction, ranks)
-    free_bytes = shutil.disk_usage(store_dir).free
-    total_tokens = int(documents.document_offsets[-1])
+    store_dir, documents, windows = extraction.store_dir, extraction.documents, extraction.windows
+    token_bytes, num_shards = bytes_per_token(*extraction.layout), len(extraction.shards)
+
+    def size(indices: Iterable[int]) -> int:
+        shards = extraction.select(indices)
+        return num_tokens(documents, shards) * token_bytes + sum(map(len, shards)) * DOCUMENT_BYTES
+
+    open_windows = [list(chain.from_iterable(windows[i : i + OPEN_WINDOWS])) for i in range(len(windows))]
+    needed_bytes = max(map(size, open_windows)) if windows else size(range(num_shards))
+    missing_bytes = max(0, needed_bytes - size(finished_shards(store_dir, range(num_shards))))
+    free_bytes, total_tokens = shutil.disk_usage(store_dir).free, int(documents.document_offsets[-1])
     print(
         f"hidden states of {len(documents):,} documents: {total_tokens:,} tokens x {token_bytes:,} bytes = "
         f"{total_tokens * token_bytes / 1e9:.3f} GB; space needed: {missing_bytes / 1e9:.3f} GB, free: "
         f"{free_bytes / 1e9:.3f} GB",
         flush=True,
     )
-    if unwritten and missing_bytes + scratch_size_bytes > free_bytes:
-        scratch_note, needs_less = "", "lower prompts.max_train_tokens and run mtptrain prompts again"
-        if scratch_size_bytes:
-            size = f"{scratch_size_bytes / 1e9:.3f} GB"
-            scratch_note = f" and {size} for vLLM's temporary files (hidden_states.scratch_dir moves them)"
-        if extraction.windows:  # only these must fit, however many tokens there are
+    temporary_bytes = scratch_bytes(extraction, ranks)
+    if missing_bytes and missing_bytes + temporary_bytes > free_bytes:
+        needs_less = "lower prompts.max_train_tokens and run mtptrain prompts again"
+        if windows:  # only these must fit, however many tokens there are
             needs_less = "lower train.stream_shards or hidden_states.shard_tokens"
         if extraction.config.hidden_states.store_dtype is not StoreDtype.fp8:
             needs_less = f"set hidden_states.store_dtype=fp8, or {needs_less}"
         raise UserError(
-            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states{scratch_note}, but "
+            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states, and "
+            f"{temporary_bytes / 1e9:.3f} GB for vLLM's temporary files (hidden_states.scratch_dir moves them), but "
             f"only {free_bytes / 1e9:.3f} GB are; free more, or move run_dir to a larger disk. To need less, delete "
             f"{store_dir} and {needs_less}"
         )
@@ -373,7 +356,6 @@ def report(extraction: Extraction, manifest: StoreManifest | None, computed_toke
         left = set(range(num_shards)) - finished_shards(store_dir, range(num_shards)).keys()
         parts = ", ".join(str(part) for part in sorted({index % settings.num_parts for index in left}))
         rows = {
-            "this part": f"{settings.part} of {settings.num_parts}, finished",
             "shards": f"{num_shards:,}, {len(left):,} still missing; the last part to finish completes the store",
             "unfinished parts": f"{parts}; to rerun a failed one, set hidden_states.part=N and the same num_parts",
         }

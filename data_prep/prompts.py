@@ -9,11 +9,12 @@ train.safetensors, validation.safetensors, documents.jsonl, report.json and, las
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import PipelineConfig, PromptsConfig
 from mtptrain.data.chat_template import require_chat_template
@@ -33,7 +34,8 @@ from mtptrain.training.batches import draft_spans
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json
 
-from .prompt_sources import Source, read_source
+from .conversations import Source
+from .prompt_sources import read_source
 from .prompts_report import COUNTS, PromptsReport, group_refusals, print_counts
 from .renderings import EncodedItem, Encoding
 
@@ -52,19 +54,17 @@ def main(config: PipelineConfig) -> None:
 def prepare_prompts(run: Run) -> PromptsReport:
     """Read, tokenize, split and write the prompts."""
     prompts, vocab_size, tokenizer = run.config.prompts, int(run.target.config.vocab_size), run.target.tokenizer
-    source = read_source(prompts, run.target, run.stage_dir("responses"))
+    source, clusters = read_source(prompts, run.target, run.stage_dir("responses"))
     report = PromptsReport(prompts.source, passed_over=sorted(source.passed_over))
     counts = report.counts
     counts["items"] = len(source.names) + len(source.refused)
     counts["is_dated"] += prompts.source.is_chat and "strftime_now" in require_chat_template(tokenizer)
     counts["questions"] = len(set(source.groups))
-    members = Counter(dict(zip(source.groups, source.clusters, strict=True)).values())
+    members = Counter(dict(zip(source.groups, clusters, strict=True)).values())
     counts["near_duplicates"] = sum(count for count in members.values() if count > 1)
 
-    windows = Windows(
-        prompts.validation_fraction, prompts.max_document_tokens, prompts.max_train_tokens, vocab_size, counts
-    )
-    report.refused = group_refusals(windows.add_all(source))
+    windows = Windows(prompts.validation_fraction, prompts.max_document_tokens, prompts.max_train_tokens, counts)
+    report.refused = group_refusals(windows.add_all(source, clusters, tokenizer, vocab_size))
     splits = {split: windows.documents(split) for split in Split}
     for split, documents in splits.items():
         counts[f"{split}_documents"], counts[f"{split}_tokens"] = len(documents), len(documents.input_ids)
@@ -91,30 +91,27 @@ def prepare_prompts(run: Run) -> PromptsReport:
     return report
 
 
+@dataclass
 class Windows:
     """Cuts encoded items into windows, assigns each to a split, and counts what is left out.
 
     An item is a file, a conversation or a row of tokens. A conversation may need several encodings.
     """
 
-    def __init__(
-        self,
-        validation_fraction: float,
-        max_document_tokens: int,
-        max_train_tokens: int,
-        vocab_size: int,
-        counts: Counter[str],
-    ) -> None:
-        self.written: list[tuple[DocumentEntry, Encoding]] = []
-        """The documents of the output, and the tokens of each. An id is its index among them."""
-        self._is_full = False
-        """Whether a window would have exceeded prompts.max_train_tokens. If so, the training split is closed."""
-        self._validation_fraction, self._vocab_size, self._counts = validation_fraction, vocab_size, counts
-        self._max_document_tokens, self._max_train_tokens = max_document_tokens, max_train_tokens
-        self._train_tokens = 0
-        self._seen: set[bytes] = set()
+    validation_fraction: float
+    max_document_tokens: int
+    max_train_tokens: int
+    counts: Counter[str]
+    written: list[tuple[DocumentEntry, Encoding]] = field(default_factory=list)
+    """The documents of the output, and the tokens of each. An id is its index among them."""
+    _is_full: bool = False
+    """Whether a window would have exceeded `max_train_tokens`. If so, the training split is closed."""
+    _train_tokens: int = 0
+    _seen: set[bytes] = field(default_factory=set)
 
-    def add_all(self, source: Source) -> dict[str, str]:
+    def add_all(
+        self, source: Source, clusters: Sequence[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    ) -> dict[str, str]:
         """Tokenize, cut and split items until the training split is full, in the order of their clusters' hashes.
 
         A cluster is a file, all conversations with the same or nearly the same question, or all rows of tokens with the
@@ -124,21 +121,21 @@ class Windows:
         Returns:
             Why items were refused, by location.
         """
-        keys = list(zip(map(name_hash, source.clusters), source.clusters, source.groups, source.names, strict=True))
+        keys = list(zip(map(name_hash, clusters), clusters, source.groups, source.names, strict=True))
         order = sorted(range(len(keys)), key=lambda index: (keys[index], index))
         refused, tokens_read = dict(source.refused), 0
         with tqdm(total=len(order), desc="prompts", unit="item") as bar:
             for start in range(0, len(order), _BATCH):
                 if self._is_full:
-                    self._counts["beyond_max_train_tokens"] += len(order) - start
+                    self.counts["beyond_max_train_tokens"] += len(order) - start
                     break
                 batch = order[start : start + _BATCH]
-                for index, item in zip(batch, source.encode(batch), strict=True):
+                for index, item in zip(batch, source.encode(tokenizer, batch), strict=True):
                     if isinstance(item, str):
                         refused[source.location(index)] = item
                     else:
-                        check_vocabulary(item, self._vocab_size, source.location(index))
-                        self._add(source.names[index], source.groups[index], source.clusters[index], item)
+                        check_vocabulary(item, vocab_size, source.location(index))
+                        self._add(source.names[index], source.groups[index], clusters[index], item)
                         tokens_read += sum(len(encoding.input_ids) for encoding in item.encodings)
                 bar.update(len(batch))
                 speed = tokens_read / max(bar.format_dict["elapsed"], 1e-9)
@@ -155,21 +152,21 @@ class Windows:
 
         An item with the same tokens and loss mask as an earlier one is left out.
         """
-        counts = self._counts
+        counts = self.counts
         if self._is_copy(item):
             counts["copies"] += 1
             return
-        split = Split.validation if is_held_out(cluster, self._validation_fraction) else Split.train
+        split = Split.validation if is_held_out(cluster, self.validation_fraction) else Split.train
         if split is Split.train and self._is_full:
             counts["beyond_max_train_tokens"] += 1
             return
         counts.update(item.counts)
-        counts["items_cut"] += any(len(each.input_ids) > self._max_document_tokens for each in item.encodings)
+        counts["items_cut"] += any(len(each.input_ids) > self.max_document_tokens for each in item.encodings)
         is_whole = True
         for encoding in item.encodings:
             if encoding.turn:
                 counts["rewritten_answers"] += encoding.answers
-            for number, window in enumerate(cut(encoding, self._max_document_tokens)):
+            for number, window in enumerate(cut(encoding, self.max_document_tokens)):
                 tokens = len(window.input_ids)
                 if not window.loss_mask.any():
                     counts["windows_unsupervised"] += 1
@@ -194,7 +191,7 @@ class Windows:
     def _fits(self, tokens: int) -> bool:
         """Counts the tokens of a training window and returns True, or closes the split if they exceed the limit."""
         # A full split stays full even if a shorter window would fit, so that raising the limit only appends windows.
-        self._is_full = self._is_full or 0 < self._max_train_tokens < self._train_tokens + tokens
+        self._is_full = self._is_full or 0 < self.max_train_tokens < self._train_tokens + tokens
         self._train_tokens += 0 if self._is_full else tokens
         return not self._is_full
 

@@ -16,7 +16,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, TextIO
 
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
 from mtptrain.config import ConversationSchema, PromptsConfig
+from mtptrain.data.chat_template import special_tokens
+from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.identity import TargetIdentity, refuse_different_facts, refuse_other
 from mtptrain.data.rows import RowFormat
 from mtptrain.stage_dir import require
@@ -33,6 +38,7 @@ from mtptrain.utils.files import (
 )
 
 from ..conversations import Conversations, SourceMissing, read_conversations, refuse_duplicate_paths
+from ..renderings import EncodedItem, RenderedConversation, render_conversation
 from .dialogue import ENDINGS, Ending, RegeneratedConversation
 
 CONVERSATIONS, FAILURES = "conversations.jsonl", "failures.jsonl"
@@ -241,7 +247,36 @@ def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str
     return {path: digest.hexdigest() for path, digest in digests.items()}
 
 
-def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Conversations:
+class Responses(Conversations):
+    """Conversations whose answers the target generated.
+
+    The loss mask leaves out answers that the template does not render as generated, and the end-of-turn token that the
+    template adds after an answer that was cut off.
+    """
+
+    def render(self, tokenizer: PreTrainedTokenizerBase, index: int) -> RenderedConversation:
+        messages, are_kept = self.messages(index), self.row(index)["texts_kept"]
+        if are_kept and not any(are_kept):
+            raise ConversationRefused("the chat template renders no answer as it was generated")
+        answers = [message for message in messages if message["role"] == "assistant"]
+        for message, is_kept in zip(answers, are_kept, strict=True):
+            if not is_kept:
+                message["weight"] = "0"
+        rendered = render_conversation(tokenizer, messages, is_generated=True)
+        return replace(rendered, trained=len(answers), untrained=0)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, indices: Sequence[int]) -> list[EncodedItem | str]:
+        items, special_ids = super().encode(tokenizer, indices), list(special_tokens(tokenizer))
+        for index, item in zip(indices, items, strict=True):
+            row = self.row(index)
+            if isinstance(item, EncodedItem) and row["ended_by"] == Ending.length and row["texts_kept"][-1]:
+                whole = item.encodings[0]  # contains the last answer
+                last = np.flatnonzero(whole.loss_mask)[-1:]
+                whole.loss_mask[last] = ~np.isin(whole.input_ids[last], special_ids)
+        return items
+
+
+def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Responses:
     """Reads the responses of a finished run, and prints how many conversations failed, if any did."""
     refuse_duplicate_paths(prompts.paths)
     path = directory / MANIFEST
@@ -270,4 +305,4 @@ def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdenti
         raise UserError(f"{path}: must count at least one conversation, but counts none; run mtptrain responses again")
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
     form = RowFormat(ConversationSchema.messages, [*written, SEAL])
-    return read_conversations([str(directory / CONVERSATIONS)], form)
+    return Responses(form).add_all([str(directory / CONVERSATIONS)], prompts.split)
