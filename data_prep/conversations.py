@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +25,6 @@ from .renderings import EncodedItem, RenderedConversation, encode_conversations,
 
 CORRECT = "correct or remove it"
 REASONS_SHOWN = 3
-
-
-class SourceMissing(UserError):
-    """A path of `prompts.paths` is neither a file nor a data set that can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -179,20 +174,14 @@ def refuse_duplicate_paths(paths: Sequence[str]) -> None:
 
 
 def _read_rows(path: str, split: str) -> Rows:
-    suffix = Path(path).suffix
-    if Path(path).is_dir():
-        raise UserError(f"prompts.paths: must name files or hub data sets, but {path!r} is a directory; list its files")
-    if Path(path).is_file():
-        if suffix not in READERS:
-            raise UserError(
-                f"prompts.paths: files must end in {', '.join(READERS)}, but {path!r} does not; convert the file"
-            )
-        return READERS[suffix](path)
-    if suffix in READERS or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise SourceMissing(
+    reader = READERS.get(Path(path).suffix)
+    if reader is None:
+        return _read_hub(path, split)
+    if not Path(path).is_file():
+        raise UserError(
             f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path"
         )
-    return _read_hub(path, split)
+    return reader(path)
 
 
 def _read_jsonl(path: str) -> Rows:
@@ -230,9 +219,9 @@ def _read_hub(name: str, split: str) -> Rows:
     try:
         rows = load_dataset(name, split=split)
     except (*HUB_ERRORS, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: a data set that is a script
-        raise SourceMissing(
-            f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
-            f"cannot be loaded from the hub: {reason_of(error)}; correct prompts.paths and prompts.split, log in with "
-            "`hf auth login` if the data set is gated or private, or download it as parquet"
+        raise UserError(
+            f"prompts.paths: must name {', '.join(READERS)} files or hub data sets, but {name!r} is no such file, and "
+            f"its split {split!r} cannot be loaded from the hub: {reason_of(error)}; correct prompts.paths and "
+            "prompts.split, log in with `hf auth login` if the data set is gated or private, or download it as parquet"
         ) from error
     return Rows(name, rows, range(1, len(rows) + 1))

@@ -21,12 +21,8 @@ from 0.7 on, but 0.87 at 0.5."""
 def join_near_duplicates(groups: Sequence[str], question: Callable[[int], str], similarity: float) -> list[str]:
     """Returns the name of each conversation's cluster: the first name of all groups that are joined to its own.
 
-    The names do not depend on the order of the conversations.
-
-    Args:
-        groups: the group of each conversation, which names its question.
-        question: returns the text of a conversation's question by its index.
-        similarity: least similarity of near duplicates, in [0.5, 1).
+    The names do not depend on the order of the conversations. `question` returns the text of a conversation's question
+    by its index, and `similarity` is the least of near duplicates, in [0.5, 1).
     """
     index_of = {group: index for index, group in reversed(list(enumerate(groups)))}
     names = sorted(index_of)

@@ -46,13 +46,11 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of all responses."""
+    """Sampling settings of all responses, as in `ResponsesConfig`."""
 
     temperature: float
-    """0 decodes greedily."""
     top_p: float
     top_k: int
-    """0 keeps all tokens."""
     max_new_tokens: int
     stop_token_ids: Sequence[int]
     seed: int
@@ -102,10 +100,8 @@ class RegeneratedConversation:
 def questions(messages: Sequence[Message]) -> list[list[Message]]:
     """Returns one group of messages per response to generate: those since the previous assistant turn.
 
-    Messages after the last assistant turn form a group too, so the conversation gets a response to them.
-
-    Raises:
-        ConversationRefused: there is no user or tool message, or a response would not directly follow one.
+    Messages after the last assistant turn form a group too, so the conversation gets a response to them. Raises
+    ConversationRefused if there is no user or tool message, or a response would not directly follow one.
     """
     groups: list[list[Message]] = [[]]
     for message in messages:
@@ -198,13 +194,14 @@ class Dialogue:
         """
         prompt, expected = self._prompt, [*self._prompt_ids, *response.token_ids, *response.end_ids]
         response_start = prompt[len(commonprefix([prompt, self._render(_PROBE)])) :]  # noqa: RUF071 (texts, not paths)
-        rendered = {content: self._render(content) for content in (text, response_start + text)}
-        kept = [content for content in rendered if rendered[content].startswith(prompt + text)]
-        for content in kept:
-            token_ids = tokenize_rendered(self._tokenizer, rendered[content])
-            if token_ids[: len(expected)] == expected:
-                return content, True, True
-        return (kept[0], True, False) if kept else (text, False, False)
+        found = (text, False, False)
+        for content in (text, response_start + text):
+            rendered = self._render(content)
+            if rendered.startswith(prompt + text):
+                if tokenize_rendered(self._tokenizer, rendered)[: len(expected)] == expected:
+                    return content, True, True
+                found = found if found[1] else (content, True, False)
+        return found
 
     def _render(self, answer: str) -> str:
         return render_text(self._tokenizer, [*self._history, {"role": "assistant", "content": answer}])

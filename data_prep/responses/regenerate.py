@@ -37,8 +37,8 @@ from mtptrain.utils.progress import ProgressBar
 
 from ..conversations import Conversations, read_conversations
 from ..prompts_report import group_refusals, print_counts
-from .dialogue import Dialogue, RegeneratedConversation, Sampling, questions
-from .server import CompletionServer, regenerate_with_server
+from .dialogue import Dialogue, Sampling, questions
+from .server import CompletionServer, RequestFailed
 from .store import (
     COUNTS,
     FAILURES,
@@ -68,11 +68,7 @@ def main(config: PipelineConfig) -> None:
 
 
 def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
-    """Fill `run_dir/responses` with the responses that are missing. Every rank must call this.
-
-    Returns:
-        The manifest on the first rank, None on the others.
-    """
+    """Fill `run_dir/responses` with the missing responses, on all ranks. Returns the manifest on the first rank."""
     # 1. Check the settings, the target and the server.
     config, settings, prompts, target = run.config, run.config.responses, run.config.prompts, run.target
     check_settings(config, ranks)
@@ -193,11 +189,9 @@ def connect(url: str, settings: ResponsesConfig, sampling: Sampling, target: Tar
 
 
 def survey(conversations: Conversations) -> tuple[dict[int, tuple[int, int]], dict[str, str]]:
-    """Returns which conversations the target can answer, and why it cannot answer the other rows.
+    """Returns which conversations the target can answer, and why it cannot answer the other rows, by location.
 
-    Returns:
-        The number of responses to generate and of characters before the first one, by index of the conversation, and
-        the reason for each refusal, by location.
+    Those that it can answer have the number of responses to generate and of characters before the first one, by index.
     """
     sizes, refused = dict[int, tuple[int, int]](), dict(conversations.refused)
     for row in range(len(conversations.names)):
@@ -230,38 +224,40 @@ class ResponsesBar(ProgressBar):
 def fill_from_server(
     server: CompletionServer, dialogues: Iterable[Dialogue], concurrency: int, journal: TextIO, bar: ResponsesBar
 ) -> dict[int, str]:
-    """Regenerate conversations with requests to the server. Returns why a conversation failed, by row."""
-    failed, failures_in_a_row = dict[int, str](), 0
+    """Regenerate conversations with requests to the server, `concurrency` at once. Returns why one failed, by row."""
+    remaining, failed, failures_in_a_row = iter(dialogues), dict[int, str](), 0
 
-    def on_end(conversation: RegeneratedConversation, failure: str | None) -> None:
+    async def converse() -> None:
         nonlocal failures_in_a_row
-        bar.update()
-        if failure is None:
-            failures_in_a_row = 0
-            journal.write(line_of(conversation))
-            bar.add_tokens(sum(conversation.answer_tokens))
-            return
-        failures_in_a_row += 1
-        failed[conversation.row] = failure
-        if failures_in_a_row == max(MIN_FAILURES_TO_STOP, 2 * concurrency):
-            raise UserError(
-                f"mtptrain responses: conversations must not keep failing, but {failures_in_a_row} in a row did, the "
-                f"last one with: {failure}; correct the cause and run mtptrain responses again to generate the rest"
-            )
+        for dialogue in remaining:
+            conversation = dialogue.regenerated
+            try:
+                while (prompt := dialogue.next_prompt()) is not None:
+                    dialogue.add_response(await server.complete(prompt))
+            except RequestFailed as failure:
+                failed[conversation.row] = str(failure)
+                failures_in_a_row += 1
+                if failures_in_a_row == max(MIN_FAILURES_TO_STOP, 2 * concurrency):
+                    raise UserError(
+                        f"mtptrain responses: conversations must not keep failing, but {failures_in_a_row} in a row "
+                        f"did, the last one with: {failure}; correct the cause and run mtptrain responses again to "
+                        "generate the rest"
+                    ) from None
+            else:
+                failures_in_a_row = 0
+                journal.write(line_of(conversation))
+                bar.add_tokens(sum(conversation.answer_tokens))
+            bar.update()
 
-    asyncio.run(regenerate_with_server(server, dialogues, concurrency, on_end))
+    async def converse_at_once() -> None:
+        await asyncio.gather(*(converse() for _ in range(concurrency)))
+
+    asyncio.run(converse_at_once())
     return failed
 
 
 def print_report(directory: Path, manifest: ResponsesManifest, num_turns: int, this_run: str) -> None:
-    """Print the counts and, for each reason, how many conversations were left out or ended early.
-
-    Args:
-        directory: the responses directory, whose `failures.jsonl` has the reasons.
-        manifest: the manifest in `directory`.
-        num_turns: number of responses to generate in all conversations.
-        this_run: what this run has generated, and how fast.
-    """
+    """Print the counts and, for each reason in `failures.jsonl`, the conversations left out or ended early."""
     words = {
         "turns": "turns to generate",
         **COUNTS,

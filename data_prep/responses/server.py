@@ -1,4 +1,4 @@
-"""Regenerates conversations on a running OpenAI-compatible server (vLLM, SGLang). Prompts are sent as token ids.
+"""The client of a running OpenAI-compatible server (vLLM, SGLang). Prompts and responses are token ids.
 
 What the server says is shown without the secrets that it was sent.
 """
@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 from base64 import b64encode
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
@@ -21,7 +20,7 @@ from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import parse_json
 from mtptrain.utils.masking import address_below, hide_passwords, hide_secrets, printable
 
-from .dialogue import INCOMPLETE, Dialogue, Prompt, RegeneratedConversation, Response, Sampling, decode, decode_response
+from .dialogue import INCOMPLETE, Prompt, Response, Sampling, decode, decode_response
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 SHOWN_CHARACTERS = 200
@@ -108,12 +107,9 @@ class CompletionServer:
             ) from None
 
     async def complete(self, prompt: Prompt) -> Response:
-        """Returns the response to a prompt.
+        """Returns the response to a prompt, or raises RequestFailed.
 
         If the server is busy or unreachable, or its answer is not JSON, retries up to `responses.max_retries` times.
-
-        Raises:
-            RequestFailed: the server refused the request or did not answer with a completion, or all retries failed.
         """
         max_new_tokens, attempt = self._sampling.max_new_tokens, 0
         while True:
@@ -166,11 +162,9 @@ class CompletionServer:
             ) from None
 
     async def _fetch(self, path: str, request: dict[str, Any] | None = None, is_beside: bool = False) -> Any:
-        """Returns the JSON that the server answers to a GET, or to a POST if there is a request.
+        """Returns the JSON that the server answers to a GET, or to a POST of a request.
 
-        Args:
-            path: the path below the address, or beside its `/v1` if `is_beside`.
-            request: the content of a POST.
+        The path is below the address, or beside its `/v1` if `is_beside`.
         """
         base, mark, query = self._url.partition("?")
         url = address_below((base.rstrip("/").removesuffix("/v1") if is_beside else base) + mark + query, path)
@@ -219,29 +213,3 @@ def secrets_of(url: str, api_key: str) -> list[str]:
 
 def squashed(text: str) -> str:
     return "".join(text.replace(INCOMPLETE, "").split())
-
-
-async def regenerate_with_server(
-    server: CompletionServer,
-    dialogues: Iterable[Dialogue],
-    concurrency: int,
-    on_end: Callable[[RegeneratedConversation, str | None], None],
-) -> None:
-    """Regenerate conversations, at most `concurrency` at once, and take them as they are needed.
-
-    `on_end` gets each conversation as it ends, and the reason if it failed. If `on_end` raises an error, or the user
-    interrupts, the requests on their way are given up.
-    """
-    remaining = iter(dialogues)
-
-    async def converse() -> None:
-        for dialogue in remaining:
-            failure = None
-            try:
-                while (prompt := dialogue.next_prompt()) is not None:
-                    dialogue.add_response(await server.complete(prompt))
-            except RequestFailed as failed:
-                failure = str(failed)
-            on_end(dialogue.regenerated, failure)
-
-    await asyncio.gather(*(converse() for _ in range(concurrency)))

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -37,7 +36,7 @@ from mtptrain.utils.files import (
     write_text,
 )
 
-from ..conversations import Conversations, SourceMissing, read_conversations, refuse_duplicate_paths
+from ..conversations import Conversations
 from ..renderings import EncodedItem, RenderedConversation, render_conversation
 from .dialogue import ENDINGS, Ending, RegeneratedConversation
 
@@ -170,27 +169,21 @@ class ResponsesStore:
     def finish(
         self, failed: Mapping[int, str], refused: Mapping[str, str], location_of: Callable[[int], str]
     ) -> ResponsesManifest:
-        """Write all conversations to one file in input order, then the manifest.
+        """Write all conversations to one file in input order, then the manifest, once all journals are closed.
 
-        Only one process may call this, after all journals are closed.
-
-        Args:
-            failed: why a conversation failed, by row.
-            refused: why a row cannot be used, by location.
-            location_of: returns the location of a row, for messages.
+        `failed` says by row why a conversation failed, and `refused` by location why a row cannot be used.
         """
         for path in self._journals():
             self._index(path)
         failures = [(location_of(row), reason) for row, reason in sorted(failed.items())]
         counts = Counter(dict.fromkeys(COUNTS, 0))
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
-        with ExitStack() as stack:
-            files = {path: stack.enter_context(path.open("rb")) for path in {path for path, *_ in self._lines.values()}}
-            output = stack.enter_context(temporary.open("wb"))
+        with temporary.open("wb") as output:
             for row in sorted(self._lines):
                 path, number, start = self._lines[row]
-                files[path].seek(start)
-                line = files[path].readline()
+                with path.open("rb") as file:
+                    file.seek(start)
+                    line = file.readline()
                 output.write(line)
                 conversation = _parse(line, path, number)
                 counts.update(_counts_of(conversation))
@@ -232,10 +225,7 @@ def _parse(line: bytes, path: Path, number: int) -> RegeneratedConversation:
     location = f"{path}:{number}"
     advice = f"delete the line, or {path.parent} if an older version wrote it, and run mtptrain responses again"
     content = unsealed(parse_json(line, location, advice), location, advice)
-    try:
-        return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{location}: must be a conversation, but is not ({error!r}); {advice}") from error
+    return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
 
 
 def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str, str]:
@@ -278,31 +268,17 @@ class Responses(Conversations):
 
 def read_responses(directory: Path, prompts: PromptsConfig, target: TargetIdentity) -> Responses:
     """Reads the responses of a finished run, and prints how many conversations failed, if any did."""
-    refuse_duplicate_paths(prompts.paths)
-    path = directory / MANIFEST
-    manifest = ResponsesManifest.read(require(path, "mtptrain responses"))
-    hashes: dict[str, str] = {}
-    for source in prompts.paths:  # responses stay usable without the original conversations
-        try:
-            hashes |= hash_sources(read_conversations([source], RowFormat.of(prompts), prompts.split), [source])
-        except SourceMissing as missing:
-            print(f"{source} cannot be read now, so the responses are not checked against it: {missing}", flush=True)
-
-    def facts(target: TargetIdentity, sources: dict[str, str]) -> dict[str, object]:
-        compared = {f"the hash of the conversations of {name}": sources.get(name) for name in hashes}
-        return target.facts() | {"prompts.paths": sorted(sources)} | compared
-
-    expected = facts(target, dict.fromkeys(prompts.paths, "") | hashes)
+    path = require(directory / MANIFEST, "mtptrain responses")
+    manifest = ResponsesManifest.read(path)
     remedy = f"run mtptrain responses again, in another run_dir or after deleting {directory}"
-    refuse_different_facts(path, expected, facts(manifest.identity.target, manifest.identity.sources), remedy)
+    found = manifest.identity.target.facts() | {"prompts.paths": sorted(manifest.identity.sources)}
+    refuse_different_facts(path, target.facts() | {"prompts.paths": sorted(prompts.paths)}, found, remedy)
     if manifest.failed:
         print(
             f"{directory}: {manifest.failed:,} conversations failed and are missing; run mtptrain responses again to "
             "retry them",
             flush=True,
         )
-    if not manifest.counts["conversations"]:
-        raise UserError(f"{path}: must count at least one conversation, but counts none; run mtptrain responses again")
     written = [each.name for each in fields(RegeneratedConversation) if each.name not in ("id", "messages")]
     form = RowFormat(ConversationSchema.messages, [*written, SEAL])
     return Responses(form).add_all([str(directory / CONVERSATIONS)], prompts.split)

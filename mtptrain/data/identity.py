@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -116,16 +115,9 @@ class Identity(Protocol):
 
 
 def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens: int) -> None:
-    """Refuse stored data whose identity differs from this run's.
+    """Refuse stored data at `path` whose identity differs from the one that this run's settings require.
 
-    Args:
-        path: file that `found` was read from.
-        expected: identity that the settings of this run require.
-        found: identity of the stored data.
-        shard_tokens: expected and found tokens per shard; passed only if more shards will be written.
-
-    Raises:
-        UserError: the identities differ.
+    `shard_tokens` are the expected and found tokens per shard; passed only if more shards will be written.
     """
     expected_facts, found_facts = expected.facts(), found.facts()
     if shard_tokens:
@@ -136,13 +128,12 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
 
 
 def refuse_different_facts(
-    path: Path, expected: Mapping[str, object], found: Mapping[str, object], remedy: str, note: str = ""
+    path: Path, expected: dict[str, object], found: dict[str, object], remedy: str, note: str = ""
 ) -> None:
     """Raise UserError if facts in `path` differ. The message lists every difference, then `note` and `remedy`."""
-    names = dict.fromkeys([*expected, *found])
     differences = [
         f"{name} must be {expected.get(name)}, but is {found.get(name)}"
-        for name in names
+        for name in expected | found
         if expected.get(name) != found.get(name)
     ]
     if differences:

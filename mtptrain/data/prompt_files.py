@@ -15,16 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from mtptrain.data.identity import TokenizerIdentity
 from mtptrain.stage_dir import require
-from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import (
-    parse_json,
     read_manifest,
-    refuse_unopenable,
     save_tensors,
     write_sealed,
     write_text,
@@ -85,12 +81,8 @@ class Documents:
 
     @staticmethod
     def load(path: Path) -> "Documents":
-        """Read a split."""
-        refuse_unopenable(path)
-        try:
-            return Documents(**load_file(path))
-        except (SafetensorError, TypeError) as error:
-            raise UserError(f"{path}: must be a split of prompts, but is not: {error}; {AGAIN}") from error
+        """Read a split, of which `require_prompts` has checked every byte."""
+        return Documents(**load_file(path))
 
 
 @dataclass(frozen=True)
@@ -106,9 +98,8 @@ class DocumentEntry:
     window: int
     """Index of this window of the file or conversation, from 0."""
     turn: int = 0
-    """0 for the main document of a file or conversation. Some chat templates render a message differently once the
-    conversation continues. Such a message is the end of a separate document, and this is that message's number,
-    from 1."""
+    """0 for the main document. Some chat templates render a message differently once the conversation continues. Such a
+    message is the end of a separate document, and this is that message's number, from 1."""
     group: str = ""
     """Name of the group of files or conversations that share a split; by default the document's own name."""
 
@@ -121,15 +112,9 @@ class DocumentEntry:
 
     @staticmethod
     def read_all(directory: Path) -> list["DocumentEntry"]:
-        path, entries = directory / DOCUMENTS_FILE, []
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            where = f"{path}:{number}"
-            content = parse_json(line, where, AGAIN)
-            try:
-                entries.append(DocumentEntry(**{**content, "split": Split(content["split"])}))
-            except (LookupError, TypeError, ValueError) as error:
-                raise UserError(f"{where}: must be the entry of a document, but is not ({error!r}); {AGAIN}") from error
-        return entries
+        """Reads all entries, after `require_prompts` has checked every byte."""
+        lines = map(json.loads, (directory / DOCUMENTS_FILE).read_bytes().splitlines())
+        return [DocumentEntry(**{**line, "split": Split(line["split"])}) for line in lines]
 
 
 @dataclass(frozen=True)
@@ -151,11 +136,7 @@ class PromptsManifest:
 
     @staticmethod
     def read(directory: Path, files: Collection[str] = ()) -> "PromptsManifest":
-        """Read the manifest, which mtptrain prompts writes last.
-
-        Args:
-            files: names of the files in `directory` that the caller reads next.
-        """
+        """Read the manifest, and check the bytes of these files of the directory."""
         path = directory / "manifest.json"
         return read_manifest(PromptsManifest, path, "mtptrain prompts", AGAIN, SCHEMA_VERSION, files)
 
@@ -173,8 +154,5 @@ def name_hash(name: str) -> float:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Returns whether the files or conversations of this group or cluster are held out.
-
-    About `fraction` of all names are.
-    """
+    """Returns whether the files or conversations of this cluster are held out, as about `fraction` of all names are."""
     return name_hash(name) < fraction
