@@ -175,13 +175,14 @@ def refuse_duplicate_paths(paths: Sequence[str]) -> None:
 
 def _read_rows(path: str, split: str) -> Rows:
     reader = READERS.get(Path(path).suffix)
-    if reader is None:
-        return _read_hub(path, split)
-    if not Path(path).is_file():
+    if reader is not None and Path(path).is_file():
+        return reader(path)
+    if reader is not None or Path(path).exists():
         raise UserError(
-            f"prompts.paths: must name files or hub data sets, but {path!r} does not exist; correct the path"
+            f"prompts.paths: must name {', '.join(READERS)} files or hub data sets, but {path!r} is neither; correct "
+            "the path, list the files of a directory, or convert the file"
         )
-    return reader(path)
+    return _read_hub(path, split)
 
 
 def _read_jsonl(path: str) -> Rows:
@@ -220,8 +221,8 @@ def _read_hub(name: str, split: str) -> Rows:
         rows = load_dataset(name, split=split)
     except (*HUB_ERRORS, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: a data set that is a script
         raise UserError(
-            f"prompts.paths: must name {', '.join(READERS)} files or hub data sets, but {name!r} is no such file, and "
-            f"its split {split!r} cannot be loaded from the hub: {reason_of(error)}; correct prompts.paths and "
-            "prompts.split, log in with `hf auth login` if the data set is gated or private, or download it as parquet"
+            f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
+            f"cannot be loaded from the hub: {reason_of(error)}; correct prompts.paths and prompts.split, log in with "
+            "`hf auth login` if the data set is gated or private, or download it as parquet"
         ) from error
     return Rows(name, rows, range(1, len(rows) + 1))

@@ -225,7 +225,10 @@ def _parse(line: bytes, path: Path, number: int) -> RegeneratedConversation:
     location = f"{path}:{number}"
     advice = f"delete the line, or {path.parent} if an older version wrote it, and run mtptrain responses again"
     content = unsealed(parse_json(line, location, advice), location, advice)
-    return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
+    try:
+        return RegeneratedConversation(**{**content, "ended_by": Ending(content["ended_by"])})
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{location}: must be a conversation, but is not ({error!r}); {advice}") from error
 
 
 def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str, str]:

@@ -131,7 +131,7 @@ def test_only_what_is_missing_is_computed_and_needs_free_disk(
     store_dir, needed = config.stage_dir("hidden_states"), 267 * (2 * 64 + 5) + 10 * DOCUMENT_BYTES
     set_free(monkeypatch, needed - 1)
     message = (
-        r"hidden_states: 0.000 GB must be free for the hidden states, but only 0.000 GB are; free more, .* delete \S+ "
+        r"hidden_states: 0.000 GB must be free for the hidden states, .*, but only 0.000 GB are; free .* delete \S+ "
         r"and set hidden_states\.store_dtype=fp8, or lower prompts\.max_train_tokens and run"
     )
     with pytest.raises(UserError, match=message):

@@ -3,22 +3,16 @@
 import json
 import multiprocessing
 import os
-import re
 import signal
 import threading
 import time
-from collections import Counter
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data_prep.prompts import prepare_prompts
-from data_prep.responses import server as completion_server
-from mtptrain.config import PipelineConfig
 from mtptrain.run import Run
-from mtptrain.target.hub import load_tokenizer
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
 from tests.conftest import run_program
@@ -26,49 +20,11 @@ from tests.data_prep.responses.conftest import (
     CHATS,
     SETTINGS,
     ConfigFor,
-    chat,
     output,
-    read_lines,
     respond,
-    write_rows,
 )
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, make_speaking_target
 from tests.sealed import flip_bit
-
-
-def test_an_interrupt_asks_nothing_more_and_keeps_what_ends_with_the_requests_on_their_way(
-    by_server: ConfigFor, server: FakeServer, speaking_target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, tokenizer = [chat(f"chat{i}", 1 + i % 2 * 3) for i in range(20)], load_tokenizer(speaking_target)
-    respond(by_server(rows=rows, run="undisturbed"))
-    numbers = count(1)
-
-    def interrupted(request: dict[str, Any]) -> Any:
-        if next(numbers) == 10:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        time.sleep(0.2)
-        return (503, b"") if request in server.requests[5:6] else answer_by_prompt(request)
-
-    def name_of(request: dict[str, Any]) -> str:
-        return re.findall(r"of (chat\d+)", str(tokenizer.decode(request["prompt"])))[-1]
-
-    server.behave, server.requests = interrupted, []
-    config = by_server(concurrency=4, rows=rows)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(completion_server, "BACKOFF_S", 600.0)
-        patch.setattr(completion_server, "MAX_BACKOFF_S", 600.0)
-        respond(config)
-    assert 10 <= len(server.requests) <= 12, "at most two others still arrive: one waits for its next try"
-    asked = Counter(map(name_of, server.requests))
-    del asked[name_of(server.requests[5])]
-    saved = read_lines(config.stage_dir("responses") / "answers_00000.jsonl")
-    assert {row["id"] for row in saved} == {row["id"] for row in rows if asked[row["id"]] == len(row["messages"]) // 2}
-    assert len(saved) < len(asked)
-
-    server.behave, server.requests = answer_by_prompt, []
-    respond(config)
-    assert len(server.requests) == 50 - sum(len(row["answer_tokens"]) for row in saved)
-    assert output(config) == output(by_server(rows=rows, run="undisturbed"))
 
 
 def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(by_server: ConfigFor, server: FakeServer) -> None:
@@ -140,28 +96,20 @@ def test_other_settings_data_or_targets_do_not_go_on_with_these_answers(
     by_server: ConfigFor, server: FakeServer, tmp_path: Path
 ) -> None:
     server.models = {"data": [{"id": name, "max_model_len": 512} for name in ("tiny", "tuned")]}
-    more = write_rows(tmp_path / "more.jsonl", [chat("more", 1)])
-
-    def with_more(is_turned: bool = False, **settings: Any) -> PipelineConfig:
-        config = by_server(**{"model": "tiny", **settings})
-        config.prompts.paths = [more, *config.prompts.paths] if is_turned else [*config.prompts.paths, more]
-        return config
-
-    respond(with_more())
-    before = output(with_more())
+    respond(by_server(model="tiny"))
+    before = output(by_server())
     other = make_speaking_target(tmp_path / "other", seed=1)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"max_new_tokens": 23, "seed": 1}, r"responses\.max_new_tokens must be 23, but is 24; seed must be 1, but is"),
         ({"url": None}, r"the backend \(responses\.url\) must be transformers, but is server"),
         ({"rows": CHATS[1:]}, r"the conversations \(prompts\.paths and their hashes\) must be \{.*\}, but is \{"),
-        ({"is_turned": True}, r"the order of prompts\.paths must be \[.*/more\.jsonl.*chats.*\], but is \["),
         ({"target": other}, r"the target's weights must be \w+, but is \w+ \(target expected: .*/other, found: "),
         ({"model": "tuned"}, r"the served model \(responses\.model\) must be tuned, but is tiny .*; undo the change"),
     ]
     for settings, message in cases:
         with pytest.raises(UserError, match=message):
-            respond(with_more(**settings))
-        assert output(with_more()) == before
+            respond(by_server(**{"model": "tiny", **settings}))
+        assert output(by_server()) == before
 
 
 def test_changed_answers_are_refused_by_name_before_they_become_prompts(by_server: ConfigFor) -> None:

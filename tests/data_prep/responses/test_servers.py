@@ -31,7 +31,7 @@ from tests.data_prep.responses.conftest import (
     read_lines,
     respond,
 )
-from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, fake_server, make_speaking_target
+from tests.data_prep.speaking import EOS, FakeServer, answer_by_prompt, completion, make_speaking_target
 
 KEY = "sk-open-sesame-0123456789"
 TINY = {"id": "tiny", "max_model_len": 512}
@@ -71,7 +71,10 @@ def test_a_server_that_does_not_complete_token_ids_as_the_target_is_refused_befo
     checks: dict[str, Any] = {
         r"not a completion \(KeyError": lambda ids: (200, {"object": "error"}),
         "the server answers 400: .*must be a string": lambda ids: (400, {"error": "prompt must be a string"}),
-        "of 23 ids the server reads 24 tokens": lambda ids: completion([1, *ids], [5], "length"),
+        "'token_ids'.*; serve the target there, .* by an engine that knows return_token_ids": lambda ids: (
+            200,
+            {"choices": [{"text": "a", "finish_reason": "length"}]},
+        ),
         r"the text must be that of token_ids .*, but is another\): .*hi": lambda ids: completion(ids, [5], text="hi"),
     }
     for message, check in checks.items():
@@ -98,7 +101,7 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     respond(by_server(run="undisturbed"))
-    text, seen = {"text": "a", "finish_reason": "stop"}, Counter[int]()
+    seen = Counter[int]()
 
     def busy(prompt: list[int]) -> Any:
         seen[len(prompt)] += 1
@@ -110,11 +113,8 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
         (lambda prompt: (200, b"<html>"), 3, "the server's answer: must be JSON, but is not"),
         (lambda prompt: (400, {"error": "no"}), 1, 'the server answers 400: {"error": "no"}'),
         (lambda prompt: completion(prompt, [1], "abort"), 1, "finish_reason must be stop or length, but is abort"),
-        (lambda prompt: (200, {"choices": []}), 1, "not enough values"),
         (lambda prompt: completion(prompt, [10**6]), 1, "token_ids must be integers in [0, "),
-        (lambda prompt: completion(prompt, [5], text="caf\ud83d"), 1, "UnicodeEncodeError: "),
-        (lambda prompt: completion(prompt, [5] * 25), 1, "the number of tokens must be in [0, 24], but is 25"),
-        (lambda prompt: (200, {"choices": [text], "usage": {"completion_tokens": None}}), 1, "but is None"),
+        (lambda prompt: completion(prompt, [5] * 25), 1, "at most 24 tokens must be generated, but are 25"),
         (lambda prompt: completion(prompt, [1, EOS], text=""), 1, "the text must be that of token_ids"),
     ]
     table = {f"of chat{row}<": answer for row, (answer, _, _) in enumerate(cases)} | {"of chat19<": busy}
@@ -129,15 +129,12 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert [asked[str(row)] for row in range(len(cases))] == [times for _, times, _ in cases]
     assert set(seen.values()) == {3}, "a busy server is asked until it answers"
     printed = capsys.readouterr().out
-    assert (
-        "conversations that failed, which the next run retries" in printed
-        and "1 left out or ended early: the server answers 500" in printed
-    )
-    assert [row["row"] for row in answered(config)] == list(range(11, 20))
+    assert "1 left out or ended early: the server answers 500" in printed
+    assert [row["row"] for row in answered(config)] == list(range(len(cases), 20))
 
     server.behave, server.requests = answer_by_prompt, []
     assert respond(config).failed == 0
-    assert len(server.requests) == sum(len(CHATS[row]["messages"]) // 2 for row in range(11))
+    assert len(server.requests) == sum(len(CHATS[row]["messages"]) // 2 for row in range(len(cases)))
     rows, whole = answered(config), answered(by_server(run="undisturbed"))
     assert rows[:15] + rows[18:] == whole[:15] + whole[18:]  # three were answered otherwise
 
@@ -185,15 +182,6 @@ def test_failed_conversations_fail_the_program_and_a_kill_with_new_settings_leav
     assert '"lr": 0.5' in (config.stage_dir("responses") / "stage.json").read_text()
     assert not (config.stage_dir("responses") / "manifest.json").exists()
     assert answered(config) == before
-
-
-def test_a_redirect_is_followed_and_the_chosen_model_is_named(
-    by_server: ConfigFor, server: FakeServer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with fake_server() as other:
-        server.reply = lambda path, request: (307, other.url.removesuffix("/v1") + path)  # type: ignore[method-assign]
-        assert respond(by_server(rows=CHATS[:2])).failed == 0
-    assert f"responses.url: model tiny of {server.url} responds\n" in capfd.readouterr().out
 
 
 BASIC = b64encode(b"me@home:p/ss-word").decode()
