@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -128,12 +129,12 @@ def refuse_other(path: Path, expected: Identity, found: Identity, *shard_tokens:
 
 
 def refuse_different_facts(
-    path: Path, expected: dict[str, object], found: dict[str, object], remedy: str, note: str = ""
+    path: Path, expected: Mapping[str, object], found: Mapping[str, object], remedy: str, note: str = ""
 ) -> None:
     """Raise UserError if facts in `path` differ. The message lists every difference, then `note` and `remedy`."""
     differences = [
         f"{name} must be {expected.get(name)}, but is {found.get(name)}"
-        for name in expected | found
+        for name in {**expected, **found}
         if expected.get(name) != found.get(name)
     ]
     if differences:
