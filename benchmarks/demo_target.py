@@ -208,17 +208,6 @@ def loss_by_position(model: LlamaForCausalLM, documents: list[np.ndarray]) -> di
     }
 
 
-def loss_of_documents(model: LlamaForCausalLM, documents: list[np.ndarray]) -> dict[str, object]:
-    """Returns the mean loss over all tokens, with each document cut into windows of the whole context."""
-    losses = [
-        token_losses(model, document[start : start + CONTEXT_TOKENS + 1])
-        for document in tqdm(documents, desc="held-out documents", unit="file")
-        for start in range(0, len(document) - 1, CONTEXT_TOKENS)
-    ]
-    found = torch.cat(losses)
-    return {"nats_per_token": round(found.mean().item(), 4), "tokens": len(found)}
-
-
 @errors_as_lines()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -252,7 +241,7 @@ def make(output_dir: Path, draft_for: Path | None, config: LlamaConfig, phases: 
                 f"--draft-for: must be a demo target, with {VOCAB_SIZE} tokens, but has {len(tokenizer)}; correct it"
             )
     tokenizer.save_pretrained(output_dir)
-    documents, source_documents = encode(tokenizer, training), encode(tokenizer, source)
+    documents = encode(tokenizer, training)
     print(f"{len(documents)} training files, {sum(map(len, documents)):,} tokens")
     model = LlamaForCausalLM(config)
     for number, phase in enumerate(phases):
@@ -265,8 +254,7 @@ def make(output_dir: Path, draft_for: Path | None, config: LlamaConfig, phases: 
             "tokens_in_files": sum(map(len, documents)),
             "tokens_seen": sum(phase.tokens // BATCH_TOKENS * BATCH_TOKENS for phase in phases),
         },
-        "held_out_source": {"files": len(source), **loss_of_documents(model, source_documents)},
-        "held_out_source_by_position": loss_by_position(model, source_documents),
+        "held_out_source_by_position": loss_by_position(model, encode(tokenizer, source)),
     }
     (output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures, indent=2))

@@ -6,16 +6,13 @@
 - *bare forward*: the target over packed documents, without keeping states;
 - *ours*: the transformers backend writing a store to disk, in bf16 and fp8;
 - *plain loop*: padded batches of eight, `output_hidden_states=True` and `torch.save` of the head's inputs, as most
-  scripts do;
-- *vLLM*: the vLLM backend writing a store, if `serving.python` or `.venv-vllm` has vLLM.
+  scripts do.
 
-The candidates take turns, except vLLM, which needs its own process and the GPU's memory. Torch uses one thread,
-torchrun's default for each rank. The writer adds `hidden_states.writer_threads` threads and one that hashes shards.
-Documents have random tokens and log-normal lengths.
+The candidates take turns. Torch uses one thread, torchrun's default for each rank. The writer adds
+`hidden_states.writer_threads` threads and one that hashes shards. Documents have random tokens and log-normal lengths.
 """
 
 import argparse
-import gc
 import math
 import tempfile
 import time
@@ -37,7 +34,6 @@ from mtptrain.hidden_states.extraction.transformers_streams import (
     forward_documents,
     token_budget_batches,
 )
-from mtptrain.hidden_states.extraction.vllm_streams import VllmStreams
 from mtptrain.hidden_states.writer import begin_store, finish_store, shard_ranges
 from mtptrain.planning.costs import target_costs
 from mtptrain.run import Run
@@ -45,10 +41,8 @@ from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target
 from mtptrain.training.flops import matmul_peak
 from mtptrain.utils.distributed import device_name, init_ranks
-from mtptrain.utils.errors import UserError
 
-from .command import llama_8b, positive, print_table, run_benchmark
-from .measuring import fastest
+from .command import fastest, llama_8b, positive, print_table, run_benchmark
 
 MEDIAN_TOKENS, MAX_TOKENS = 250, 2000
 """Median and maximum length of the documents that are extracted."""
@@ -75,20 +69,10 @@ def main(config: PipelineConfig, options: argparse.Namespace) -> None:
             "ours, fp8": partial(fill, ours, (*sizes, StoreDtype.fp8)),
             "plain loop": partial(plain_loop, target, documents, layers, folder),
         }
-        seconds = fastest_of(candidates, options.repeats)
-        costs = target_costs(target.config)
-        flops = sum(length * costs.flops_per_token(length) for length in documents.lengths.tolist())
-        mfu = flops / seconds["bare forward"] / matmul_peak(device, dtype)
-        del ours, candidates, target
-        gc.collect()  # vLLM needs the memory of the target
-        torch.cuda.empty_cache()
-        if not options.is_8b:
-            try:
-                with vllm_streams(config, captured, int(documents.lengths.max()), folder / "scratch") as vllm:
-                    run = partial(fill, vllm, (*sizes, StoreDtype.bfloat16))
-                    seconds |= fastest_of({"vLLM": run}, options.repeats)
-            except UserError as refused:
-                print(f"vLLM is left out: {refused}")
+        seconds = fastest({name: partial(seconds_of, run) for name, run in candidates.items()}, options.repeats)
+    costs = target_costs(target.config)
+    flops = sum(length * costs.flops_per_token(length) for length in documents.lengths.tolist())
+    mfu = flops / seconds["bare forward"] / matmul_peak(device, dtype)
     title = f"Extraction, {'8b' if options.is_8b else config.target.path}, head {config.head.name}, {dtype}"
     columns = {"": ("name", ""), "tokens/s": ("speed", ",.2f"), "vs. bare forward": ("ratio", ".3f")}
     bare = seconds["bare forward"]
@@ -109,23 +93,12 @@ def random_documents(count: int, vocab_size: int) -> Documents:
     return Documents.from_list([(i, rng.integers(0, vocab_size, n), np.ones(n)) for i, n in enumerate(lengths)])
 
 
-def vllm_streams(config: PipelineConfig, captured: tuple[int, ...], longest: int, scratch_dir: Path) -> VllmStreams:
-    target_dir, device_type = Run(config).target.directory, "cuda" if torch.cuda.is_available() else "cpu"
-    settings, python = config.hidden_states, config.serving.python
-    return VllmStreams(target_dir, captured, settings, longest, scratch_dir, 0, device_type, python)
-
-
-def fastest_of(candidates: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Returns the seconds of each candidate's fastest run."""
-
-    def seconds(run: Callable[[], object]) -> float:
-        started = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    return fastest({name: partial(seconds, run) for name, run in candidates.items()}, repeats)
+def seconds_of(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def bare_forward(target: Target, documents: Documents, batch_tokens: int) -> None:

@@ -42,8 +42,7 @@ from mtptrain.training.trainer import Trainer
 from mtptrain.utils.distributed import Ranks, device_name, init_ranks
 from mtptrain.utils.errors import UserError
 
-from .command import Row, llama_8b, positive, print_table, run_benchmark
-from .measuring import fastest, tensor_bytes
+from .command import Row, fastest, llama_8b, positive, print_table, run_benchmark, tensor_bytes
 
 HEADS_8B = (
     MtpConfig(ttt_steps=3),

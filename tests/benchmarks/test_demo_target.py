@@ -25,7 +25,7 @@ def test_the_packaged_target_is_a_small_llama_whose_published_loss_never_rises_w
     assert sum(path.stat().st_size for path in DEMO_DIR.iterdir()) < 16 * 2**20
     losses = list(FIGURES["held_out_source_by_position"]["nats_per_token"].values())
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)
-    assert FIGURES["held_out_source"]["nats_per_token"] <= 2.0
+    assert max(losses) <= 2.5
 
 
 def test_its_weights_have_that_loss_on_files_of_this_machines_library() -> None:
@@ -62,7 +62,7 @@ def test_a_draft_model_is_made_with_the_targets_tokenizer(tmp_path: Path, monkey
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     demo_target.make(tmp_path, DEMO_DIR, demo_config(64, 1), (Phase(5 * 16_384, {0.0: 256}, lr_scale=1.0),))
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["held_out_source"]["nats_per_token"] < 8.0 and figures["training"]["tokens_seen"] == 81_920
     by_position = figures["held_out_source_by_position"]["nats_per_token_by_256_positions"]
-    assert len(by_position) == 8 and by_position[0] == max(by_position)
+    assert len(by_position) == 8 and by_position[0] == max(by_position) < 8.0
+    assert figures["training"]["tokens_seen"] == 81_920
     assert (tmp_path / "tokenizer.json").read_text() == (DEMO_DIR / "tokenizer.json").read_text()

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from benchmarks.measuring import tensor_bytes
+from benchmarks.command import tensor_bytes
 from benchmarks.training_step import main
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program
