@@ -120,15 +120,8 @@ class Head(nn.Module, ABC):
         """Training: compute the states of all depths at the draft positions.
 
         At depth k, draft position t may read the tokens up to t + 1 + k. It attends to the same tokens as at inference.
-
-        Args:
-            tokens: N packed tokens, their documents and their draft positions.
-            parts: the target's frozen parts.
-            ttt_steps: T.
-
-        Returns:
-            States [T, M, H]. `logits` of depth k at position t predict token t + 2 + k; they are meaningless if the
-            span of generated tokens ends before t + 2 + k.
+        Returns the states [T, M, H]. `logits` of depth k at position t predict token t + 2 + k; they are meaningless if
+        the span of generated tokens ends before t + 2 + k.
         """
 
     @abstractmethod

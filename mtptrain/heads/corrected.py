@@ -37,23 +37,16 @@ class Corrected(ABC):
     def correction(self, tokens: PackedTokens, states: torch.Tensor) -> Correction:
         """Training: returns what the tokens before each draft add to its logits.
 
-        The token before the draft of depth k at position t is token t + 1 + k of the data.
-
-        Args:
-            tokens: those that `forward` has read.
-            states: its result [T, M, H].
+        The token before the draft of depth k at position t is token t + 1 + k of the data. `states` are the result
+        [T, M, H] of `forward` for `tokens`.
         """
 
     @abstractmethod
     def corrected(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Inference: returns a draft's logits [B, D], corrected by the token before it.
+        """Inference: returns a draft's logits [B, D], corrected by the token before it, a target id i64[B].
 
-        A head that chooses each draft among candidates returns -inf for all other tokens.
-
-        Args:
-            logits: the logits [B, D] of `states`.
-            states: the states of the draft's depth [B, H].
-            previous: the tokens before it, target ids i64[B].
+        A head that chooses each draft among candidates returns -inf for all other tokens. `logits` are those of the
+        draft's states [B, H].
         """
 
 

@@ -145,9 +145,8 @@ class DraftModelHead(Head):
 def longer_documents(packing: Packing) -> Packing:
     """Returns a packing in which every document has one more token, and attention is causal over whole documents.
 
-    A draft model reads the first token of a document and the token after each of its tokens: one token more
-    than the document has in the packing. Only its `segments`, `document_lengths` and `document_offsets` are those of
-    the longer documents; all other fields are still those of `packing`.
+    Only `segments`, `document_lengths` and `document_offsets` are those of the longer documents; all other fields are
+    still those of `packing`.
     """
     lengths = tuple(length + 1 for length in packing.document_lengths)
     offsets = packing.document_offsets + torch.arange(len(lengths) + 1, device=packing.document_offsets.device)

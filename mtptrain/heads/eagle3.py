@@ -88,13 +88,11 @@ def resolved_layers(configured: Sequence[int] | None, usual: tuple[int, ...], nu
     but one.
     """
     shallow = (1, num_layers // 2, num_layers - 1)
-    for layers in [configured] if configured is not None else [usual, shallow]:
+    choices: list[Sequence[int]] = [usual, shallow] if configured is None else [configured]
+    for layers in choices:
         if can_capture(layers, num_layers):
             return tuple(layers)
-    layers, default = (usual, ", the default") if configured is None else (configured, "")
-    example = str(sorted({num_layers // 4 or 1, num_layers // 2 or 1, num_layers - 1 or 1})).replace(" ", "")
     raise UserError(
         f"head.capture_layers: must be different layers in rising order within 0..{num_layers}, where 0 is the "
-        f"target's embeddings and {num_layers} its last decoder layer, but are {list(layers)}{default}; set them, for "
-        f"example head.capture_layers={example}"
+        f"target's embeddings and {num_layers} its last decoder layer, but are {list(choices[0])}; set them"
     )

@@ -43,24 +43,18 @@ class LayerHead(Head):
         self.mask_hidden = None
 
     def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
-        """Returns the hidden states that depth 0 reads [..., H].
+        """Returns the hidden states that depth 0 reads [..., H], from the streams of `read_layers` [..., L, H].
 
-        Args:
-            target_states: the streams of `read_layers` [..., L, H], or the target's last hidden states [..., H] if
-                there are none. The default implementation requires L = 1.
+        Without such layers it is given the target's last hidden states [..., H]. The default requires L = 1.
         """
         return target_states.squeeze(-2) if self.read_layers else target_states
 
     @abstractmethod
     def combine(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Combine hidden states and embeddings into the inputs of the decoder layer.
+        """Returns the residual stream [..., H] and the input of `self_attn` [..., input size].
 
-        Args:
-            hidden_states: at depth 0 the result of `fuse`; at later depths what the previous depth fed back [..., H].
-            embeddings: embedding of the token after each position [..., H].
-
-        Returns:
-            The residual stream [..., H], and the input of `self_attn` [..., input size].
+        The hidden states are at depth 0 the result of `fuse`, and later what the previous depth fed back [..., H]; the
+        embeddings are those of the token after each position [..., H].
         """
 
     @abstractmethod
@@ -144,10 +138,7 @@ class LayerHead(Head):
         """Inference: run one depth for S tokens of each sequence, and write their keys to the slots of their positions.
 
         A token attends to all cached positions up to its own; in a tree, to all slots before the tree and to those that
-        the tree's mask allows.
-
-        The hidden states are at depth 0 the result of `fuse`, and later what the previous depth fed back [B, S, H]; the
-        embeddings are those of the token after each position [B, S, H].
+        the tree's mask allows. Hidden states and embeddings [B, S, H] are those of `combine`.
         """
         residual, *projected = self._project(hidden_states, embeddings, positions)
         query, key, value = (x.transpose(1, 2) for x in projected)  # [B, (kv) heads, S, head_dim]

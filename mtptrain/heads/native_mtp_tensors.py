@@ -45,11 +45,7 @@ class ModuleTensors:
         return {_replaced_prefix(name, self.prefixes): tensor for name, tensor in state.items()}
 
     def state(self, stored: Tensors) -> Tensors:
-        """Returns a head's `state_dict` for the checkpoint's tensors, and what these repeat from the target.
-
-        Raises:
-            KeyError: a tensor of the layer is missing.
-        """
+        """Returns a head's `state_dict` for all tensors of the module, and what these repeat from the target."""
         ours = {self.head_name(name): tensor for name, tensor in stored.items()}
         layer = {name: tensor for name, tensor in ours.items() if name.startswith(LAYER)}
         rest = {name: tensor for name, tensor in ours.items() if name not in layer}
@@ -72,11 +68,7 @@ def _replaced_prefix(name: str, prefixes: dict[str, str]) -> str:
 
 
 def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
-    """Returns the tensors of a layer under the names of transformers' model, which joins those of single experts.
-
-    Raises:
-        KeyError: a tensor of the model is missing.
-    """
+    """Returns all tensors of a layer under the names of transformers' model, which joins those of single experts."""
     expected = {name for name in model.state_dict() if name.startswith(LAYER)}
     if layer.keys() == expected:
         return layer
@@ -88,8 +80,7 @@ def joined(model: PreTrainedModel, layer: Tensors) -> Tensors:
             None, config=model.config, state_dict=others | layer, dtype=torch.float32, output_loading_info=True
         )
     loaded, found = loading
-    if missing := sorted(found["missing_keys"] & expected):
-        raise KeyError(missing[0])
+    assert not found["missing_keys"] & expected
     state = loaded.state_dict()
     return {name: state[name].to(layer[name].dtype if name in layer else dtype) for name in expected} | {
         name: layer[name] for name in found["unexpected_keys"]

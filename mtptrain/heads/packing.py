@@ -38,12 +38,9 @@ class Segments:
 
     @staticmethod
     def of(pairs: Sequence[tuple[range, range]], key_indices: NDArray[np.int64], is_causal: bool) -> "Segments":
-        """Build the segments of a kernel.
+        """Build the segments of a kernel from pairs of draft positions, as indices into all M, and visible tokens.
 
-        Args:
-            pairs: draft positions, as indices into all M, and visible tokens of each segment.
-            key_indices: index of each token in the order of the keys i64[N].
-            is_causal: see `Segments.is_causal`.
+        `key_indices` has the index of each token in the order of the keys i64[N].
         """
         lengths = tuple((len(drafts), len(tokens)) for drafts, tokens in pairs)
         return Segments(
@@ -102,8 +99,7 @@ class Packing:
     def num_pairs(self, sliding_share: float = 0.0) -> float:
         """Returns the number of pairs of a draft position and a token that it sees.
 
-        Args:
-            sliding_share: `Head.sliding_share`, with which the pairs with and without the window are averaged.
+        With `sliding_share`, that of a head, the pairs with and without the window are averaged.
         """
         full, windowed = (
             sum((q * (k + 1) / 2 if part.is_causal else q * k) for part in segments for q, k in part.lengths)
@@ -153,10 +149,8 @@ class Packing:
     def of_points(lengths: Sequence[int], points: Sequence[NDArray[np.int64]], window: int | None = None) -> "Packing":
         """Pack documents whose draft positions may lie anywhere.
 
-        Args:
-            lengths: number of tokens in each document.
-            points: the draft positions of each document, at least one, in rising order.
-            window: see `Packing.window`.
+        `lengths` are the numbers of tokens of the documents, and `points` the draft positions of each, at least one, in
+        rising order.
         """
         starts, num_drafts, stairs = [0, *accumulate(lengths)], 0, _Stairs()
         is_draft, is_seen = np.zeros((2, starts[-1]), dtype=bool)
@@ -177,12 +171,8 @@ class Packing:
     ) -> "Packing":
         """Returns a packing whose keys are in this order: draft positions, other tokens that are seen, the rest.
 
-        Args:
-            lengths: number of tokens in each document.
-            is_draft: whether each token is a draft position [N].
-            is_seen: whether any draft position sees each token [N].
-            kernels: for each kernel, the draft positions and the tokens of its segments, and whether it is causal.
-            window: see `Packing.window`.
+        `is_draft` and `is_seen` say whether each token is a draft position, and whether any draft position sees it [N];
+        `kernels` has the draft positions and the tokens of the segments of each kernel, and whether it is causal.
         """
         draft_positions = np.flatnonzero(is_draft)
         other_tokens = np.concatenate([np.flatnonzero(is_seen & ~is_draft), np.flatnonzero(~is_seen & ~is_draft)])

@@ -205,13 +205,8 @@ def warn_of_other_rope_or_eps(config: ConfigJson, target: PreTrainedConfig, thet
 
     Engines take `theta` for a head without rope_theta. RoPE that contradicts itself or is not complete is refused.
     """
-    names = (
-        *ROPE_SECTIONS,
-        "rope_theta",
-        "original_max_position_embeddings",
-        "max_position_embeddings",
-        "rms_norm_eps",
-    )
+    positions = ("original_max_position_embeddings", "max_position_embeddings")
+    names = (*ROPE_SECTIONS, "rope_theta", *positions, "rms_norm_eps")
     given = {name: deepcopy(config.values[name]) for name in names if name in config.values}  # transformers adds to it
     if given.keys() >= {*ROPE_SECTIONS}:
         parameters, scaling = (

@@ -41,9 +41,8 @@ def depth_attention(
         The attention output [M, heads, head_dim].
     """
     no_keys = key.new_empty(0, len(query), *key.shape[1:])
-    own = [
-        torch.stack(list(parts)) if parts else no_keys for parts in (own_keys, own_values)
-    ]  # [k, M, kv heads, head_dim]
+    # [k, M, kv heads, head_dim]
+    own = [torch.stack(list(parts)) if parts else no_keys for parts in (own_keys, own_values)]
     return MergedAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, *own, packing, _merge_own, _own_backward
     )

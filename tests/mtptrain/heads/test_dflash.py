@@ -72,7 +72,7 @@ def test_the_default_layers_are_those_of_published_heads() -> None:
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
-    ({}, r"capture_layers: must be different layers .* within 0\.\.2, .* the default; set"),
+    ({}, r"capture_layers: must be different layers .* within 0\.\.2, .*; set them"),
     ({"capture_layers": [1, 3]}, r"capture_layers: must be .* within 0\.\.2, .* but are \[1, 3\]; set them"),
     ({"capture_layers": []}, r"capture_layers: must be different layers .* but are \[\]; set them"),
     ({"capture_layers": [1], "mask_token_id": 50}, r"mask_token_id: must be within 0\.\.49, .* but is 50; set the id"),
