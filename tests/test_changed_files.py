@@ -70,16 +70,12 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("name", "change", "module"),
     [
-        ("prompts/train.safetensors", flip_bit, "train"),
         ("prompts/documents.jsonl", ask_another_question, "acceptance"),
         ("prompts/manifest.json", edit("vocab_size", value=999), "train"),
         ("hidden_states/manifest.json", edit("num_documents", value=1), "train"),
         ("train/best/head.safetensors", flip_bit, "export"),
-        ("train/best/head.json", edit("acceptance_length", value=3.9), "export"),
         ("train/checkpoints/step_00000020/state.safetensors", flip_bit, "train"),
-        ("train/checkpoints/step_00000020/complete.json", Path.unlink, "train"),
         ("acceptance/report.json", edit("acceptance_length", value=9.077), "export"),
-        ("export/vllm/model.safetensors", flip_bit, "run"),
         (f"export/vllm/{SERVING}", Path.unlink, "run"),
     ],
 )

@@ -63,27 +63,24 @@ def test_a_folder_of_somebody_else_is_refused_before_any_work(tmp_path: Path, mo
         assert files_of(run_dir) == before
 
 
-@pytest.mark.parametrize("case", ["new", "empty", "empty folder", "ours", "ours and another", "part of ours", "killed"])
-def test_a_folder_that_is_new_empty_or_ours_is_taken(tmp_path: Path, case: str) -> None:
-    folder, config = StageDir(tmp_path / "stage"), make_config()
-    if case != "new":
-        folder.path.mkdir()
-    if case.startswith("ours"):
+def test_a_folder_that_is_new_empty_or_ours_is_taken(tmp_path: Path) -> None:
+    config = make_config()
+    before: dict[str, Callable[[StageDir], object]] = {
+        "new": lambda folder: None,
+        "empty": lambda folder: (folder.path / "part").mkdir(parents=True),
+        "ours": lambda folder: (folder.record(config), (folder.path / "notes.txt").write_text("mine")),
+        "part of ours": lambda folder: StageDir(folder.path / "part").record(config),  # as serving_bench/break_even
+        "killed": lambda folder: (folder.path.mkdir(), (folder.path / f"{STAGE}.node.7.tmp").write_text("{")),
+    }
+    for case, prepare in before.items():
+        folder = StageDir(tmp_path / case)
+        prepare(folder)
+        folder.check()
         folder.record(config)
-    if case == "ours and another":
-        (folder.path / "notes.txt").write_text("mine")
-    if case == "part of ours":
-        StageDir(folder.path / "part").record(config)
-    if case == "empty folder":
-        (folder.path / "part").mkdir()
-    if case == "killed":
-        (folder.path / f"{STAGE}.node.7.tmp").write_text("{")
-    folder.check()
-    folder.record(config)
-    written = (folder.path / STAGE).read_bytes()
-    folder.claim(make_config("seed=5"))
-    assert (folder.path / STAGE).read_bytes() == written
-    assert (settings := folder.settings()) is not None and settings["seed"] == 0
+        written = (folder.path / STAGE).read_bytes()
+        folder.claim(make_config("seed=5"))
+        assert (folder.path / STAGE).read_bytes() == written
+        assert (settings := folder.settings()) is not None and settings["seed"] == 0
 
 
 def test_a_damaged_stage_json_is_named(tmp_path: Path) -> None:
@@ -112,19 +109,6 @@ def test_stage_json_is_the_first_file_of_a_folder_and_a_finished_stage_loses_its
     with pytest.raises(KeyboardInterrupt):
         StageDir(tmp_path / "stage").record(make_config("seed=5"), "report.json")
     assert [path.name for path in (tmp_path / "stage").iterdir()] == [STAGE]
-
-
-@pytest.mark.parametrize(("package", "is_ours"), [("mtptrain", True), (".venv/mtptrain", False)])
-def test_the_revision_is_not_that_of_a_checkout_in_which_mtptrain_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, is_ours: bool
-) -> None:
-    commit = ["-c", "user.name=a", "-c", "user.email=a", "commit", "-q", "--allow-empty", "-m", "first"]
-    for arguments in (["init", "-q"], commit):
-        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
-    (tmp_path / package).mkdir(parents=True)
-    monkeypatch.setattr(stage_dir, "__file__", str(tmp_path / package / "stage_dir.py"))
-    StageDir(tmp_path / "stage").record(make_config())
-    assert (json.loads((tmp_path / "stage" / STAGE).read_text())["git_revision"] is not None) == is_ours
 
 
 def test_a_path_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Tests what a command loads before it knows its settings: torch and transformers take seconds to import."""
+"""Tests what a command loads before it knows its settings, sets for OpenMP, and does when Ctrl-C ends its imports."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,42 @@ def test_help_and_refusals_load_no_heavy_library(arguments: list[str], message: 
     result = run(MAIN, *arguments)
     assert message in result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == loaded
+
+
+PREPARE = "from mtptrain.utils.startup import prepare_process; prepare_process()"
+
+
+def test_importing_the_library_changes_nothing_in_the_process() -> None:
+    facts = "dict(os.environ), signal.getsignal(signal.SIGINT), set(threading.enumerate()), sys.excepthook"
+    code = f"import os, signal, sys, threading; before = {facts}; import mtptrain; assert before == ({facts})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def openmp_settings(code: str, **variables: str) -> str:
+    """Returns the settings that OpenMP prints when torch is loaded, after `code`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", **variables}
+    command = [sys.executable, "-c", f"{code}; import torch"]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+    ).stderr
+
+
+@pytest.mark.parametrize("code", ["import data_prep, eval", "from mtptrain.__main__ import main; main()"])
+def test_waiting_threads_of_programs_give_up_their_core_soon(code: str) -> None:
+    assert "GOMP_SPINCOUNT = '1000'" in openmp_settings(code)
+
+
+def test_what_the_user_sets_stays() -> None:
+    assert "GOMP_SPINCOUNT = '77'" in openmp_settings(PREPARE, GOMP_SPINCOUNT="77")
+    assert "GOMP_SPINCOUNT = '1000'" not in openmp_settings(PREPARE, OMP_WAIT_POLICY="ACTIVE")
+
+
+def test_ctrl_c_while_torch_is_imported_ends_the_process_at_once() -> None:
+    command = [sys.executable, "-m", "mtptrain", "prompts", "recipe=quickstart", "run_dir=not_there"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None, "the process ended before Ctrl-C was sent"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=120)[1], process.returncode) == ("", -signal.SIGINT)

@@ -3,9 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from transformers import AutoConfig
 
@@ -48,52 +46,6 @@ def test_the_language_model_of_an_image_model_is_tied_and_quantised_as_the_whole
             target = TargetFiles(tmp_path)
             assert target.config.tie_word_embeddings == is_tied and target.config.quantization_config == method
             assert target.has_image_encoder and target.config.model_type in ("qwen2", "qwen3")
-
-
-YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-DEEPSEEK_V2_LITE: dict[str, Any] = {
-    "model_type": "deepseek_v2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
-    "max_position_embeddings": 163840, "qk_rope_head_dim": 64, "rope_theta": 10000,
-}  # fmt: skip
-"""Settings of the published config of DeepSeek-V2-Lite, in the format of older transformers versions."""
-
-
-def yarn_angles(head_dim: int, theta: float, factor: float, original_tokens: int) -> list[float]:
-    """Returns the angles per position of YaRN (arXiv 2309.00071, sections 3.2 and 3.3).
-
-    The ends of the ramp are rounded outwards, as in the authors' code.
-    """
-
-    def pair_with(rotations: float) -> float:
-        return head_dim * math.log(original_tokens / (2 * math.pi * rotations)) / (2 * math.log(theta))
-
-    low, high = max(math.floor(pair_with(32)), 0), min(math.ceil(pair_with(1)), head_dim - 1)
-    angles = []
-    for pair in range(head_dim // 2):
-        ramp = min(max((pair - low) / (high - low), 0.0), 1.0)  # 0 keeps the angle, 1 divides it by factor
-        angles.append(theta ** (-2 * pair / head_dim) * ((1 - ramp) + ramp / factor))
-    return angles
-
-
-@pytest.mark.parametrize(
-    ("mscales", "scale"),
-    [
-        ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0),
-        ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1)),
-        ({}, 0.1 * math.log(40) + 1),
-    ],
-)
-def test_rope_of_a_head_for_deepseek_follows_the_formula_of_yarn(
-    tmp_path: Path, mscales: dict[str, float], scale: float
-) -> None:
-    config = write_config(tmp_path, **DEEPSEEK_V2_LITE, rope_scaling=YARN | mscales)
-    positions = [0, 1, 77, 5000, 100_000]
-    cos, sin = Rope(128, config).tables(torch.tensor(positions), torch.float32)  # [5, 1, 128]
-    angles = torch.tensor(positions).double()[:, None] * torch.tensor(yarn_angles(128, 1e4, 40, 4096)).double()
-    for table, function in ((cos, torch.cos), (sin, torch.sin)):
-        wanted = (scale * function(torch.cat([angles, angles], -1))).float()[:, None]
-        torch.testing.assert_close(table, wanted, atol=0.02, rtol=0)  # fp32 rounds angles of up to 1e5
-        torch.testing.assert_close(table[:3], wanted[:3], atol=2e-5, rtol=0)
 
 
 def test_heads_take_the_rope_of_gemmas_full_attention(tmp_path: Path) -> None:

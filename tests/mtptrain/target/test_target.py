@@ -1,6 +1,6 @@
 """Tests the frozen target: its parts, captured streams, cache, windows, quantised and packed weights, and drafts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -12,18 +12,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mtptrain.decoding.draft import Drafter
-from mtptrain.decoding.drafters import HeadDrafter, HybridDrafter, PromptLookupDrafter, TreeDrafter
-from mtptrain.decoding.sampler import Sampler
-from mtptrain.decoding.speculate import speculate
-from mtptrain.heads import HEADS
 from mtptrain.target.causal_attention import MaskOf, SeenSlots
 from mtptrain.target.few_rows import MOST_ROWS, FrozenLinear
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, TargetStates
 from mtptrain.target.position_cache import PositionCache, TreeSlots
-from tests.conftest import FAMILIES, WINDOW, as_draft_model, make_target
+from tests.conftest import FAMILIES, WINDOW, make_target
 from tests.families import most_are_slow
 from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS
 from tests.quantised import quantise
@@ -77,63 +72,6 @@ def test_frozen_parts_alone_give_the_whole_models_logits(tmp_path: Path, family:
         post_norm = parts.final_norm(before_norm[0])
         assert post_norm.dtype == dtype and torch.equal(post_norm, output.hidden_states[-1])
         assert torch.equal(parts.logits(post_norm), output.logits)
-
-
-PROMPTS = [TOKENS[0, :num_tokens].tolist() for num_tokens in (3, 40, 9)]
-
-
-def plain_greedy(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """Returns the tokens that transformers generates after each prompt alone."""
-    return [
-        target.model.generate(torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)[
-            0
-        ][len(prompt) :].tolist()
-        for prompt in prompts
-    ]
-
-
-@pytest.mark.parametrize("family", SOME)
-def test_greedy_speculation_of_ragged_prompts_equals_plain_decoding(
-    target_of: Callable[[str], Target], family: str
-) -> None:
-    target = target_of(family)
-    torch.manual_seed(0)
-    head = HEADS["mtp"](HEADS["mtp"].Config(), target.config)
-    drafters: list[Drafter] = [
-        HeadDrafter(head, target.parts, 3),
-        PromptLookupDrafter(3, min_ngram=1),
-        TreeDrafter(head, target.parts, 3, num_nodes=20, top_k=4),
-        HybridDrafter(HeadDrafter(head, target.parts, 3), min_match=1),
-        HeadDrafter(as_draft_model(target), target.parts, 3),
-    ]
-    plain = plain_greedy(target, PROMPTS, 32)
-    assert len(set(plain[1])) > 10, "equality proves little if the answer has few distinct tokens"
-    for drafter in drafters:
-        found = speculate(
-            *(target, drafter, PROMPTS),
-            **{"num_speculative_tokens": 3, "max_new_tokens": 32, "sampler": Sampler(), "eos_token_ids": [256]},
-        )
-        assert [generation.tokens for generation in found] == plain, type(drafter).__name__
-    assert all(generation.accepted_at == [generation.rounds] * 3 for generation in found), "it drafts as it is"
-
-
-@pytest.mark.parametrize("family", SOME)
-def test_streams_and_states_read_in_parts_are_those_of_transformers(
-    target_of: Callable[[str], Target], family: str
-) -> None:
-    target = target_of(family)
-    num_layers = target.config.num_hidden_layers
-    with torch.no_grad():
-        *expected, post_norm = target.model(TOKENS, output_hidden_states=True).hidden_states
-    with torch.no_grad(), target.capturing(range(num_layers + 1)) as captured:
-        target.model.model(TOKENS, use_cache=False)
-    assert torch.equal(torch.stack([captured[k] for k in range(num_layers)]), torch.stack(expected))
-    assert torch.equal(target.parts.final_norm(captured[num_layers]), post_norm)
-    for first in (1, 30, NUM_TOKENS):  # prompts are read without a mask, and later tokens with one
-        states = read_in_parts(target, first, tuple(range(num_layers)))
-        torch.testing.assert_close(states.aux_hidden_states, torch.stack(expected, 2), atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(states.postnorm_states, post_norm, atol=2e-5, rtol=1e-5)
-    assert target.model.config._attn_implementation == "eager", "the model's attention must be unchanged for others"
 
 
 def read_in_parts(target: Target, prompt_tokens: int, capture_layers: tuple[int, ...] = ()) -> TargetStates:

@@ -70,19 +70,15 @@ def groups_have_the_timeout(rank: int, port: int, timeout_hours: float) -> None:
     )
 
 
-def exit_codes(work: object, timeout_hours: float) -> list[int | None]:
-    port = free_port()
-    processes = [FORKED.Process(target=work, args=(rank, port, timeout_hours)) for rank in range(2)]  # type: ignore[arg-type]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    return [process.exitcode for process in processes]
-
-
 def test_every_group_has_the_timeout_whoever_makes_it() -> None:
     for hours in (7.0, 10_000.0):
-        assert exit_codes(groups_have_the_timeout, hours) == [0, 0]
+        port = free_port()
+        ranks = [FORKED.Process(target=groups_have_the_timeout, args=(rank, port, hours)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+        assert [process.exitcode for process in ranks] == [0, 0]
 
 
 PROGRAM = """
