@@ -158,10 +158,7 @@ class StageDir:
         return files if isinstance(files, dict) else {}
 
     def check_replaceable(self) -> None:
-        """Refuse to replace the folder unless every file in it is as `replaced` wrote it, and none was added.
-
-        The folders beside it that `replaced` uses must not hold files of somebody else either.
-        """
+        """Refuse to replace the folder unless every file in it is as `replaced` wrote it, and none was added."""
         if self.path.resolve() == Path.cwd():
             raise UserError(
                 f"{self.setting}: {self.path} must not be the directory in which the command runs, because it is "

@@ -1,7 +1,4 @@
-"""Encodes and decodes hidden states in eight bits: e4m3 values with one power-of-two scale per token and layer.
-
-Scaling by a power of two is exact, and so is decoding into bf16.
-"""
+"""Encodes and decodes hidden states in eight bits: e4m3 values with a power-of-two scale per token and layer."""
 
 import torch
 

@@ -48,10 +48,7 @@ def check_store_dtype(dtype: StoreDtype, capture_layers: Collection[int]) -> Non
 
 
 def bytes_per_token(hidden_size: int, num_captured: int, dtype: StoreDtype) -> int:
-    """Returns how many bytes a token takes on disk: its id, its loss mask, and the states and scales of its layers.
-
-    Each document adds `DOCUMENT_BYTES`.
-    """
+    """Returns how many bytes a token takes on disk. Each document adds `DOCUMENT_BYTES`."""
     last, aux = (
         hidden_size + 4 if is_fp8(dtype, name) else 2 * hidden_size for name in (HIDDEN_STATES, AUX_HIDDEN_STATES)
     )

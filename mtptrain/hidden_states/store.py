@@ -267,10 +267,7 @@ def _document(shard: dict[str, torch.Tensor], index: int) -> StoredDocument:
 
 
 def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_progress: bool = True) -> dict[int, str]:
-    """Compare the sha256 of these shards, all by default, with the manifest.
-
-    Returns a message for each damaged shard, by its index, which says what is wrong and what to do.
-    """
+    """Returns a message for each of these shards, all by default, whose sha256 is not that of the manifest."""
     indices = range(len(store.manifest.shards)) if shards is None else shards
     records = {index: store.manifest.shards[index] for index in indices}
     num_bytes = sum(record.num_bytes for record in records.values())

@@ -123,10 +123,7 @@ def wait_together(
 
 
 class StreamedStates(HiddenStates):
-    """States whose shards are written and deleted while training reads them.
-
-    Document lengths and loss masks come from the prompts.
-    """
+    """States whose shards are written and deleted while training reads them; all else comes from the prompts."""
 
     order: NDArray[np.int64]
 
@@ -230,10 +227,7 @@ class StreamedStates(HiddenStates):
             )
 
     def wait_for(self, step: int, ranks: Ranks, stop: StopSignal) -> signal.Signals | None:
-        """Wait for the shards that step `step` (from 0) reads. Return early with the signal if a rank received one.
-
-        All ranks wait here together: they could not agree on a signal if each waited inside its own step.
-        """
+        """Wait for the shards that step `step` (from 0) reads. Return early with the signal if a rank received one."""
         shards = self.shards_of(list(chain.from_iterable(self._steps[step])))
         records = [record_path(shard_path(self.directory, shard)) for shard in shards]
         return wait_together(

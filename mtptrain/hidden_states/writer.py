@@ -119,10 +119,7 @@ def finished_shards(directory: Path, indices: Iterable[int]) -> dict[int, ShardR
 
 
 class ShardFile:
-    """A shard that is being written: a temporary file of full size. Its documents may be written in any order.
-
-    Once every byte is on disk, the file is renamed, and then its record is written.
-    """
+    """A shard that is being written: a temporary file of full size. Its documents may be written in any order."""
 
     def __init__(
         self,
@@ -133,10 +130,7 @@ class ShardFile:
         num_captured: int,
         dtype: StoreDtype,
     ) -> None:
-        """Allocate the disk space of a shard with L = `num_captured`, in a store that `begin_store` has prepared.
-
-        `tokens` are `input_ids`, `loss_mask`, `document_offsets` and `document_ids`.
-        """
+        """Allocate the disk space of a shard, which holds `tokens` of the prompts and states with L = `num_captured`."""
         self._path = shard_path(directory, index)
         self._temporary = unique_temporary(self._path)
         self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
@@ -154,10 +148,7 @@ class ShardFile:
             raise
 
     def write(self, document: int, streams: torch.Tensor) -> None:
-        """Write the states [n, L + 1, H] of the document at index `document` in the shard.
-
-        The captured layers come before the last layer. The states may have any float dtype, and must be finite.
-        """
+        """Write the states [n, L + 1, H], the last layer's last, of the document at index `document` in the shard."""
         first, end = self._tokens["document_offsets"][document : document + 2].tolist()
         expected = (end - first, self._num_captured + 1, self._hidden_size)
         assert streams.shape == expected, "streams of another document or target"
@@ -283,10 +274,7 @@ def _write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 
 def _remove_unfinished(directory: Path, num_shards: int) -> None:
-    """Remove the plan, the records and the temporary files of a finished store.
-
-    A file with a shard number that the store does not have is somebody else's, and stays.
-    """
+    """Remove the plan, the records and the temporary files of a finished store."""
     for path in list(directory.iterdir()):
         if (name := _SHARD.fullmatch(path.name)) is not None:
             is_needless = int(name[1]) < num_shards and (name[3] is not None or name[2] == "json")

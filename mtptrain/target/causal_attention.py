@@ -228,10 +228,7 @@ def causal_or_masked_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Returns attention over a `PositionCache` [B, S, heads, value head_dim]; called by transformers.
-
-    `seen_slots` says which slots each token sees, in place of `attention_mask`; `s_aux` are the sinks of the heads.
-    """
+    """Returns attention over a `PositionCache` [B, S, heads, value head_dim]; called by transformers."""
     refuse_keywords(module, {**kwargs, "attention_mask": attention_mask})
     if seen_slots is None:
         raise UserError(

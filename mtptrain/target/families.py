@@ -80,10 +80,7 @@ def read_target_config(target_dir: Path) -> PreTrainedConfig:
 
 
 def _text_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns the config of the language model inside an image+text checkpoint, or a language model's own config.
-
-    The language model reads text as the whole model does. `settings` are the contents of config.json.
-    """
+    """Returns the config of the language model inside an image+text checkpoint, or a language model's own config."""
     if not hasattr(config, "text_config"):
         return config
     text = config.get_text_config(decoder=True)
@@ -211,10 +208,7 @@ def mlp_size(config: PreTrainedConfig) -> int:
 
 
 def largest(config: PreTrainedConfig, *names: str) -> int:
-    """Returns the first of these settings that the config has, or its largest value if it differs by layer.
-
-    Returns 0 if the config has none of them.
-    """
+    """Returns the first of these settings that the config has, its largest value if it differs by layer, or 0."""
     values = [value for name in names if (value := getattr(config, name, None))]
     return int(max(values[0]) if isinstance(values[0], list | tuple) else values[0]) if values else 0
 

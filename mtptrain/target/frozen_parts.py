@@ -98,10 +98,7 @@ def refuse_quantised(tensors: Mapping[str, StoredTensor], prefixes: tuple[str, .
 
 
 def load_last_layer(target_dir: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the target's last decoder layer in fp32, by their names inside the layer.
-
-    For families whose norms multiply by 1 + weight, the returned norm weights include the 1.
-    """
+    """Returns the tensors of the last decoder layer in fp32, by their names inside it; norm weights include the 1."""
     config = read_target_config(target_dir)
     form = find_form(config)
     prefix = f"{form.layers}.{config.num_hidden_layers - 1}."

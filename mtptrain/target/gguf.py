@@ -306,10 +306,7 @@ def _check_settings(header: GGUFHeader) -> None:
 
 
 def _model_of(header: GGUFHeader) -> tuple[PreTrainedConfig, dict[str, str]]:
-    """Returns the config of the model that a GGUF file holds, and the name in transformers of each of its tensors.
-
-    Tensors must be those of the config, in a type that can be dequantised.
-    """
+    """Returns the config of the model that a GGUF file holds, and the names in transformers of its tensors."""
     path, architecture = header.path, header.metadata["general.architecture"]
     keys, rope = header.section(f"{architecture}."), _rope(header)
     with _refused(f"{path}: settings must describe a model that transformers can build"), torch.device("meta"):
@@ -440,10 +437,7 @@ def _write_tokenizer(header: GGUFHeader, directory: Path) -> None:
 
 
 def _write_weights(path: Path, header: GGUFHeader, config: PreTrainedConfig, names: Mapping[str, str]) -> None:
-    """Write all tensors to one safetensors file, with only one of them in memory at a time.
-
-    Source of the format: https://github.com/huggingface/safetensors#format
-    """
+    """Write all tensors to one safetensors file, with only one of them in memory at a time."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, translated in names.items():

@@ -94,10 +94,7 @@ def check_quantisation(target_dir: Path, dtype: torch.dtype, device: torch.devic
 
 
 def needs_several_devices(target_dir: Path, dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether a target's weights take more than `FITTING_SHARE` of a GPU's memory, and there are several.
-
-    Quantised weights count with the size that they have on disk, and all others with that of `dtype`.
-    """
+    """Returns whether weights take more than `FITTING_SHARE` of a GPU's memory, and there are several GPUs."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return False
     return weights_bytes(target_dir, dtype) > FITTING_SHARE * torch.cuda.get_device_properties(device).total_memory

@@ -9,22 +9,61 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from mtptrain.target.causal_attention import CAUSAL_OR_MASKED, SeenSlots
 from mtptrain.target.families import eos_token_ids
-from mtptrain.target.few_rows import FrozenLinear, use_few_rows
 from mtptrain.target.form import find_form
 from mtptrain.target.frozen_parts import FrozenParts
 from mtptrain.target.position_cache import PositionCache, StateCache, TreeSlots
 from mtptrain.utils.errors import UserError
 
+MOST_ROWS = 32
+"""With more rows, torch's product costs about the same, because the copy is small beside the product."""
+
+
+class FrozenLinear:
+    """A linear layer whose weights never change, fast on a CPU for a few rows, as a round of drafts has.
+
+    A decoding step is as fast as the weights can be read. torch's fp32 product for more than one row first copies the
+    weights into another layout, so that reading two tokens takes twice as long as reading one, and no draft can pay.
+    This keeps a copy in oneDNN's layout, which takes as much memory as the weights. One row and many rows take torch's
+    own product, as do other dtypes and devices.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        # Fake tensors, and others that only stand for values, are subclasses.
+        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.device.type == "cpu"
+        self._can_pack = is_plain and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
+        self._packed: torch.Tensor | None = None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the outputs [..., D] of rows [..., H]."""
+        num_rows = rows.numel() // rows.shape[-1]
+        is_fake = type(rows) is not torch.Tensor
+        if not 1 < num_rows <= MOST_ROWS or not self._can_pack or is_fake or torch.is_grad_enabled():
+            return F.linear(rows, self.weight, self.bias)
+        # These functions are private. The public `torch.utils.mkldnn` reorders the weights anew in each product.
+        if self._packed is None:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), MOST_ROWS)
+        return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+
+
+def use_few_rows(model: nn.Module) -> None:
+    """Make all linear layers of a frozen model use `FrozenLinear`, except those whose forward is not torch's own.
+
+    transformers replaces the forward of a quantised layer, for example to quantise its inputs.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear and "forward" not in vars(module):
+            module.forward = FrozenLinear(module.weight, module.bias)  # type: ignore[method-assign, assignment]
+
 
 class Target:
-    """The whole frozen target for drafting and verification.
-
-    Its layers may be on several devices. Inputs, outputs and `parts` are on `device`, the device of the embeddings.
-    """
+    """The whole frozen target. All but its layers, which may be on several devices, is on the embeddings' device."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Freeze a model, without copying it."""
@@ -87,10 +126,7 @@ class Target:
         return states if len(found) == 1 else TargetStates.joined(positions.shape, found)
 
     def cache(self, num_slots: int, lengths: Sequence[int] | None = None) -> PositionCache:
-        """Returns an empty cache for decoding, with slots for so many positions of each sequence.
-
-        `lengths` are the numbers of tokens of the prompts; None if no prompt is padded.
-        """
+        """Returns an empty cache for so many positions of each sequence. `lengths` are those of padded prompts."""
         return StateCache(num_slots, self.config, lengths) if self.form.keeps_states else PositionCache(num_slots)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -110,10 +146,7 @@ class Target:
 
     @contextmanager
     def capturing(self, after_layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Record residual streams of the model's forward, keyed by the number of decoder layers before them.
-
-        Key 0 is the input of the first layer. The key equal to the number of layers is the input of the final norm.
-        """
+        """Record residual streams of the model's forward, by the number of decoder layers before them, from 0."""
         # The stream after k layers is the input of module k.
         readers = [*self.layers, self.model.get_submodule(self.form.norm)]
         streams: dict[int, torch.Tensor] = {}

@@ -46,10 +46,7 @@ class PositionCache(Cache):
         self._used_slots = 0
 
     def readings(self, positions: torch.Tensor) -> Iterator[Reading]:
-        """Yields which of the tokens at positions [B, S] to read together, in this order.
-
-        Here these are all of them; `StateCache` reads some apart.
-        """
+        """Yields which of the tokens at positions [B, S] to read together, in this order: here all of them."""
         yield slice(None), slice(None)
 
     def begin(self, positions: torch.Tensor, tree: TreeSlots | None = None) -> torch.Tensor | None:
@@ -109,10 +106,7 @@ class PositionCache(Cache):
     def _slots(
         self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor, batch: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a layer's keys and values of all slots [batch, heads, slots, head_dim], made when first needed.
-
-        `batch` counts all sequences: `StateCache` may pass states of only some.
-        """
+        """Returns a layer's keys and values of all slots [batch, heads, slots, head_dim], made when first needed."""
         for tensors, states in ((self._keys, key_states), (self._values, value_states)):
             if layer_idx not in tensors:
                 tensors[layer_idx] = states.new_zeros(batch, states.shape[1], self.num_slots, states.shape[-1])

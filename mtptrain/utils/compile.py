@@ -56,10 +56,7 @@ def mark_width_static(x: torch.Tensor) -> torch.Tensor:
 
 
 def fused(function: Callable[P, R], recomputes: bool = False) -> Callable[P, R]:
-    """Decorate a pure function of tensors. Compiled and eager results differ only by rounding.
-
-    On a GPU, `recomputes` makes it recompute values instead of writing them to memory.
-    """
+    """Decorate a pure function of tensors. On a GPU, `recomputes` computes values again instead of storing them."""
 
     @cache
     def compiled(recomputing: bool) -> Callable[P, R]:

@@ -100,10 +100,7 @@ class StopSignal:
 
 
 def init_ranks(timeout_hours: float) -> Ranks:
-    """Join the process groups if torchrun started more than one rank, of which each has a GPU or none has.
-
-    In all groups, ranks wait so long for each other before they fail.
-    """
+    """Join the process groups if torchrun started several ranks, which wait so long for each other in all groups."""
     global _waiting_group
     ranks = Ranks(
         int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))

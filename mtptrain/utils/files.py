@@ -122,10 +122,7 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(content: Any, where: str, advice: str) -> dict[str, Any]:
-    """Returns the object that `sealed` was given; refuses one that has changed since, or has no seal.
-
-    `where` is the file, or the file and the line, and `advice` is what to do about a damaged one.
-    """
+    """Returns the object that `sealed` was given; refuses one that has changed since, or has no seal."""
     if not isinstance(content, dict) or SEAL not in content:
         raise UserError(
             f"{where}: must have the entry {SEAL}, but lacks it: it was changed, or an older version wrote it; {advice}"
@@ -175,12 +172,10 @@ def parse_json(content: bytes | str, where: str, advice: str = "correct it") -> 
         # From bytes, json would also read UTF-16. But callers split files into lines as bytes, which breaks UTF-16.
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
         return json.loads(text, object_pairs_hook=unique_keys)
-    except RecursionError as error:
-        raise UserError(f"{where}: must be JSON, but is nested too deep to be read; {advice}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: must be UTF-8, but is not ({error}); {advice}") from error
-    except ValueError as error:
-        raise UserError(f"{where}: must be JSON, but is not ({error}); {advice}") from error
+    except (RecursionError, ValueError) as error:
+        kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+        reason = "is nested too deep to be read" if isinstance(error, RecursionError) else f"is not ({error})"
+        raise UserError(f"{where}: must be {kind}, but {reason}; {advice}") from error
 
 
 def refuse_lone_surrogates(value: Any, where: str) -> None:

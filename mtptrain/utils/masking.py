@@ -22,10 +22,7 @@ def address_below(url: str, path: str) -> str:
 
 
 def hide_passwords(value: Any) -> Any:
-    """Returns a text, or a list or dict of such values, without the user, password and query of any address in it.
-
-    A query holds the key of some servers: of `https://host/v1?key=abc`, `https://host/v1?key=***` stays.
-    """
+    """Returns a text, or a list or dict of such values, without users, passwords and query values of addresses."""
     if isinstance(value, str):
         without_user = re.sub(r"(?<=://)[^\s/?#]*@", f"{HIDDEN}@", value)
         return re.sub(r"(?<=://)[^\s?#]*\?[^\s#'\"]*", _without_values, without_user)

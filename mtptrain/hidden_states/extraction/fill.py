@@ -53,10 +53,7 @@ class OverlappedWriter:
         self._thread_local = threading.local()
 
     def write_shard(self, file: ShardFile, documents: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Queue the states [n, L + 1, H], on any device, of each document of a shard, whose computation has finished.
-
-        The shard is finalized in the background while the next one is written, at most one at a time.
-        """
+        """Queue the states [n, L + 1, H] of a shard's documents, on any device, whose computation has finished."""
         self._unfinished.add(file)
         for document, states in documents:
             num_bytes = states.numel() * states.element_size()

@@ -226,10 +226,7 @@ def visible_devices(visible: str | None, local_rank: int, tensor_parallel_size: 
 def engine_limits(
     settings: HiddenStatesConfig, target_config: PreTrainedConfig, num_streams: int, max_document_tokens: int
 ) -> dict[str, Any]:
-    """Returns an engine's limits on context, batches and memory.
-
-    On a CPU, the engine uses `cpu_limits` in place of the other limits on batches and memory.
-    """
+    """Returns an engine's limits on context, batches and memory; on a CPU it uses `cpu_limits`."""
     max_model_len = max_document_tokens + 1  # vLLM generates one token
     batch_tokens = min(max(settings.batch_tokens, CPU_MAX_SEQS), CPU_BATCH_TOKENS)
     itemsize = getattr(torch, settings.dtype.value).itemsize

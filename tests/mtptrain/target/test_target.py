@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtptrain.target.causal_attention import MaskOf, SeenSlots
-from mtptrain.target.few_rows import MOST_ROWS, FrozenLinear
 from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
-from mtptrain.target.model import Target, TargetStates
+from mtptrain.target.model import MOST_ROWS, FrozenLinear, Target, TargetStates
 from mtptrain.target.position_cache import PositionCache, TreeSlots
 from tests.conftest import FAMILIES, WINDOW, make_target
 from tests.families import most_are_slow
