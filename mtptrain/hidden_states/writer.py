@@ -130,7 +130,7 @@ class ShardFile:
         num_captured: int,
         dtype: StoreDtype,
     ) -> None:
-        """Allocate the disk space of a shard, which holds `tokens` of the prompts and states with L = `num_captured`."""
+        """Allocate the disk space of a shard that holds `tokens` of the prompts, and states with L = `num_captured`."""
         self._path = shard_path(directory, index)
         self._temporary = unique_temporary(self._path)
         self._tokens, self._num_captured, self._dtype = tokens, num_captured, dtype
