@@ -66,7 +66,7 @@ def prepare(run: Run, output_dir: Path) -> Bench:
         return Bench(config, prompts, output_dir, server)
     served = find_served(run, prompts, most_drafts, output_dir)
     engine = running_engine(config.serving.engine)
-    engine.check_bench(served.program, config.head.name, concurrency, config.acceptance.temperature)
+    engine.check_bench(config.head.name, concurrency, config.acceptance.temperature)
     return Bench(config, prompts, output_dir, served)
 
 
@@ -99,8 +99,8 @@ def write_results(bench: Bench, rows: Sequence[Row], version: str) -> None:
     write_sealed(path, report)
     print_table(bench, described, f"{engine.name} {version}")
     remove_engine_settings(bench.output_dir)
-    if served and engine.varies_drafts:
-        print(write_engine_settings(bench.output_dir, speeds, served, config.head))
+    if served and (said := write_engine_settings(bench.output_dir, speeds, served, engine)):
+        print(said)
     with drawing(bench.output_dir / "plot.svg", path):
         (bench.output_dir / "plot.svg").write_text(plot_serving(described))
 

@@ -123,11 +123,7 @@ def register() -> None:
 
 
 def load_config(cfg: DictConfig) -> PipelineConfig:
-    """Returns the composed config as dataclasses.
-
-    Raises:
-        UserError: a value is out of its range, or does not fit another setting.
-    """
+    """Returns the composed config as dataclasses."""
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, PipelineConfig)
     check_bounds(config)

@@ -45,13 +45,7 @@ def main(config: PipelineConfig) -> None:
 
 
 def export(run: Run) -> None:
-    """Export the head of a run, and put the export in place once it proposes the same tokens as the head.
-
-    Raises:
-        OSError: a file cannot be read or written.
-        UserError: the head does not exist or cannot be exported for this engine, the folder holds files of somebody
-            else, or the exported head is not the trained one.
-    """
+    """Export the head of a run, and put the export in place once it proposes the same tokens as the head."""
     config = run.config
     stage_dir = export_dir(config)
     stage_dir.check_replaceable()
@@ -97,11 +91,7 @@ def write_head(directory: Path, form: Format, state: Tensors) -> None:
 
 
 def check_tensors(directory: Path, form: Format) -> None:
-    """Check the names and shapes of all tensors, because engines silently keep random values for a missing tensor.
-
-    Raises:
-        UserError: a tensor is missing, has another shape, or does not belong to the format.
-    """
+    """Raises UserError for a wrong name or shape: engines silently keep random values for a missing tensor."""
     with torch.device("meta"):
         state = build_head(form.head, form.target).state_dict()
     if misfit := first_misfit(form.tensors(state), form.read(directory)):
@@ -146,27 +136,16 @@ def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[Do
 
 
 def measured_acceptance(path: Path, head_sha256: str) -> str:
-    """Returns what the README says about the head's acceptance.
-
-    Raises:
-        UserError: the report of `mtptrain acceptance` is damaged.
-    """
-    advice = "run mtptrain acceptance again, or remove this file"
-    report = read_sealed(path, advice) if path.is_file() else {}
+    """Returns what the README says about the head's acceptance."""
+    report = read_sealed(path, "run mtptrain acceptance again, or remove this file") if path.is_file() else {}
     if report.get("head_sha256") != head_sha256:
         return "Not measured: run `mtptrain acceptance` and export again."
-    try:
-        rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
-        return (
-            f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K "
-            f"= {report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} "
-            f"prompts, {report['dtype']}."
-        )
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: must have all figures that mtptrain acceptance writes, but some are missing or invalid "
-            f"({error!r}); {advice}"
-        ) from error
+    rates = ", ".join(f"{rate:.3f}" for rate in report["acceptance_rate_at"])
+    return (
+        f"Acceptance length {report['acceptance_length']:.3f} (bonus token included), rate by position {rates}: K = "
+        f"{report['num_speculative_tokens']}, temperature {report['temperature']:g}, {report['prompts']} prompts, "
+        f"{report['dtype']}."
+    )
 
 
 def readme(run: Run, form: Format, measured: str, output_dir: Path) -> str:

@@ -1,45 +1,34 @@
-"""Writes settings for engines with the fastest number of drafts at each batch size, and the commands that use them."""
+"""Writes an engine's settings with the fastest number of drafts at each batch size, and the command that uses them."""
 
 from pathlib import Path
 
-from mtptrain.engines.base import Served
+from mtptrain.engines.base import RunningEngine, Served
 from mtptrain.engines.requests import Speeds, best_num_drafts
-from mtptrain.engines.table import ENGINES, engine_of, format_for
-from mtptrain.settings.heads import HeadConfig
-from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_json, write_text
 
-README = "README.md"
+SETTINGS, README = "vllm.json", "README.md"
+"""vLLM is the only engine with such settings that mtptrain starts."""
 
 
 def remove_engine_settings(output_dir: Path) -> None:
     """Remove the files of an earlier `write_engine_settings`."""
-    for name in (*(f"{key}.json" for key in ENGINES), README):
+    for name in (SETTINGS, README):
         (output_dir / name).unlink(missing_ok=True)
 
 
-def write_engine_settings(output_dir: Path, speeds: Speeds, served: Served, head: HeadConfig) -> str:
-    """Write a file for each engine that can vary K, and `README.md` with the commands.
+def write_engine_settings(output_dir: Path, speeds: Speeds, served: Served, engine: RunningEngine) -> str:
+    """Write the engine's settings, and `README.md` with the command; returns a line that says what was found.
 
-    Nothing is written if decoding without drafts is the fastest at every concurrency. Returns a line that says what was
-    found.
+    Nothing is written if the engine has no such settings, or if decoding without drafts is always the fastest.
     """
     best = best_num_drafts(speeds)
     if not any(best.values()):
         return "decoding without drafts was the fastest at every concurrency: serve the target without the head"
-    parts = ["# The fastest number of drafts at each batch size"]
-    for key in ENGINES:
-        if not (engine := engine_of(key)).varies_drafts:
-            continue
-        path = (output_dir / f"{key}.json").resolve()
-        try:
-            format_for(key, head, served.target.config)
-            settings, text = engine.settings_for(speeds, served, head, path)
-        except UserError as error:
-            settings, text = None, f"No settings: {error}."
-        if settings is not None:
-            write_json(path, settings)
-        parts += [f"## {engine.name}", text]
-    write_text(output_dir / README, "\n\n".join(parts) + "\n")
-    found = ", ".join(f"{num_drafts} at {size}" for size, num_drafts in best.items())
-    return f"fastest K by requests in flight: {found}; settings and commands: {output_dir / README}"
+    path = (output_dir / SETTINGS).resolve()
+    if (found := engine.settings_for(speeds, served, path)) is None:
+        return ""
+    settings, text = found
+    write_json(path, settings)
+    write_text(output_dir / README, f"# The fastest number of drafts at each batch size\n\n{text}\n")
+    fastest = ", ".join(f"{num_drafts} at {size}" for size, num_drafts in best.items())
+    return f"fastest K by requests in flight: {fastest}; settings and command: {output_dir / README}"

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser  # nothing public tells Hydra's options from settings
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
@@ -37,6 +36,8 @@ from mtptrain.utils.errors import (
     show_warning,
 )
 from mtptrain.utils.startup import guarded_imports, start_stage, started_stage
+
+MULTIRUN = {"--multirun", "-m"}
 
 
 def run_stage(name: str) -> None:
@@ -87,17 +88,16 @@ def run_program(main: Callable[[PipelineConfig], None]) -> None:
     warnings.showwarning = show_warning
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
-        options, unknown = get_args_parser().parse_known_args()
-        refuse_dashes(unknown)
-        if options.help and not any(override.startswith("recipe=") for override in options.overrides):
+        given, is_multirun = set(sys.argv[1:]), not MULTIRUN.isdisjoint(sys.argv)
+        if given & {"--help", "-h"} and not any(argument.startswith("recipe=") for argument in given):
             sys.argv.append("recipe=quickstart")  # help needs a composed config, and any recipe shows the settings
-        if options.multirun and started_stage() not in ("run", "plan"):
+        if is_multirun and started_stage() not in ("run", "plan"):
             raise UserError(
                 "--multirun: must be given to `mtptrain run`, which runs every stage as a process of its own, but "
                 "is given to another program; leave it out"
             )
         refuse_additions(sys.argv[1:])
-        with TemporaryDirectory() if options.multirun else nullcontext("") as sweep_dir:
+        with TemporaryDirectory() if is_multirun else nullcontext("") as sweep_dir:
             os.environ["MTPTRAIN_SWEEP_DIR"] = sweep_dir  # for Hydra's multirun.yaml, which could hold a password
             run()
     except KeyboardInterrupt:
@@ -112,9 +112,6 @@ def set_verbs(config: DictConfig, stage: str | None) -> None:
     """Make the program of `mtptrain plan` plan, and that of `mtptrain verify` verify.
 
     The settings of these names, which earlier versions had instead, still do so for the same programs.
-
-    Raises:
-        UserError: the stage would run although such a setting tells it to do something else.
     """
     for verb in VERBS:
         if stage == verb:
@@ -134,20 +131,6 @@ def refuse_additions(arguments: Sequence[str]) -> None:
         is_open = name in CONFIG_GROUPS or name.startswith(OPEN_SECTIONS)
         if argument.startswith("+") and not is_open and name not in setting_names(arguments):
             raise UserError(unknown_name(name, arguments))
-
-
-def refuse_dashes(unknown: Sequence[str]) -> None:
-    """Raises UserError for an option unknown to Hydra, which prints its usage, or settings on both sides of it."""
-    if unknown and not unknown[0].startswith("-"):
-        raise UserError(
-            f"{unknown[0]}: settings must stand together, but this one follows an option of Hydra; write all settings "
-            "on the same side of the option"
-        )
-    if unknown:
-        raise UserError(
-            f"{unknown[0]}: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
-            "NAME=VALUE, without dashes"
-        )
 
 
 def stage_command(stage: str, overrides: Sequence[str], num_ranks: int = 1) -> list[str]:

@@ -59,8 +59,6 @@ class Engine(ABC):
     """The version that exports are written for."""
     formats: ClassVar[Mapping[str, type[Format]]]
     """How each head that the engine serves is exported, by the head's name."""
-    varies_drafts = False
-    """Whether the engine can draft another number of tokens at each batch size: see `settings_for`."""
     has_server = True
     """Whether the engine is a server with a chat template."""
 
@@ -77,13 +75,6 @@ class Engine(ABC):
     def check_directory(self, directory: Path, form: Format) -> None:  # noqa: B027 (most take any)
         """Raises UserError if the engine would take an export in this folder for something else."""
 
-    def settings_for(self, speeds: Speeds, served: Served, head: HeadConfig, path: Path) -> tuple[Any, str]:
-        """Returns the contents of a file with the fastest K at each batch size, and the text with its command.
-
-        The file is None if the engine has no such settings for the head, and the text then says why.
-        """
-        raise NotImplementedError
-
 
 class RunningEngine(Engine):
     """An engine that mtptrain starts or asks."""
@@ -92,8 +83,6 @@ class RunningEngine(Engine):
     """The field of `ServingConfig` that names the engine's program."""
     server: type[EngineServer] | None = None
     """The client of a running server; None if the engine has no server."""
-    known_of: Mapping[str, str] = {}
-    """Remarks on versions, by their first two numbers."""
     advice: str
     """The advice if the engine's counters differ from ours by more than rounding."""
     why_no_drafts = ""
@@ -102,30 +91,14 @@ class RunningEngine(Engine):
     """How a server is made to report the drafts accepted in each round, for the end of a message."""
 
     @abstractmethod
-    def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
-        """Returns the engine's program, or a Python that has the engine, and warns of a version that was not tested.
-
-        Raises:
-            UserError: it does not exist, or is another program.
-        """
-
-    @abstractmethod
-    def version_of(self, program: Path) -> str | None:
-        """Returns the version of the engine; None if that is unknown."""
+    def find_program(self, serving: ServingConfig) -> Path:
+        """Returns the engine's program, or a Python that has the engine, and warns of a version that was not tested."""
 
     def check_target(self, target: TargetFiles) -> None:
-        """Check that the engine has a file of the target.
+        """Raises UserError if a file of the target is missing that the engine needs."""
 
-        Raises:
-            UserError: it has none.
-        """
-
-    def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:
-        """Check that the engine can run a benchmark with a head, with this many requests in flight.
-
-        Raises:
-            UserError: it cannot.
-        """
+    def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:
+        """Raises UserError if the engine cannot run a benchmark with a head and this many requests in flight."""
 
     def report_types(self, target: TargetFiles, serving: ServingConfig, dtype: str) -> dict[str, str | None]:
         """Returns entries of a report: what chose the type of the weights. `dtype` is None if that setting did not."""
@@ -137,11 +110,7 @@ class RunningEngine(Engine):
 
     @abstractmethod
     def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
-        """Start the engine with K = `num_drafts`, and return greedy answers to prompts of token ids, and its counters.
-
-        Raises:
-            UserError: the engine cannot serve the target or the head, or does not answer.
-        """
+        """Start the engine with K = `num_drafts`, and return its greedy answers to token ids and its counters."""
 
     def counted(self, generations: Sequence[Generation], num_drafts: int, asked: Questions) -> tuple[EngineCounts, str]:
         """Returns what the engine counts for our answers, and a sentence on its rules if they changed the counts."""
@@ -154,7 +123,11 @@ class RunningEngine(Engine):
         """Run loads one after another with K = `num_drafts`; 0 decodes without drafts. Returns version and results.
 
         The engine may keep files for a benchmark's next K in `scratch_dir`.
-
-        Raises:
-            UserError: the engine or a request failed.
         """
+
+    def settings_for(self, speeds: Speeds, served: Served, path: Path) -> tuple[dict[str, Any], str] | None:
+        """Returns the contents of a file with the fastest K at each batch size, and the text with its command.
+
+        None if the engine has no such settings.
+        """
+        return None

@@ -64,11 +64,7 @@ class Format(ABC):
         return cls(head, target)
 
     def check(self) -> None:  # noqa: B027 (most need nothing)
-        """Check that everything is there that the export needs besides the head and the target's directory.
-
-        Raises:
-            UserError: something is missing.
-        """
+        """Raises UserError if something is missing that the export needs besides the head and the target."""
 
     @cached_property
     def dims(self) -> HeadDims:

@@ -7,11 +7,10 @@ from transformers import PreTrainedConfig
 
 from mtptrain.heads import HEADS
 from mtptrain.heads.layers import head_dims
-from mtptrain.settings.heads import HeadConfig, LayerConfig
+from mtptrain.settings.heads import DflashConfig, HeadConfig, LayerConfig
 from mtptrain.target.families import head_dim, key_heads, mlp_size, sliding_window
 from mtptrain.target.mimo import MiMoConfig
 
-ABOVE_0, BELOW_LAST = "above 0 (the embeddings)", "below the target's last layer"
 SIZES = "(attention heads, key/value heads, head dim, intermediate size)"
 
 
@@ -46,6 +45,50 @@ def captured_layers(head: HeadConfig, target: PreTrainedConfig) -> tuple[int, ..
 def layers_must(layers: tuple[int, ...], must_be: str, reason: str) -> Refusal:
     """Returns the refusal of these captured layers."""
     return Refusal("head.capture_layers", must_be, list(layers), reason, "train with other layers")
+
+
+def why_not_captured(
+    engine: str,
+    head: HeadConfig,
+    target: PreTrainedConfig,
+    *,
+    has_embeddings: bool = True,
+    at_last: str = "",
+    has_three: bool = False,
+    has_own_lm_head: bool = True,
+) -> Iterator[Refusal]:
+    """Yields what an engine does not serve of a head that reads captured layers.
+
+    Args:
+        engine: its name.
+        head: the head.
+        target: its target.
+        has_embeddings: whether the engine has an id for layer 0.
+        at_last: why the engine cannot capture the stream after the last layer, unless it can.
+        has_three: whether its class of EAGLE-3 reads three layers, instead of two or more with a class of its own.
+        has_own_lm_head: whether its block drafters may have a vocabulary of their own.
+    """
+    layers = captured_layers(head, target)
+    if head.name == "eagle3" and has_three and len(layers) != 3:
+        yield layers_must(layers, "three", f"{engine} reads exactly three")
+    if at_last and layers[-1] == target.num_hidden_layers:
+        yield layers_must(layers, "below the target's last layer", at_last)
+    if layers[0] == 0 and not has_embeddings:
+        reason = f"{engine} counts layers from 0, by their outputs, and has no id for the embeddings"
+        yield layers_must(layers, "above 0 (the embeddings)", reason)
+    if head.name == "eagle3" and not has_three:
+        yield from must_be_false(head, "norm_before_residual", f"{engine} takes the residual before the norm")
+        if len(layers) == 1:
+            yield layers_must(layers, "two or more", f"{engine} applies fc only if it reduces the width of the state")
+    if isinstance(head, DflashConfig) and head.draft_vocab_size and not has_own_lm_head:
+        reason = f"{engine} gives the head the target's lm_head"
+        yield Refusal("head.draft_vocab_size", "null", head.draft_vocab_size, reason, "train without it")
+
+
+def no_anchor(engine: str, head: HeadConfig) -> Iterator[Refusal]:
+    """Yields a refusal if the newest token drafts in a head of an engine's plain class of DFlash."""
+    if head.name == "dflash":
+        yield from must_be_false(head, "sample_from_anchor", f"{engine}'s class drafts nothing with the newest token")
 
 
 def quantised(target: PreTrainedConfig, reason: str, instead: str) -> Iterator[Refusal]:

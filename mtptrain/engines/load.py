@@ -19,20 +19,12 @@ LAST_LINE = b"data: [DONE]"
 
 
 def send_all(server: EngineServer, requests: Requests, loads: Sequence[Load]) -> tuple[str, list[LoadResult]]:
-    """Returns the server's version and the results of loads, which are sent one after another.
-
-    Raises:
-        UserError: one of the errors of `send`.
-    """
+    """Returns the server's version and the results of loads, which are sent one after another."""
     return server.version, [send(server, requests, load) for load in loads]
 
 
 def send(server: EngineServer, requests: Requests, load: Load) -> LoadResult:
-    """Returns the times of all answers to a load, and how much the server's drafting counters grew.
-
-    Raises:
-        UserError: a request failed, or the server answers other requests too.
-    """
+    """Returns the times of all answers to a load, and how much the server's drafting counters grew."""
     before, client = server.counters(), server.client(load.concurrency)
     pool = ThreadPoolExecutor(load.concurrency)
     try:

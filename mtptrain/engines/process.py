@@ -27,8 +27,8 @@ from mtptrain.utils.startup import without_own_settings
 SHOWN_LINES = 30
 """Number of output lines that the error of a failed process shows."""
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
-MAKEFILE = Path(__file__).parents[2] / "Makefile"
-"""That of the checkout. A wheel has none."""
+CHECKOUT = Path(__file__).parents[2]
+"""The folder into which `make` installs engines."""
 
 START_TIMEOUT_S = 3600.0
 """Seconds that a server may take to load the target and answer. One that fails ends sooner, which is noticed."""
@@ -44,16 +44,6 @@ class EngineCrashed(UserError):
     """The process of an engine was ended by a fault in the engine's own code."""
 
 
-def how_to_install(folder: str, without_makefile: str) -> str:
-    """Returns what a user can do to get an engine: `make` in a checkout, and something else in a wheel.
-
-    Args:
-        folder: the folder of the checkout into which `make` installs the engine.
-        without_makefile: what to do where there is no Makefile.
-    """
-    return f"run `make {folder}/.installed`" if MAKEFILE.is_file() else without_makefile
-
-
 def warn_of_version(name: str, tested: str, version: str, place: str, more: str = "") -> None:
     """Warn that an engine, which users know by this name, has not the version that exports are written for."""
     warnings.warn(
@@ -61,6 +51,27 @@ def warn_of_version(name: str, tested: str, version: str, place: str, more: str 
         f"another version may read exports differently{more}",
         stacklevel=3,
     )
+
+
+def find_python(setting: str, given: str | None, folder: str, packages: str, code: str) -> tuple[Path, str]:
+    """Returns the Python of an engine's own environment, and the version that the code prints there.
+
+    Args:
+        setting: the setting of this Python.
+        given: its value; None takes the environment that `make` installs.
+        folder: the folder of that environment.
+        packages: what to install into an environment.
+        code: prints the engine's version, and fails without the engine.
+    """
+    path = CHECKOUT / folder / "bin" / "python" if given is None else Path(given)
+    version = printed_by(path, code) if path.is_file() else None
+    if version is None:
+        does = "has none" if path.is_file() else "does not exist"
+        raise UserError(
+            f"{setting}: must be a Python with {packages}, but {path} {does}; run `make {folder}/.installed` in a "
+            f"checkout, or install {packages} into an environment of its own and set {setting} to its Python"
+        )
+    return path, version
 
 
 def printed_by(python: Path, code: str) -> str | None:
@@ -85,9 +96,6 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
         mode: the worker's first argument.
         job: the contents of the job's file.
         name: the engine, for errors.
-
-    Raises:
-        UserError: the worker failed; as EngineCrashed if the engine's own code did.
     """
     progress = f"{worker.stem}:"
     with tempfile.TemporaryDirectory(prefix="mtptrain-job-") as directory:
@@ -138,9 +146,6 @@ def started_server(
         command: the program and its arguments, to which host and port are added.
         log_path: the file for everything that the server prints.
         environment: variables to set unless the user has set them.
-
-    Raises:
-        UserError: the server ended, or did not answer in time.
     """
     port = free_port()
     arguments = [sys.executable, SUPERVISOR, *command, "--host", "127.0.0.1", "--port", str(port)]

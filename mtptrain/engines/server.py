@@ -74,18 +74,10 @@ class EngineServer(ABC):
 
     @abstractmethod
     def check_model(self, target: TargetFiles, head_dir: Path) -> None:
-        """Check that the server serves the target, or the export if that holds the target too.
-
-        Raises:
-            UserError: it serves another model.
-        """
+        """Raises UserError unless the server serves the target, or the export if that holds the target too."""
 
     def check_context(self, needed_tokens: int) -> None:
-        """Check that the context holds the longest prompt, its answer and spare drafts.
-
-        Raises:
-            UserError: it is shorter.
-        """
+        """Raises UserError if the context does not hold the longest prompt, its answer and spare drafts."""
         if self.max_model_len < needed_tokens:
             raise UserError(
                 f"serving.url: the server's context must hold {needed_tokens} tokens (the longest prompt, "
@@ -99,9 +91,7 @@ class EngineServer(ABC):
     ) -> EngineRun:
         """Returns greedy answers to prompts of token ids, and how much the counters grew.
 
-        Raises:
-            UserError: the server does not answer, or the server answers with an error, or the server serves other
-                requests in the meantime, which makes its counters useless.
+        Raises UserError if the server serves other requests in the meantime, which makes its counters useless.
         """
 
     @abstractmethod
@@ -120,27 +110,22 @@ class EngineServer(ABC):
 
     @abstractmethod
     def counts_since(self, before: Counters, num_requests: int) -> EngineCounts | None:
-        """Returns how much the drafting counters grew; None if the server does not draft.
-
-        Raises:
-            UserError: the server finished other requests than these in the meantime, or its counters keep changing.
-        """
+        """Returns how much the drafting counters grew; None if the server does not draft."""
 
     def counters(self) -> Counters:
         """Returns every counter by name and position, summed over engines and other labels."""
         return self.read("/metrics", _counters)
 
-    def settled_counters(self) -> Counters:
-        """Returns the counters once they stop changing: the server answers a request before counting its last step.
+    def growth_since(self, before: Counters) -> Counters:
+        """Returns how much each counter grew, once they stop changing: a server answers before it counts the last step.
 
-        Raises:
-            UserError: they do not stop changing.
+        Raises UserError if they do not stop changing.
         """
         counters, deadline = self.counters(), time.monotonic() + SETTLE_LIMIT_S
         while time.monotonic() < deadline:
             time.sleep(SETTLED_AFTER_S)
             if (later := self.counters()) == counters:
-                return counters
+                return {name: number - before.get(name, 0) for name, number in counters.items()}
             counters = later
         raise self.is_busy(f"its counters still change {SETTLE_LIMIT_S:g} s after the last answer")
 
@@ -151,16 +136,10 @@ class EngineServer(ABC):
             "when it is idle"
         )
 
-    def growth_since(self, before: Counters) -> Counters:
-        """Returns how much each counter grew, once they stop changing."""
-        return {name: number - before.get(name, 0) for name, number in self.settled_counters().items()}
-
     def read(self, path: str, parse: Callable[[bytes], Parsed], content: dict[str, Any] | None = None) -> Parsed:
         """Returns what `parse` makes of the response to a GET request, or to a POST request with JSON content.
 
-        Raises:
-            UserError: the server does not answer, or the server answers with an error, or `parse` cannot read the
-                answer.
+        Raises UserError if the server does not answer, or with an error, or with what `parse` cannot read.
         """
         response, url = None, address_below(self.url, path)
         try:

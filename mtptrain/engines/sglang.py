@@ -7,15 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mtptrain.engines.base import Engine, Served
+from mtptrain.engines.base import Engine
 from mtptrain.engines.exports import FROM_1_IN_SGLANG, LAYER_IDS
 from mtptrain.engines.format import Format
-from mtptrain.engines.limits import ABOVE_0, BELOW_LAST, Refusal, captured_layers, layers_must, must_be_false
+from mtptrain.engines.limits import Refusal, captured_layers, layers_must, must_be_false, no_anchor, why_not_captured
 from mtptrain.engines.mimo import MimoLayer
-from mtptrain.engines.requests import Speeds, best_num_drafts
 from mtptrain.engines.vllm.formats import EAGLE_NAMES, VllmDflash, VllmDflash2, VllmDspark, VllmEagle3
 from mtptrain.heads.base import Tensors
-from mtptrain.settings.heads import DflashConfig, HeadConfig, MtpConfig
+from mtptrain.settings.heads import HeadConfig, MtpConfig
 
 _STREAMS_FOR_ALL = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4_text", "gemma4_unified_text", "glm4_moe_lite"),
@@ -36,11 +35,6 @@ WITH_STREAMS = {
 """Families whose class in SGLang returns residual streams to a head, or that of the model with images around them.
 
 Those classes have `set_eagle3_layers_to_capture`, `set_dflash_layers_to_capture` or `set_dspark_layers_to_capture`.
-"""
-ADAPTIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
-"""Values of `--speculative-algorithm` that can vary the number of drafted tokens.
-
-Source: `adaptive_unsupported_reason` in adaptive_spec_params.py.
 """
 BLOCK_METHODS = ("DFLASH", "DSPARK")
 """Methods that draft a whole block in one step. SGLang warns of any other number of steps, and sets it to 1."""
@@ -142,7 +136,6 @@ class Sglang(Engine):
 
     name = "SGLang"
     version = "0.5.23"
-    varies_drafts = True
     formats = {  # noqa: RUF012 (never changed)
         "mtp": SglangMtp,
         "eagle": SglangEagle,
@@ -155,33 +148,10 @@ class Sglang(Engine):
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
         if head.name in WITH_STREAMS:
             yield from why_not_streams(head, target)
-        if isinstance(head, DflashConfig) and head.draft_vocab_size:
-            reason = "SGLang gives the head the target's lm_head"
-            yield Refusal("head.draft_vocab_size", "null", head.draft_vocab_size, reason, "train without it")
-        if head.name == "dflash":
-            yield from must_be_false(head, "sample_from_anchor", "SGLang's class drafts nothing with the newest token")
+        yield from no_anchor(self.name, head)
         if isinstance(head, MtpConfig):
             reason = "SGLang passes the states after the target's final norm to a head"
             yield from must_be_false(head, "prenorm_states", reason)
-
-    def settings_for(self, speeds: Speeds, served: Served, head: HeadConfig, path: Path) -> tuple[Any, str]:
-        """Returns the value of `--speculative-adaptive-config`, and the text that explains it.
-
-        For each batch, SGLang uses the entry of the closest size.
-        """
-        best = best_num_drafts(speeds)
-        method = self.formats[head.name].method
-        if method not in ADAPTIVE_ALGORITHMS:
-            return None, f"No settings: SGLang drafts a fixed number of tokens with {method}."
-        head_dir = served.head_dir.resolve().with_name("sglang")
-        form = self.formats[head.name].for_target(head, served.target.config)
-        launch = form.launch(served.target.name_for_engines, head_dir, max(best.values()))
-        return {str(size): {"candidate_steps": [num_drafts]} for size, num_drafts in sorted(best.items())}, (
-            "For each batch, SGLang uses the entry of the closest size. The speeds were measured with vLLM, and SGLang "
-            "was not run. Write the head for SGLang first, with `mtptrain export`, `export.engine=sglang` and "
-            f"`export.output_dir={head_dir}`.\n\n```bash\n{launch} \\\n"
-            f"    --speculative-adaptive --speculative-adaptive-config {shlex.quote(str(path))}\n```"
-        )
 
 
 def why_not_streams(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
@@ -190,17 +160,9 @@ def why_not_streams(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refu
         must_be, value = "of a family whose layers can be captured", f"a {target.model_type}"
         reason = f"SGLang has no class for it that returns residual streams to head {head.name}"
         yield Refusal("target.path", must_be, value, reason, "train head=mtp")
-    layers = captured_layers(head, target)
-    if layers[-1] == target.num_hidden_layers:
-        yield layers_must(layers, BELOW_LAST, "SGLang captures a stream at the input of the next layer")
-    if layers[0] == 0:
-        yield layers_must(layers, ABOVE_0, "SGLang counts layers from 0 and has no id for the embeddings")
-    if head.name != "eagle3":
-        return
-    yield from must_be_false(head, "norm_before_residual", "SGLang takes the residual before the norm")
-    if len(layers) == 1:
-        yield layers_must(layers, "two or more", "SGLang applies fc only if it reduces the width of the state")
-    if target.model_type in FROM_1_IN_SGLANG and layers[0] == 1:
+    at_last, layers = "SGLang captures a stream at the input of the next layer", captured_layers(head, target)
+    yield from why_not_captured("SGLang", head, target, has_embeddings=False, at_last=at_last, has_own_lm_head=False)
+    if head.name == "eagle3" and target.model_type in FROM_1_IN_SGLANG and layers[0] == 1:
         must_be = f"a list that does not start with 1 for a {' or '.join(FROM_1_IN_SGLANG)} target"
         reason = "for this family SGLang counts layers from 0 if the list starts with 1, and from 1 otherwise"
         yield layers_must(layers, must_be, reason)

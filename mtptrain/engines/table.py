@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from mtptrain.engines.base import Engine, RunningEngine
 from mtptrain.engines.format import Format
 from mtptrain.engines.limits import Refusal
-from mtptrain.settings.evaluation import ExportEngine, ServingConfig, ServingEngine
+from mtptrain.settings.evaluation import ExportEngine
 from mtptrain.settings.heads import HeadConfig
 from mtptrain.utils.errors import UserError
 
@@ -91,11 +91,7 @@ def first_refusal(engine: str, head: HeadConfig, target: PreTrainedConfig) -> Re
 
 
 def check_servable(engine: str, head: HeadConfig, target: PreTrainedConfig) -> None:
-    """Check that an engine can serve a head with a target.
-
-    Raises:
-        UserError: it cannot; the message gives the reason and what to do.
-    """
+    """Raises UserError, with the reason and what to do, if an engine cannot serve a head with a target."""
     refusal = first_refusal(engine, head, target)
     if refusal is None:
         return
@@ -117,18 +113,3 @@ def warn_of_limits(engine: str, head: HeadConfig, target: PreTrainedConfig, targ
         format_for(engine, head, target, target_gguf)
     except UserError as error:
         warnings.warn(f"this head can be trained and measured, but not exported: {error}", stacklevel=2)
-
-
-def describe_engines(serving: ServingConfig) -> str:
-    """Returns a line for each engine: its version and what is known of it, or that it was not found and what to do."""
-    lines = []
-    for key in ServingEngine:
-        engine = running_engine(key)
-        try:
-            version = engine.version_of(engine.find_program(serving, warns=False)) or "of an unknown version"
-        except (UserError, OSError) as error:  # OSError: a Python that cannot be run
-            lines.append(f"{engine.name}: not found ({str(error).rpartition('; ')[2]})")
-            continue
-        known = engine.known_of.get(".".join(version.split(".")[:2]), f"tested is {engine.version}")
-        lines.append(f"{engine.name} {version}: {known}")
-    return "\n".join(lines)

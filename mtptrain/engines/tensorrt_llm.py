@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.engines.base import Engine
 from mtptrain.engines.format import Format
-from mtptrain.engines.limits import ABOVE_0, Refusal, captured_layers, layers_must, must_be_false
+from mtptrain.engines.limits import Refusal, why_not_captured
 from mtptrain.engines.vllm.formats import VllmDraftModel, VllmEagle3
 from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig
@@ -74,16 +74,8 @@ class TensorRtLlm(Engine):
     formats = {"eagle3": TensorRtEagle3, "draft_model": TensorRtDraftModel}  # noqa: RUF012 (never changed)
 
     def why_not(self, head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
-        if isinstance(head, DraftModelConfig):
-            return
-        layers = captured_layers(head, target)
-        yield from must_be_false(head, "norm_before_residual", "TensorRT-LLM takes the residual before the norm")
-        if len(layers) == 1:
-            yield layers_must(
-                layers, "two or more", "TensorRT-LLM applies fc only if it reduces the width of the state"
-            )
-        if layers[0] == 0:
-            yield layers_must(layers, ABOVE_0, "TensorRT-LLM counts layers from 0 and has no id for the embeddings")
+        if not isinstance(head, DraftModelConfig):
+            yield from why_not_captured(self.name, head, target, has_embeddings=False)
 
 
 ENGINE = TensorRtLlm()

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.export_proof import proof_bytes
-from mtptrain.engines.table import describe_engines, warn_of_limits
+from mtptrain.engines.table import warn_of_limits
 from mtptrain.heads import HEADS
 from mtptrain.heads.draft_model import DraftModelHead
 from mtptrain.heads.files import build_head
@@ -338,7 +338,7 @@ def print_plan(config: PipelineConfig) -> None:
     table = Table(title=f"plan of {config.run_dir}: memory and time are estimates", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")  # a path in the command is not cut off
-    for row in [*plan.rows.items(), ("engines here", describe_engines(config.serving))]:
+    for row in plan.rows.items():
         table.add_row(*row)
     console = Console(markup=False)
     console.print(table)

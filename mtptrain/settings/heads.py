@@ -294,11 +294,7 @@ ConfigT = TypeVar("ConfigT", bound=HeadConfig)
 
 
 def config_of(kind: type[ConfigT], stored: Mapping[str, Any], path: Path) -> ConfigT:
-    """Returns the settings of a head that `save_head` stored in the file `path`; settings added since have defaults.
-
-    Raises:
-        UserError: a stored setting is unknown.
-    """
+    """Returns the settings of a head that `save_head` stored in the file `path`; settings added since have defaults."""
     unknown = sorted(stored.keys() - {field.name for field in fields(kind)})
     if unknown:
         raise UserError(

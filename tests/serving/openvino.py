@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from mtptrain.decoding.speculate import Generation
-from mtptrain.engines.openvino.engine import DEFAULT_PYTHON, ENGINE, decode, find_openvino_python, job_of
+from mtptrain.engines.openvino.engine import ENGINE, decode, job_of
+from mtptrain.engines.process import CHECKOUT
 from mtptrain.engines.requests import EngineCounts, EngineRun
 from mtptrain.engines.table import format_for
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
+from mtptrain.settings.evaluation import ServingConfig
 from tests.serving.cases import HEADS, Case
 from tests.serving.ours import QUESTIONS, OnDisk, Serve, drafted_here, served_from
 
@@ -19,9 +21,9 @@ from tests.serving.ours import QUESTIONS, OnDisk, Serve, drafted_here, served_fr
 @pytest.fixture(scope="session")
 def openvino_python() -> Path:
     """Returns the Python of the checkout's environment, or skips the test if it was not made."""
-    if not (DEFAULT_PYTHON.parents[1] / ".installed").is_file():
+    if not (CHECKOUT / ".venv-openvino/.installed").is_file():
         pytest.skip("NOTHING IS SERVED BY OPENVINO: run `make .venv-openvino/.installed`")
-    return find_openvino_python(None)
+    return ENGINE.find_program(ServingConfig())
 
 
 @pytest.fixture(scope="session")

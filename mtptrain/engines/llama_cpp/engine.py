@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import RunningEngine, Served
-from mtptrain.engines.limits import BELOW_LAST, Refusal, captured_layers, layers_must, must_be_false, window_of
+from mtptrain.engines.limits import Refusal, must_be_false, why_not_captured, window_of
 from mtptrain.engines.llama_cpp import formats
 from mtptrain.engines.llama_cpp.formats import ARCHITECTURE_OF
 from mtptrain.engines.llama_cpp.server import (
@@ -25,7 +25,7 @@ from mtptrain.engines.llama_cpp.server import (
     server_arguments,
 )
 from mtptrain.engines.load import send_all
-from mtptrain.engines.process import how_to_install, started_server
+from mtptrain.engines.process import CHECKOUT, started_server
 from mtptrain.engines.requests import EngineCounts, EngineRun, Load, LoadResult, Questions, Requests
 from mtptrain.heads.dflash import layer_kinds
 from mtptrain.heads.draft_model import model_config
@@ -36,7 +36,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.gguf import require_same_sizes
 from mtptrain.utils.errors import UserError
 
-DEFAULT_SERVER = Path(__file__).parents[3] / ".engines" / "llama_cpp" / "bin" / "llama-server"
+DEFAULT_SERVER = CHECKOUT / ".engines" / "llama_cpp" / "bin" / "llama-server"
 VERSION_TIMEOUT_S = 60.0
 RULE = (
     "llama.cpp drafts at most one token less than an answer may still have, and counts no draft after the end of an "
@@ -78,43 +78,31 @@ class LlamaCpp(RunningEngine):
         if (value := window_of(target)) is not None:
             reason = "its window in llama.cpp has not been compared with ours"
             yield Refusal("target.path", "a target without a sliding window", value, reason)
-        for must_be, value, reason in (
-            (
-                "hidden_act=silu",
-                None if (activation := getattr(target, "hidden_act", "silu")) == "silu" else activation,
-                "llama.cpp computes silu in every family that is known here",
-            ),
-            (
-                "attention_bias=false, unless it is a Llama",
-                "true" if getattr(target, "attention_bias", False) and not is_llama(target) else None,
-                "llama.cpp's classes of other families do not load these biases",
-            ),
-            (
-                "norm_topk_prob=true",
-                "false" if getattr(target, "norm_topk_prob", None) is False else None,
-                "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says",
-            ),
-        ):
-            if value is not None:
-                yield Refusal("target.path", f"a target with {must_be}", value, reason)
+        must_be, value, reason = "", None, ""
+        if getattr(target, "hidden_act", "silu") != "silu":
+            must_be, value = "hidden_act=silu", target.hidden_act
+            reason = "llama.cpp computes silu in every family that is known here"
+        elif getattr(target, "attention_bias", False) and not is_llama(target):
+            must_be, value = "attention_bias=false, unless it is a Llama", "true"
+            reason = "llama.cpp's classes of other families do not load these biases"
+        elif getattr(target, "norm_topk_prob", None) is False:
+            must_be, value = "norm_topk_prob=true", "false"
+            reason = "llama.cpp makes the weights of a token's experts add up to 1, whatever the model says"
+        if value is not None:
+            yield Refusal("target.path", f"a target with {must_be}", value, reason)
         if isinstance(head, Dflash2Config) and head.selector_top_k * (head.selector_top_k + 1) > target.hidden_size:
             must_be = "k with k (k + 1) of at most the target's hidden size"
             reason = "llama.cpp passes the candidates and the scores of all pairs where a state would be"
             yield Refusal("head.selector_top_k", must_be, head.selector_top_k, reason, "train with fewer")
         if isinstance(head, DraftModelConfig) and (value := unknown_model(model_config(head, target))) is not None:
-            families, reason = (
-                ", ".join(ARCHITECTURE_OF),
-                "the names and RoPE of other models in llama.cpp are not known here",
-            )
-            must_be = f"one of {families} without a window, and with unscaled RoPE unless it is a Llama or Mistral"
+            reason = "the names and RoPE of other models in llama.cpp are not known here"
+            families = f"one of {', '.join(ARCHITECTURE_OF)} without a window"
+            must_be = f"{families}, and with unscaled RoPE unless it is a Llama or Mistral"
             instead = "convert the export of export.engine=vllm with llama.cpp's convert_hf_to_gguf.py"
             yield Refusal("head.init_from", must_be, value, reason, instead, may_change_engine=False)
 
-    def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
+    def find_program(self, serving: ServingConfig) -> Path:
         return find_llama_server(serving.llama_server)
-
-    def version_of(self, program: Path) -> str | None:
-        return llama_version(program)
 
     def check_target(self, target: TargetFiles) -> None:
         """Check the target's GGUF file."""
@@ -168,21 +156,16 @@ def server_command(served: Served, num_drafts: int, num_slots: int, is_exact: bo
 
 
 def find_llama_server(path: str | None) -> Path:
-    """Returns the program `llama-server`: `serving.llama_server`, the one in the checkout, or that on PATH.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Returns the program `llama-server`: `serving.llama_server`, the one in the checkout, or that on PATH."""
     on_path = shutil.which("llama-server")
     found = Path(path) if path else DEFAULT_SERVER if DEFAULT_SERVER.is_file() or on_path is None else Path(on_path)
     if llama_version(found) is None:
         does, why = "does not exist", ""
         if found.exists():
             does, why = "does not print its version", f"run `{found} --version` to see why, "
-        install = how_to_install(".engines/llama_cpp", f"build llama.cpp {VERSION}")
         raise UserError(
-            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} {does}; {why}{install}, "
-            "or set serving.llama_server=PATH"
+            f"serving.llama_server: must be llama.cpp's program llama-server, but {found} {does}; {why}run `make "
+            f".engines/llama_cpp/.installed` in a checkout, or build llama.cpp {VERSION} and set serving.llama_server"
         )
     return found
 
@@ -223,16 +206,10 @@ def _drafts(generation: Generation, most_drafts: int, asked: Questions) -> list[
 
 def why_not_streams(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
     """Yields what llama.cpp does not serve of a head that reads captured layers."""
-    layers = captured_layers(head, target)
-    if isinstance(head, Eagle3Config) and len(layers) != 3:
-        yield layers_must(layers, "three", "llama.cpp reads exactly three")
-    if layers[-1] == target.num_hidden_layers:
-        yield layers_must(layers, BELOW_LAST, "llama.cpp captures a stream at the input of the next layer")
+    at_last = "llama.cpp captures a stream at the input of the next layer"
+    yield from why_not_captured("llama.cpp", head, target, at_last=at_last, has_three=True)
     if isinstance(head, DflashConfig) and len({kind.is_causal for kind in layer_kinds(head)}) > 1:
-        must_be, reason = (
-            "all or none if some layers slide and others do not",
-            "llama.cpp has one setting for all layers",
-        )
+        must_be, reason = "all or none if some layers slide and others do not", "llama.cpp has one setting for all"
         yield Refusal("head.causal", must_be, str(head.causal), reason, "train with another")
     if target.model_type not in FAMILIES_WITH_STREAMS:
         must_be, value = f"one of {', '.join(FAMILIES_WITH_STREAMS)}", f"a {target.model_type}"

@@ -15,17 +15,9 @@ from transformers import PreTrainedConfig
 
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.base import RunningEngine, Served
-from mtptrain.engines.limits import (
-    ABOVE_0,
-    BELOW_LAST,
-    Refusal,
-    captured_layers,
-    layers_must,
-    must_be_false,
-    window_of,
-)
+from mtptrain.engines.limits import Refusal, must_be_false, no_anchor, why_not_captured, window_of
 from mtptrain.engines.openvino.formats import OpenvinoDflash, OpenvinoDraftModel, OpenvinoEagle3
-from mtptrain.engines.process import EngineCrashed, how_to_install, printed_by, run_worker, warn_of_version
+from mtptrain.engines.process import EngineCrashed, find_python, run_worker, warn_of_version
 from mtptrain.engines.requests import Answer, EngineCounts, EngineRun, Load, LoadResult, Questions, Requests
 from mtptrain.heads.dflash import layer_kinds
 from mtptrain.heads.draft_model import model_config
@@ -36,7 +28,7 @@ from mtptrain.utils.errors import UserError
 
 VERSION = "2026.4.1"
 WORKER = Path(__file__).with_name("openvino_worker.py")
-DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-openvino" / "bin" / "python"
+FIND_OPENVINO = "from importlib.metadata import version; print(version('openvino-genai'))"
 RULE = (
     "OpenVINO reports the tokens of each round and neither the drafted ones nor those past the end of an answer: in "
     "each round, ours are counted as its tokens without the last one, and drafted tokens are not compared."
@@ -66,25 +58,18 @@ class Openvino(RunningEngine):
                 reason = "optimum's class of EAGLE-3 heads does not have it, and would leave it out without an error"
                 yield from must_be_false(head, setting, reason)
         if not isinstance(head, DraftModelConfig):
-            layers = captured_layers(head, target)
-            if isinstance(head, Eagle3Config) and len(layers) != 3:
-                yield layers_must(layers, "three", "OpenVINO reads exactly three")
-            if layers[0] == 0:
-                reason = "OpenVINO counts layers from 0 by their outputs and has no id for the embeddings"
-                yield layers_must(layers, ABOVE_0, reason)
-            if isinstance(head, DflashConfig) and layers[-1] == target.num_hidden_layers:
-                reason = "optimum takes the state after the final norm for the stream after the last layer"
-                yield layers_must(layers, BELOW_LAST, reason)
-        if isinstance(head, DflashConfig):
-            yield from must_be_false(
-                head, "sample_from_anchor", "OpenVINO's class drafts nothing with the newest token"
+            at_last = "optimum takes the state after the final norm for the stream after the last layer"
+            yield from why_not_captured(
+                *(self.name, head, target),
+                has_embeddings=False,
+                at_last=at_last if isinstance(head, DflashConfig) else "",
+                has_three=True,
+                has_own_lm_head=False,
             )
-            if any(kind.is_causal for kind in layer_kinds(head)):
-                reason = "in OpenVINO's class a token always sees its whole block"
-                yield Refusal("head.causal", "none", str(head.causal), reason, "train without it")
-            if head.draft_vocab_size:
-                reason = "OpenVINO gives the head the target's lm_head"
-                yield Refusal("head.draft_vocab_size", "null", head.draft_vocab_size, reason, "train without it")
+        yield from no_anchor(self.name, head)
+        if isinstance(head, DflashConfig) and any(kind.is_causal for kind in layer_kinds(head)):
+            reason = "in OpenVINO's class a token always sees its whole block"
+            yield Refusal("head.causal", "none", str(head.causal), reason, "train without it")
         models = [("target.path", "target", target)]
         if isinstance(head, DraftModelConfig):
             models.append(("head.init_from", "model", model_config(head, target)))
@@ -96,13 +81,13 @@ class Openvino(RunningEngine):
                 reason = "its window in OpenVINO has not been compared with ours"
                 yield Refusal(setting, f"a {kind} without a sliding window", value, reason)
 
-    def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
-        return find_openvino_python(serving.openvino_python)
+    def find_program(self, serving: ServingConfig) -> Path:
+        packages = f"openvino-genai=={VERSION}.* and optimum-intel"
+        return find_python(
+            "serving.openvino_python", serving.openvino_python, ".venv-openvino", packages, FIND_OPENVINO
+        )[0]
 
-    def version_of(self, program: Path) -> str | None:
-        return openvino_version(program)
-
-    def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:
+    def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:
         """Refuse what OpenVINO cannot do: sample with drafts, or decode several requests at a time with `dflash`."""
         if temperature > 0:
             raise UserError(
@@ -174,9 +159,6 @@ def run(python: Path, mode: str, job: dict[str, Any]) -> dict[str, Any]:
 
     If OpenVINO crashes, it is started once more: 2026.4 seldom but at random damages its own memory and ends.
     Source: github.com/openvinotoolkit/openvino.genai/issues/4425.
-
-    Raises:
-        UserError: OpenVINO cannot convert or serve the target or the head.
     """
     try:
         result: dict[str, Any] = run_worker(python, WORKER, mode, job, ENGINE.name)
@@ -208,29 +190,6 @@ def counts_of(accepted: Sequence[Sequence[int]], num_speculative_tokens: int) ->
     rounds = [num_accepted for answer in accepted for num_accepted in answer]
     depths = range(max((num_speculative_tokens, *rounds)))
     return EngineCounts(len(rounds), None, [sum(depth < num for num in rounds) for depth in depths])
-
-
-def find_openvino_python(python: str | None) -> Path:
-    """Returns the Python interpreter for OpenVINO: `python`, or that of `.venv-openvino` at the top of the checkout.
-
-    Raises:
-        UserError: the interpreter does not exist, or OpenVINO GenAI is not installed for it.
-    """
-    path = DEFAULT_PYTHON if python is None else Path(python)
-    if not path.is_file() or not openvino_version(path):
-        packages = f"openvino-genai=={VERSION}.* and optimum-intel"
-        install = how_to_install(".venv-openvino", f"install {packages} into an environment of its own")
-        raise UserError(
-            f"serving.openvino_python: must be a Python with OpenVINO GenAI, but {path} "
-            f"{'has none' if path.is_file() else 'does not exist'}; {install}, or set "
-            "serving.openvino_python to the Python of an environment with openvino-genai and optimum-intel"
-        )
-    return path
-
-
-def openvino_version(python: Path) -> str | None:
-    """Returns the version of OpenVINO GenAI that is installed for an interpreter; None if there is none."""
-    return printed_by(python, "from importlib.metadata import version; print(version('openvino-genai'))")
 
 
 ENGINE = Openvino()

