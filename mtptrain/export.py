@@ -1,9 +1,9 @@
 """Stage 5: writes the head to a directory that a serving engine can load.
 
 Reads `run_dir/train/best/` (`last/` if no head was measured, or the head of `head.init_from` if nothing was trained),
-the target's embeddings, final norm and lm_head, and `run_dir/hidden_states/` and the `report.json` of
-`mtptrain acceptance` if they exist. Writes `run_dir/export/<engine>/`: weights, `config.json`, a README with the launch
-command and the measured acceptance, and `serving.json` for programs.
+the target's embeddings, final norm and lm_head, and the `report.json` of `mtptrain acceptance` if it exists. Writes
+`run_dir/export/<engine>/`: weights, `config.json`, a README with the launch command and the measured acceptance, and
+`serving.json` for programs.
 
     mtptrain export recipe=quickstart export.engine=vllm
 """
@@ -11,24 +11,19 @@ command and the measured acceptance, and `serving.json` for programs.
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from mtptrain.config import PipelineConfig
-from mtptrain.decoding.export_proof import DOCUMENTS, TOKENS, DocumentBatch, prove_equal_proposals
+from mtptrain.decoding.export_proof import prove_equal_proposals
 from mtptrain.engines.base import Engine
 from mtptrain.engines.exports import README, SERVING, export_dir
 from mtptrain.engines.format import Format
 from mtptrain.engines.table import engine_of, format_for
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.files import build_head, first_misfit
-from mtptrain.hidden_states.store import MANIFEST, HiddenStore
 from mtptrain.init_from.start import trained_or_initial_head
 from mtptrain.run import Run
 from mtptrain.settings.evaluation import ExportDtype
-from mtptrain.target.frozen_parts import FrozenParts, load_frozen_parts
-from mtptrain.target.model import TargetStates
-from mtptrain.training.batches import pack_states
+from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import read_sealed, write_sealed, write_text
 from mtptrain.utils.masking import hide_home
@@ -67,8 +62,7 @@ def export(run: Run) -> None:
         form.add_target(directory, run.target.directory)
         check_tensors(directory, form)
         parts = load_frozen_parts(run.target.directory).to(torch.device("cpu"), torch.float32)
-        documents = stored_documents(run.stage_dir("hidden_states"), trained.head, parts)
-        proof = prove_equal_proposals(parts, documents, trained.head, reload_head(directory, form))
+        num_proposed = prove_equal_proposals(parts, trained.head, reload_head(directory, form))
         write_text(directory / README, readme(run, form, measured, output_dir))
         hide_homes(directory)
         written = {
@@ -81,7 +75,8 @@ def export(run: Run) -> None:
         }
         own = ["config.json"] if form.has_config_json else []
         write_sealed(directory / SERVING, written, [*own, form.weights_name])
-    print_summary(output_dir / form.weights_name, proof)
+    print(f"the reloaded head proposes the same {num_proposed:,} tokens")
+    print(f"written to {output_dir}; its README.md says how to serve it")
 
 
 def write_head(directory: Path, form: Format, state: Tensors) -> None:
@@ -107,32 +102,6 @@ def reload_head(directory: Path, form: Format) -> Head:
     head = build_head(form.head, form.target)
     head.load_state_dict(form.state(form.read(directory)))
     return head.eval()
-
-
-def stored_documents(store_dir: Path, head: Head, parts: FrozenParts) -> list[DocumentBatch]:
-    """Returns the first documents with enough tokens, or none if the store is missing or does not fit the head."""
-    if not (store_dir / MANIFEST).is_file():
-        return []
-    store = HiddenStore.open(store_dir)
-    if (store.manifest.identity.capture_layers, store.manifest.hidden_size) != (
-        head.capture_layers,
-        parts.embed_tokens.shape[1],
-    ):
-        return []
-    documents: list[DocumentBatch] = []
-    for index in range(store.num_documents):
-        if len(store.mapped_document(index).input_ids) > TOKENS:
-            document = store.document(index)
-            states, _ = pack_states([document], [TOKENS], "hidden_states", True)  # [S, H]
-            captured, _ = pack_states([document], [TOKENS], "aux_hidden_states", True)  # [S, L, H]
-            assert states is not None
-            normed = parts.final_norm(states.float())[None]  # [1, S, H]
-            streams = states[:, None] if captured is None else captured  # [S, L, H]
-            target_states = TargetStates(normed, streams.float()[None] if head.read_layers else None)
-            documents.append((document.input_ids[None, : TOKENS + 1].long(), target_states))
-        if len(documents) == DOCUMENTS:
-            break
-    return documents
 
 
 def measured_acceptance(path: Path, head_sha256: str) -> str:
@@ -187,11 +156,3 @@ def hide_homes(directory: Path) -> None:
         hidden = hide_home(text)
         if hidden != text:
             write_text(directory / name, hidden + (HOME_NOTE if name == README else ""))
-
-
-def print_summary(weights: Path, proof: int) -> None:
-    table = Table(title="mtptrain export", show_header=False)
-    table.add_row("weights", f"{weights.stat().st_size:,} bytes")
-    table.add_row("equal proposals after reloading", f"{proof:,} tokens")
-    Console().print(table)
-    print(f"written to {weights.parent}; its README.md says how to serve it")  # a table would cut off the path

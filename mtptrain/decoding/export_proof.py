@@ -1,9 +1,8 @@
 """Proves that an exported head drafts the same tokens as the trained one, without running the target's decoder layers.
 
 The trained head is first rounded as the export is, so this finds wrong names and layouts, not the effect of rounding.
-Both heads draft in fp32 on the CPU from the same hidden states, which come from the run's store, or are random if the
-store has none that fit the head. Only the target's embeddings, final norm and lm_head are loaded, so `proof_bytes` does
-not depend on its decoder layers.
+Both heads draft in fp32 on the CPU from the same random hidden states. Only the target's embeddings, final norm and
+lm_head are loaded, so `proof_bytes` does not depend on its decoder layers.
 """
 
 from typing import NamedTuple
@@ -34,25 +33,23 @@ def proof_bytes(vocab_size: int, hidden_size: int, head_parameters: int, num_tab
     return num_tables * vocab_size * hidden_size * (2 + 4) + 2 * head_parameters * 4
 
 
-def prove_equal_proposals(parts: FrozenParts, documents: "list[DocumentBatch]", head: Head, reloaded: Head) -> int:
-    """Draft for the same documents with both heads in fp32, and return the number of compared tokens.
+def prove_equal_proposals(parts: FrozenParts, head: Head, reloaded: Head) -> int:
+    """Draft for the same random documents with both heads in fp32, and return the number of compared tokens.
 
-    Without documents, they draft for random ones. The target's parts are in fp32 too.
+    The target's parts are in fp32 too.
     """
-    count = 0
-    for tokens, states in documents or [random_documents(head, parts)]:
-        ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
-        are_equal = torch.equal(ours.tokens, theirs.tokens)
-        if ours.confidences is not None and theirs.confidences is not None:
-            are_equal &= torch.allclose(ours.confidences, theirs.confidences, atol=CONFIDENCE_ATOL)
-        if not are_equal:
-            raise UserError(
-                "export: the exported head must propose the same tokens as the trained one, as surely, but proposes "
-                "others, or is more or less sure of the same ones, for the same hidden states; the export was not put "
-                "in place; report this with the run's stage.json"
-            )
-        count += ours.tokens.numel()
-    return count
+    tokens, states = random_documents(head, parts)
+    ours, theirs = (propose(each.float(), parts, tokens, states) for each in (head, reloaded))
+    are_equal = torch.equal(ours.tokens, theirs.tokens)
+    if ours.confidences is not None and theirs.confidences is not None:
+        are_equal &= torch.allclose(ours.confidences, theirs.confidences, atol=CONFIDENCE_ATOL)
+    if not are_equal:
+        raise UserError(
+            "export: the exported head must propose the same tokens as the trained one, as surely, but proposes "
+            "others, or is more or less sure of the same ones, for the same hidden states; the export was not put "
+            "in place; report this with the run's stage.json"
+        )
+    return ours.tokens.numel()
 
 
 class Proposed(NamedTuple):
@@ -62,13 +59,8 @@ class Proposed(NamedTuple):
     confidences: torch.Tensor | None  # f32[B, 1 + ROUNDS, K] of a head that has them
 
 
-DocumentBatch = tuple[torch.Tensor, TargetStates]
-"""Documents of equal length: tokens [B, S + 1], with the normed states [B, S, H] and captured layers
-[B, S, L, H] of the first S tokens."""
-
-
-def random_documents(head: Head, parts: FrozenParts) -> DocumentBatch:
-    """Returns a batch of random tokens, states and captured layers.
+def random_documents(head: Head, parts: FrozenParts) -> tuple[torch.Tensor, TargetStates]:
+    """Returns random tokens [B, S + 1], and states and captured layers of the first S.
 
     The states pass through the final norm, so that they have the scale of real ones.
     """

@@ -18,7 +18,7 @@ from mtptrain.engines import server as engine_server
 from mtptrain.engines.base import Served
 from mtptrain.engines.requests import Answer, LoadResult, best_num_drafts
 from mtptrain.engines.table import running_engine
-from mtptrain.engines.vllm.engine import best_fixed_num_drafts, per_batch_size, why_fixed
+from mtptrain.engines.vllm.engine import per_batch_size
 from mtptrain.run import Run
 from mtptrain.settings.evaluation import ServingConfig
 from mtptrain.stage_dir import StageDir
@@ -53,14 +53,6 @@ def test_ranges_of_batch_sizes_start_at_1_and_have_no_gaps() -> None:
             assert [k for first, last, k in ranges if first <= size <= last] == [depth]
 
 
-def test_only_methods_that_can_change_k_get_a_k_for_each_size_and_others_that_of_the_largest_geometric_mean() -> None:
-    assert why_fixed("eagle", {}) is None and why_fixed("draft_model", {}) is None
-    assert why_fixed("medusa", {}) == "vLLM's method medusa drafts a fixed number of tokens"
-    assert "mask tokens" in str(why_fixed("eagle3", {"parallel_drafting": True}))
-    # The product of speeds is 3 * 6 = 18 at K = 1 and 1.5 * 11 = 16.5 at K = 3, although 3 + 6 is less than 1.5 + 11.
-    assert best_fixed_num_drafts({1: {0: 99.0, 1: 3.0, 3: 1.5}, 8: {0: 99.0, 1: 6.0, 3: 11.0}}) == 1
-
-
 def write(
     directory: Path, target_dir: Path, speeds: dict[int, dict[int, float]] = SPEEDS, **facts: Any
 ) -> tuple[str, dict[str, Any] | None, str]:
@@ -91,11 +83,9 @@ def test_other_heads_get_other_settings_or_none(tmp_path: Path, tiny_target: Pat
     _, vllm, readme = write(tmp_path / "mimo", tiny_target, method="mtp", holds_target=True)
     assert vllm is not None and "model" not in vllm
     assert f"vllm serve {tmp_path}/mimo/export/vllm --speculative-config" in readme
-    parallel = {"method": "eagle3", "speculative_settings": {"parallel_drafting": True}}
-    _, vllm, readme = write(tmp_path / "parallel", tiny_target, **parallel)
-    assert vllm is not None and "num_speculative_tokens_per_batch_size" not in vllm
-    assert vllm["num_speculative_tokens"] == 3 and vllm["parallel_drafting"]
-    assert "One K for all batch sizes, because vLLM fixes the number of mask tokens" in readme
+    parallel: dict[str, Any] = {"method": "eagle3", "speculative_settings": {"parallel_drafting": True}}
+    for facts in (parallel, {"method": "medusa"}):
+        assert write(tmp_path / "parallel", tiny_target, **facts) == ("", None, "")
     said, vllm, readme = write(tmp_path / "plain", tiny_target, speeds={1: {0: 5.0, 3: 4.0}}, method="mtp")
     assert said.startswith("decoding without drafts was the fastest at every concurrency")
     assert vllm is None and readme == ""

@@ -75,12 +75,12 @@ def test_the_proof_compares_confidences(tiny_target: Path) -> None:
     target_config, config = read_target_config(tiny_target), DsparkHead.Config(capture_layers=[1, 2], ttt_steps=3)
     head = random_head(config, target_config).eval()
     parts = load_frozen_parts(tiny_target).to(torch.device("cpu"), torch.float32)
-    assert prove_equal_proposals(parts, [], head, deepcopy(head)) > 100
+    assert prove_equal_proposals(parts, head, deepcopy(head)) > 100
     other = deepcopy(head)
     assert isinstance(other, DsparkHead)
     other.calibrate(1.5, -1)
     with pytest.raises(UserError, match="must propose the same tokens as the trained one, as surely, but"):
-        prove_equal_proposals(parts, [], head, other)
+        prove_equal_proposals(parts, head, other)
 
 
 def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_target: Path) -> None:

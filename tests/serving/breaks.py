@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.engines.mimo import MIMO_LAYER
-from mtptrain.heads.eagle3 import LAYER_IDS
+from mtptrain.engines.exports import LAYER_IDS
 from mtptrain.heads.mtp import swap_halves
 from mtptrain.utils.files import tensor_shapes
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtptrain.engines.vllm.engine import fastest_settings
+from mtptrain.engines.vllm.engine import per_batch_size
+from mtptrain.engines.vllm.formats import speculative_config
 from mtptrain.engines.vllm.server import VllmServer
 from tests.conftest import Run, program_command, run_program
 from tests.programs import ROOT, is_running
@@ -52,9 +53,8 @@ def test_the_fastest_run_of_a_load_counts(run: Run) -> None:
 def server(run: Run, vllm_python: str, target_of: Callable[[str], OnDisk]) -> Iterator[str]:
     """Yields the address of a vLLM server whose K is 3 for one request, 1 for two requests and 0 for three."""
     export = run[0] / "export/vllm"
-    speeds = {1: {0: 10.0, 1: 11.0, 3: 12.0}, 2: {0: 10.0, 1: 11.0, 3: 9.0}, 3: {0: 10.0, 1: 9.0, 3: 9.0}}
-    draft, _ = fastest_settings(speeds, json.loads((export / "serving.json").read_text()), export)
-    assert draft["num_speculative_tokens_per_batch_size"] == [[1, 1, 3], [2, 2, 1], [3, 3, 0]]
+    facts, ranges = json.loads((export / "serving.json").read_text()), per_batch_size({1: 3, 2: 1, 3: 0})
+    draft = speculative_config(facts, export, 3) | {"num_speculative_tokens_per_batch_size": ranges}
     arguments = ["--speculative-config", json.dumps(draft)]
     with vllm_server(vllm_python, target_of("llama").directory, run[0] / "server.log", *arguments) as url:
         yield url

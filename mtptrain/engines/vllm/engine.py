@@ -1,7 +1,6 @@
 """vLLM: what it serves and needs, how it is started, and its settings for K at each batch size."""
 
 import json
-import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -120,12 +119,24 @@ class Vllm(RunningEngine):
         with started_server(VllmServer, command, served.log_path(num_drafts), ENVIRONMENT) as server:
             return send_all(server, requests, loads)
 
-    def settings_for(self, speeds: Speeds, served: Served, path: Path) -> tuple[dict[str, Any], str]:
-        """Returns the value of `--speculative-config`, and the text that explains it."""
-        settings, said = fastest_settings(speeds, served.facts, served.head_dir.resolve())
-        model = served.head_dir.resolve() if served.holds_target else served.target.name_for_engines
+    def settings_for(self, speeds: Speeds, served: Served, path: Path) -> tuple[dict[str, Any], str] | None:
+        """Returns the value of `--speculative-config` and its command.
+
+        None if vLLM fixes K when it starts: the method must be able to vary it, and a parallel drafter has K mask tokens.
+        """
+        facts, head_dir = served.facts, served.head_dir.resolve()
+        if facts["method"] not in DYNAMIC_METHODS or facts.get("speculative_settings", {}).get("parallel_drafting"):
+            return None
+        best = best_num_drafts(speeds)
+        settings, ranges = speculative_config(facts, head_dir, max(best.values())), per_batch_size(best)
+        said = ", ".join(f"K = {num_drafts} from batch size {first}" for first, _, num_drafts in ranges)
+        model = head_dir if served.holds_target else served.target.name_for_engines
         draft = f'--speculative-config "$(cat {shlex.quote(str(path))})"'
-        return settings, f"{said}\n\n```bash\nvllm serve {shlex.quote(str(model))} {draft}\n```"
+        return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
+            f"{said}. With data parallelism, vLLM ignores these batch sizes. At K = 0 it still fills the head's cache, "
+            "which takes time that the measured engine without drafts does not spend.\n\n"
+            f"```bash\nvllm serve {shlex.quote(str(model))} {draft}\n```"
+        )
 
 
 def serve_arguments(served: Served, num_drafts: int) -> list[str]:
@@ -162,37 +173,6 @@ def cache_bytes(served: Served, num_sequences: int) -> int:
     layer_values = key_heads(target) * head_dim(target)
     token_bytes = 2 * 4 * (target.num_hidden_layers * layer_values + max(2 * layer_values, head_values))
     return num_sequences * (served.context_tokens + 128) * token_bytes + (64 << 20)
-
-
-def fastest_settings(speeds: Speeds, facts: dict[str, Any], head_dir: Path) -> tuple[dict[str, Any], str]:
-    """Returns `--speculative-config` with the fastest K at each batch size, and the text that explains it."""
-    reason = why_fixed(facts["method"], facts.get("speculative_settings", {}))
-    if reason is not None:
-        fixed = best_fixed_num_drafts(speeds)
-        return speculative_config(facts, head_dir, fixed), (
-            f"One K for all batch sizes, because {reason}: K = {fixed} has the largest geometric mean of tokens/s."
-        )
-    best = best_num_drafts(speeds)
-    ranges = per_batch_size(best)
-    settings = speculative_config(facts, head_dir, max(best.values()))
-    said = ", ".join(f"K = {num_drafts} from batch size {first}" for first, _, num_drafts in ranges)
-    return {**settings, "num_speculative_tokens_per_batch_size": ranges}, (
-        f"{said}. With data parallelism, vLLM ignores these batch sizes. At K = 0 it still fills the head's cache, "
-        "which takes time that the measured engine without drafts does not spend."
-    )
-
-
-def best_fixed_num_drafts(speeds: Speeds) -> int:
-    """Returns the K above 0 with the largest geometric mean of tokens/s over all concurrencies."""
-    choices = sorted({num_drafts for tokens_per_s in speeds.values() for num_drafts in tokens_per_s if num_drafts})
-    return max(choices, key=lambda choice: sum(math.log(tokens_per_s[choice]) for tokens_per_s in speeds.values()))
-
-
-def why_fixed(method: str, speculative_settings: Mapping[str, Any]) -> str | None:
-    """Returns why vLLM must draft the same number of tokens in every batch; None if the number can vary."""
-    if speculative_settings.get("parallel_drafting"):
-        return "vLLM fixes the number of mask tokens of a parallel drafter when it starts"
-    return None if method in DYNAMIC_METHODS else f"vLLM's method {method} drafts a fixed number of tokens"
 
 
 def per_batch_size(best: Mapping[int, int]) -> list[list[int]]:

@@ -10,16 +10,13 @@ EOF on stdin means that the parent died or is done: the engine and its workers t
 a window.
 """
 
-import gc
 import json
 import multiprocessing
 import os
 import select
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +100,6 @@ class _SecondQuery:
         return False
 
 
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """Disable `gc.collect`, which vLLM calls ten times per engine. These calls dominate a small engine's start."""
-    collect = gc.collect
-    gc.collect = lambda generation=2: 0
-    try:
-        yield
-    finally:
-        gc.collect = collect
-
-
 def build(engine: Engine, **settings: Any) -> Any:
     """Returns an engine for token ids, without CUDA graphs or compilation."""
     check_platform(engine["device_type"])
@@ -144,8 +130,7 @@ def answer_windows() -> None:
     """Extract one window after another. Everything that vLLM prints goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    with few_collections():
-        llm = build_extractor(json.loads(sys.stdin.readline()))
+    llm = build_extractor(json.loads(sys.stdin.readline()))
     for line in sys.stdin:
         window = json.loads(line)
         extract(llm, window["prompts"], window["paths"])
