@@ -16,7 +16,6 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -149,8 +148,3 @@ def python_module(name: str) -> str:
         return name
     # Python then says that mtptrain lacks the module, instead of running another package of this name.
     return f"mtptrain.{name}"
-
-
-def quoted(path: Path | str) -> str:
-    """Returns a path, quoted for use as an override's value."""
-    return QuotedString(str(path), Quote.single).with_quotes()

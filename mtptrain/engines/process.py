@@ -53,13 +53,14 @@ def warn_of_version(name: str, tested: str, version: str, place: str, more: str 
     )
 
 
-def find_python(setting: str, given: str | None, folder: str, packages: str, code: str) -> tuple[Path, str]:
+def find_python(setting: str, given: str | None, folder: str, name: str, packages: str, code: str) -> tuple[Path, str]:
     """Returns the Python of an engine's own environment, and the version that the code prints there.
 
     Args:
         setting: the setting of this Python.
         given: its value; None takes the environment that `make` installs.
         folder: the folder of that environment.
+        name: the engine.
         packages: what to install into an environment.
         code: prints the engine's version, and fails without the engine.
     """
@@ -68,7 +69,7 @@ def find_python(setting: str, given: str | None, folder: str, packages: str, cod
     if version is None:
         does = "has none" if path.is_file() else "does not exist"
         raise UserError(
-            f"{setting}: must be a Python with {packages}, but {path} {does}; run `make {folder}/.installed` in a "
+            f"{setting}: must be a Python with {name}, but {path} {does}; run `make {folder}/.installed` in a "
             f"checkout, or install {packages} into an environment of its own and set {setting} to its Python"
         )
     return path, version

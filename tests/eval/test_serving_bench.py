@@ -148,7 +148,7 @@ def test_a_running_server_is_measured_and_its_report_claims_neither_head_nor_set
         config = make_config(*fresh_run[1], *missing, url, *bench_settings, f"target.path={tiny_target}")
         output_dir = tmp_path / "bench"
         output_dir.mkdir()
-        write(output_dir, tiny_target, "mtp", method="eagle")  # by an earlier run
+        write(output_dir, tiny_target, method="eagle")  # by an earlier run
         bench = prepare(Run(config), output_dir)
         write_results(bench, *measure(bench, output_dir))
     report = json.loads((output_dir / "report.json").read_text())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtptrain.cli.program import quoted, stage_command
+from mtptrain.cli.program import stage_command
 from mtptrain.config import PipelineConfig
 from mtptrain.decoding.acceptance import generate_in_batches
 from mtptrain.decoding.divergence import first_answer_divergence
@@ -84,7 +84,7 @@ class Checked:
         return 0.05 if self.device.type == "cuda" else 0.01
 
     def command(self, stage: str, run_dir: Path, *overrides: str, num_ranks: int = 1) -> list[str]:
-        settings = ["recipe=quickstart", *self.overrides, f"run_dir={quoted(run_dir)}", *overrides]
+        settings = ["recipe=quickstart", *self.overrides, f"run_dir={run_dir}", *overrides]
         return stage_command(stage, settings, num_ranks)
 
     def run(self, stage: str, *overrides: str, run_dir: Path | None = None, num_ranks: int = 1) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 from pathlib import Path
 
@@ -13,21 +12,15 @@ from safetensors.torch import load_file, save_file
 from mtptrain.cli.stages import settings_of
 from mtptrain.config import ExportEngine, PipelineConfig
 from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
-from mtptrain.decoding.export_proof import (
-    TOKENS,
-    proof_bytes,
-)
 from mtptrain.engines import mimo
-from mtptrain.engines.table import engine_of, format_for
-from mtptrain.export import export, mode_note, stored_documents
-from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
+from mtptrain.engines.table import format_for
+from mtptrain.export import export
+from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
-from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.target.loading import load_target
-from mtptrain.target.position_cache import PositionCache
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sealed
 from tests.conftest import GENERATION_TEMPLATE, make_config, make_target, make_tokenizer
@@ -144,12 +137,6 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
     assert "in the mode that the target's chat template has by default" in readme
 
 
-def test_a_mode_with_an_apostrophe_is_quoted_for_the_shell() -> None:
-    mode = json.dumps({"user": "O'Brien"})
-    command = mode_note(mode, engine_of("vllm")).split("`")[5]
-    assert shlex.split(command) == ["--default-chat-template-kwargs", mode]
-
-
 def test_what_is_refused_is_refused_before_anything_is_read_or_written(
     tmp_path: Path, target_of_four_layers: Path
 ) -> None:
@@ -207,7 +194,7 @@ def test_an_export_that_fails_leaves_nothing_and_what_a_killed_one_leaves_is_rem
     tmp_path: Path, target_of_four_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained(tmp_path / "run", target_of_four_layers, "export.engine=sglang")
-    with largest_file(5000), pytest.raises(OSError, match=r"sglang\.mtptrain_new/\w+\.safetensors"):
+    with largest_file(20_000), pytest.raises(OSError, match=r"sglang\.mtptrain_new/\w+\.safetensors"):
         export(Run(config))
     assert not list((tmp_path / "run/export").iterdir())
     with monkeypatch.context() as patched:
@@ -247,16 +234,6 @@ def test_an_export_shows_no_path_of_the_home(
     export(Run(config))
 
 
-def test_an_export_to_a_link_replaces_the_directory_that_it_names(tmp_path: Path, target_of_four_layers: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "served").symlink_to(tmp_path / "disk")
-    settings = (f"export.output_dir={tmp_path}/served", "export.dtype=float32")
-    export(Run(trained(tmp_path / "run", target_of_four_layers, *settings)))
-    assert (tmp_path / "served").is_symlink() and (tmp_path / "disk/serving.json").is_file()
-    assert load_file(tmp_path / "disk/model.safetensors")["fc.weight"].dtype is torch.float32
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "run", "served"]
-
-
 def test_an_export_reads_no_decoder_layer_of_the_target(tmp_path: Path, target_of_four_layers: Path) -> None:
     """A 70B target would take 282 GB in fp32. Its embeddings and lm_head take 13 GB, in bf16 and fp32 together."""
     target_dir = Path(shutil.copytree(target_of_four_layers, tmp_path / "target"))
@@ -270,23 +247,3 @@ def test_an_export_reads_no_decoder_layer_of_the_target(tmp_path: Path, target_o
         shutil.rmtree(tmp_path / name / "prompts")
         export(Run(config))
         assert (config.stage_dir("export") / config.export.engine / "serving.json").is_file()
-
-
-def test_the_proof_drafts_over_the_stored_states_where_there_are_some(
-    tiny_run: tuple[Path, tuple[str, ...]], tiny_target: Path
-) -> None:
-    config, parts = make_config(f"run_dir={tiny_run[0]}", *tiny_run[1]), load_frozen_parts(tiny_target)
-    head = build_head(config.head, read_target_config(tiny_target))
-    documents = stored_documents(tiny_run[0] / "hidden_states", head, parts)
-    assert len(documents) > 1
-    target, (tokens, states) = load_target(tiny_target, torch.float32, torch.device("cpu")), documents[0]
-    whole = target.forward(tokens, torch.arange(TOKENS + 1)[None], PositionCache(TOKENS + 1)).postnorm_states
-    assert (whole[:, :-1] - states.postnorm_states).norm() < 0.01 * whole.norm(), "the store rounds to bf16"
-    other = build_head(config.head, read_target_config(tiny_target))
-    other.capture_layers = (1,)
-    assert stored_documents(tiny_run[0] / "hidden_states", other, parts) == [], "states of other layers are of no use"
-    assert stored_documents(tiny_run[0] / "nothing", head, parts) == []
-
-
-def test_the_memory_of_the_proof_does_not_grow_with_the_target() -> None:
-    assert proof_bytes(128_256, 8192, 10**9, num_tables=2) == pytest.approx(20.6e9, rel=0.01)

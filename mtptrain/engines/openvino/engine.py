@@ -82,9 +82,9 @@ class Openvino(RunningEngine):
                 yield Refusal(setting, f"a {kind} without a sliding window", value, reason)
 
     def find_program(self, serving: ServingConfig) -> Path:
-        packages = f"openvino-genai=={VERSION}.* and optimum-intel"
+        setting, packages = "serving.openvino_python", f"openvino-genai=={VERSION}.* and optimum-intel"
         return find_python(
-            "serving.openvino_python", serving.openvino_python, ".venv-openvino", packages, FIND_OPENVINO
+            setting, serving.openvino_python, ".venv-openvino", "OpenVINO GenAI", packages, FIND_OPENVINO
         )[0]
 
     def check_bench(self, head_name: str, concurrency: int, temperature: float) -> None:

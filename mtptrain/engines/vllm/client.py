@@ -19,7 +19,7 @@ print(version(packages_distributions()["vllm"][0]))
 
 def find_python(given: str | None) -> Path:
     """Returns the Python interpreter for vLLM, `serving.python`, and warns of a version that was not tested."""
-    path, version = process.find_python("serving.python", given, ".venv-vllm", f"vllm=={VERSION}.*", FIND_VLLM)
+    path, version = process.find_python("serving.python", given, ".venv-vllm", "vLLM", f"vllm=={VERSION}.*", FIND_VLLM)
     warn_of_untested(version, f"serving.python={path}")
     return path
 

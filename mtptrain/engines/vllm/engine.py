@@ -122,7 +122,7 @@ class Vllm(RunningEngine):
     def settings_for(self, speeds: Speeds, served: Served, path: Path) -> tuple[dict[str, Any], str] | None:
         """Returns the value of `--speculative-config` and its command.
 
-        None if vLLM fixes K when it starts: the method must be able to vary it, and a parallel drafter has K mask tokens.
+        None if vLLM fixes K when it starts, as for some methods, and for a parallel drafter with K mask tokens.
         """
         facts, head_dir = served.facts, served.head_dir.resolve()
         if facts["method"] not in DYNAMIC_METHODS or facts.get("speculative_settings", {}).get("parallel_drafting"):

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from mtptrain.cli.program import quoted, refuse_additions, set_verbs
+from mtptrain.cli.program import refuse_additions, set_verbs
 from mtptrain.cli.stages import STAGES
 from mtptrain.utils.errors import UserError
 from tests.programs import run_ranks
@@ -25,20 +24,13 @@ MISTAKES = {
     "+sed=1": f"sed: {NO_SETTING} did you mean seed?",
     "lr=1": f"lr: {NO_SETTING} did you mean train.lr?",
     "prompts.path=[a]": f"prompts.path: {NO_SETTING} did you mean prompts.paths?",
-    "responses.max_tokens=1": f"responses.max_tokens: {NO_SETTING} did you mean responses.max_new_tokens?",
     "train.seed=1": f"train.seed: {NO_SETTING} did you mean seed or acceptance.seed?",
-    "prompts.roles.bot=assistant": f"prompts.roles.bot: {NO_SETTING} did you mean prompts.roles? "
-    "(+prompts.roles.bot=VALUE adds a new one)",
     "deepspeed.steps=1": f"deepspeed.steps: {NO_SETTING} `--cfg job` shows all settings "
     "(+deepspeed.steps=VALUE adds a new one)",
     "head=mtpp": "head: must be one of dflash, dflash2, draft_model, dspark, eagle, eagle3, hydra, medusa, mtp, "
     "native_mtp, peagle, but is 'mtpp'; did you mean mtp?",
-    "target=/models/mine": "target: must be one of deepseek_v2_lite, demo, llama3_1_8b, llama3_2_1b, llama3_3_70b, "
-    "qwen3_30b_a3b, qwen3_32b, qwen3_8b, smollm2_135m, but is '/models/mine'; choose one",
-    "train=5": f"train: {REPORTS} Invalid type assigned: int is not a subclass of TrainConfig. value: 5",
     "prompts.paths=a": f"prompts.paths: {REPORTS} Invalid value assigned: str is not a ListConfig, list or tuple.",
     "train.tracker=wand": f"train.tracker: {REPORTS} Invalid value 'wand', expected one of [none, wandb]",
-    "seed=${sed}": f"seed: {REPORTS} Interpolation key 'sed' not found",
     "prompts.paths=[a": "prompts.paths=[a: must be NAME=VALUE, but cannot be read (no viable alternative at input "
     "'[a')",
     "serving.url=http://me:sesame@a/?key=sesame": "serving.url=http://***@a/?key=***: must be NAME=VALUE, but cannot "
@@ -47,13 +39,6 @@ MISTAKES = {
     "given to another program; leave it out",
     "hydra.run.dir=/dev/null": "/dev/null: File exists",
     "run_dir=???": "run_dir: must be set, but is not; add run_dir=VALUE",
-    "--lr=1": "--lr=1: must be one of Hydra's options, which --hydra-help lists, but is not; write settings as "
-    "NAME=VALUE, without dashes",
-    "--multirun train.lr=1,2": "train.lr=1,2: settings must stand together, but this one follows an option of Hydra; "
-    "write all settings on the same side of the option",
-    "train.lr=1,2": "Ambiguous value for argument 'train.lr=1,2' 1. To use it as a list, use key=[value1,value2] 2. "
-    r"To use it as string, quote the value: key=\'value1,value2\' 3. To sweep over it, add --multirun to your command "
-    "line",
 }
 
 
@@ -98,25 +83,7 @@ def test_a_refused_input_is_one_line_and_its_stack_is_shown_on_demand(
     assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"UserError: {MESSAGE}\n")
 
 
-def test_of_several_ranks_each_says_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    result = run_ranks("prompts", [*REFUSED, f"run_dir={tmp_path}"])
-    assert (result.returncode, result.stderr) == (1, f"rank 1: error: {MESSAGE}\n")
-    result = run_ranks("prompts", ["recipe=quickstart", "train.lr"])
-    assert result.returncode == 2 and result.stderr.startswith("rank 1: error: train.lr: must be NAME=VALUE")
-
-
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file")
-    result = run_ranks("prompts", ["recipe=quickstart", f"run_dir={tmp_path}/run/inner"])
-    assert result.returncode == 1
-    assert re.search(rf"^error: {tmp_path}/run.*: Not a directory\n\Z", result.stderr, re.MULTILINE)
-    assert "Traceback" not in result.stderr
-
-
 STARTED_BY_PROGRAMS = {
-    "benchmarks/speculators_worker.py",
     "mtptrain/__main__.py",
     "mtptrain/engines/openvino/openvino_worker.py",
     "mtptrain/engines/supervisor.py",
@@ -168,13 +135,6 @@ def test_every_command_that_is_named_can_be_typed() -> None:
     assert [name for name, text in texts().items() if old.search(text)] == ["mtptrain/cli/stages.py"]
 
 
-def test_a_program_without_a_config_refuses_in_one_line_too() -> None:
-    message = "/none/report.json: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
-    for module, arguments in (("compare", []), ("mtptrain", ["compare"])):
-        result = run_ranks(module, [*arguments, "/none/report.json"])
-        assert (result.returncode, result.stderr) == (1, f"error: {message}\n")
-
-
 @pytest.mark.parametrize("verb", ["plan", "verify"])
 def test_a_verb_or_the_setting_of_its_name_lets_a_program_do_something_else(verb: str) -> None:
     config = OmegaConf.create({"plan": False, "verify": False})
@@ -188,11 +148,6 @@ def test_a_verb_or_the_setting_of_its_name_lets_a_program_do_something_else(verb
     result = run_ranks("mtptrain", ["train", "recipe=quickstart", f"{verb}=true"])
     advice = f"must be false for mtptrain train, but is true; leave it out, or type mtptrain {verb}"
     assert (result.returncode, result.stderr) == (2, f"error: {verb}: {advice}\n")
-
-
-@pytest.mark.parametrize("path", ["a b", "it's", "\\", "a\\", "a\\'b", "a\\\\'", "'\\", 'a"b', "a\\b", "a,b=[c]"])
-def test_hydra_reads_a_quoted_path_as_it_is(path: str) -> None:
-    assert OverridesParser.create().parse_override(f"run_dir={quoted(path)}").value() == path
 
 
 def test_roles_and_variables_of_the_chat_template_may_be_added() -> None:

@@ -43,12 +43,6 @@ def test_a_server_that_serves_others_too_is_refused(fake: FakeServer, monkeypatc
         server.counts_since({}, 1)
 
 
-def test_a_server_of_another_version_than_the_tested_one_is_warned_of(fake: FakeServer) -> None:
-    fake.answers["/version"] = b'{"version": "0.33.1"}'
-    with pytest.warns(UserWarning, match=r"serving\.url=http://.*: vLLM should be 0\.32, .*, but is 0\.33\.1; another"):
-        VllmServer(fake.url)
-
-
 NOT_VLLM = {
     "/version": (b"[1]", b"{}", b"[" * 100_000, b"<html>\n<p>"),
     "/v1/models": (b'{"data": []}', b'{"data": [{"id": "a"}]}', b'{"data": [{"id": "a", "max_model_len": null}]}'),
@@ -72,13 +66,6 @@ def test_an_answer_that_vllm_would_not_give_is_refused_in_one_line(fake: FakeSer
                 f"serving.url: must be a running vLLM server, but {fake.url}{path} answers {shown}; start `vllm serve` "
                 "or correct the address"
             )
-
-
-def test_an_answer_of_llama_cpp_without_tokens_is_refused(fake: FakeServer) -> None:
-    fake.serves("target")
-    fake.answers["/completion"] = b'{"tokens": [], "timings": {}, "stop_type": "eos"}'
-    with pytest.raises(UserError, match=r"must be a running llama\.cpp server, but \S+/completion answers \{\"tokens"):
-        LlamaServer(fake.url).generate([[1]], 4, [7])
 
 
 @pytest.mark.parametrize(

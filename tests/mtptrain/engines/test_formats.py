@@ -12,17 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig
 
 from mtptrain.engines.format import Format
 from mtptrain.engines.table import ENGINES, engine_of, format_for
-from mtptrain.export import check_tensors, reload_head, write_head
+from mtptrain.export import check_tensors, write_head
 from mtptrain.heads import HEADS
 from mtptrain.heads.layer_head import LayerHead
-from mtptrain.target.families import read_target_config
-from mtptrain.target.frozen_parts import load_frozen_parts
-from tests.conftest import make_target
 from tests.mtptrain.engines.conftest import head_config, random_head, target_config
 
 FORMATS = Path(__file__).with_name("formats.json")
@@ -140,32 +136,12 @@ def test_a_gemmas_head_gets_the_rope_of_the_layers_with_full_attention() -> None
         assert (rope["rope_type"], rope["rope_theta"]) == ("default", theta)
 
 
-def test_draft_ids_are_written_as_int64_offsets_and_a_bool_mask(target: LlamaConfig) -> None:
-    head = random_head(head_config("eagle3", draft_vocab_size=4), target)
-    assert head.d2t is not None
-    head.d2t.copy_(torch.tensor([0, 4, 97, 256]))  # ids 0, 5, 99, 259
-    for engine in ("vllm", "sglang"):
-        tensors = format_for(engine, head_config("eagle3", draft_vocab_size=4), target).tensors(head.state_dict())
-        assert tensors["d2t"].dtype is torch.int64 and tensors["d2t"].tolist() == [0, 4, 97, 256]
-        assert tensors["t2d"].dtype is torch.bool and tensors["t2d"].nonzero()[:, 0].tolist() == [0, 5, 99, 259]
-
-
 def test_every_launch_command_quotes_paths_for_the_shell(target: LlamaConfig) -> None:
     for engine, name, settings in [("llama_cpp", "eagle3", {}), *CASES]:
         if engine != "transformers":
             form = format_for(engine, head_config(name, **settings), target)
             words = shlex.split(form.launch("/Ann's target", Path("/Ann's heads/DIR"), 3))
             assert "/Ann's target" in words and any("/Ann's heads/DIR" in word for word in words)
-
-
-def test_query_key_and_value_are_one_tensor_for_vllm_and_split_where_they_were_joined() -> None:
-    target = target_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    form = format_for("vllm", head_config("mtp"), target)
-    state = random_head(form.head, target).state_dict()
-    tensors, parts = form.tensors(state), [f"self_attn.{part}_proj.weight" for part in "qkv"]
-    assert torch.equal(tensors["layers.0.self_attn.qkv_proj.weight"], torch.cat([state[part] for part in parts]))
-    assert torch.equal(tensors["fc.weight"], state["eh_proj.weight"]), "the embedding's columns come first"
-    assert all(torch.equal(form.state(tensors)[part], state[part]) for part in parts)
 
 
 def test_columns_of_the_hidden_state_come_first_in_mimo_and_its_norms_are_those_of_what_they_read(
@@ -185,13 +161,6 @@ def test_columns_of_the_hidden_state_come_first_in_mimo_and_its_norms_are_those_
     biases = {**tensors, **eagle.tensors(random_head(eagle.head, target).state_dict())}
     zeros = [tensor for name, tensor in biases.items() if name.endswith(".bias")]
     assert len(zeros) == 4 and not any(tensor.any() for tensor in zeros), "SGLang draws missing biases at random"
-
-
-def test_medusas_config_has_no_key_that_vllm_would_take_for_a_number_of_heads_or_layers(target: LlamaConfig) -> None:
-    """`MedusaConfig.from_pretrained` of vLLM 0.32 renames every such key."""
-    config = format_for("vllm", head_config("medusa", num_layers=2), target).config_json("bfloat16")
-    counts = {key: value for key, value in config.items() if "num" in key and ("heads" in key or "layers" in key)}
-    assert counts == {"num_heads": 4, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize(
@@ -220,44 +189,3 @@ def test_layer_ids_are_counted_as_the_engine_counts_them_and_left_out_where_they
             key = "eagle_aux_hidden_state_layer_ids"
             assert config.get("eagle_config") == (None if ids is None else {key: ids})
             assert config.get(key) == (ids if engine == "vllm" else None), "llama.cpp's converter reads no other place"
-
-
-def test_a_window_of_every_layer_that_vllm_gives_the_head_too_is_noted(target: LlamaConfig, tmp_path: Path) -> None:
-    settings = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 512}
-    windowed = AutoConfig.for_model("mistral", **settings, sliding_window=128)
-    for name in ("mtp", "draft_model"):
-        assert "sliding window of 128 tokens" in format_for("vllm", head_config(name), windowed).notes()[0]
-    windowed.save_pretrained(tmp_path)
-    (note,) = format_for("vllm", head_config("draft_model", init_from=str(tmp_path)), windowed).notes()
-    assert "sliding window" not in note, "the draft model has a window of its own, which mtptrain applies too"
-    assert format_for("sglang", head_config("eagle3"), windowed).notes() == []
-    for other in (target, AutoConfig.for_model("mistral", **settings, sliding_window=512)):
-        assert format_for("vllm", head_config("mtp"), other).notes() == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_eagle3_head_without_an_lm_head_gets_a_copy_of_the_targets_for_openvino(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    target_dir = make_target(tmp_path / "target", num_hidden_layers=4)
-    target = read_target_config(target_dir)
-    form, head = format_for("openvino", head_config("eagle3"), target), random_head(head_config("eagle3"), target)
-    write_head(tmp_path / "out", form, head.to(dtype).state_dict())
-    form.add_target(tmp_path / "out", target_dir)
-    check_tensors(tmp_path / "out", form)
-    tensors = load_file(tmp_path / "out/model.safetensors")
-    assert torch.equal(tensors["lm_head.weight"], load_frozen_parts(target_dir).lm_head.to(dtype))
-    assert tensors["d2t"].tolist() == [0] * target.vocab_size and "t2d" not in tensors
-    assert reload_head(tmp_path / "out", form).state_dict().keys() == head.state_dict().keys()
-    medusa = format_for("vllm", head_config("medusa"), target)
-    medusa.add_target(tmp_path, target_dir)
-    assert torch.equal(
-        load_file(tmp_path / "lm_head.safetensors")["lm_head.weight"], load_frozen_parts(target_dir).lm_head
-    )
-
-
-def test_layers_are_written_for_openvino_even_if_they_are_the_default(target: LlamaConfig) -> None:
-    deep = target_config(num_hidden_layers=10)
-    form = format_for("openvino", head_config("eagle3", capture_layers=[2, 5, 7]), deep)
-    assert form.config_json("float32")["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
-    assert 'model.set_rt_info([1, 4, 6], "hidden_layers_list")' in form.launch("TARGET", Path("/DIR"), 3)

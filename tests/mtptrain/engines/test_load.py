@@ -54,17 +54,6 @@ def test_every_request_is_answered_without_a_proxy_and_its_steps_are_counted(
         assert not any(request["cache_prompt"] for request in fake.requests)
 
 
-def test_an_answer_without_text_has_one_step(fake: FakeServer) -> None:
-    (answer,) = send(LlamaServer(fake.url), requests_of([[]]), Load("K0", 1, 1)).answers
-    assert len(answer.steps_s) == 1 and answer.steps_s[0] > 0
-
-
-def test_requests_of_others_are_reported(fake: FakeServer) -> None:
-    fake.finished_per_request = 2
-    with pytest.raises(UserError, match="must serve no other requests during the check, but finished 12 requests inst"):
-        send(VllmServer(fake.url), requests_of(PROMPTS), LOAD)
-
-
 def test_a_request_that_fails_is_reported(fake: FakeServer) -> None:
     server, failed = VllmServer(fake.url), r"^serving\.url: the server must answer every request, but one failed"
     for body, why in (

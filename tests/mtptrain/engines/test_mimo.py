@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,13 +106,3 @@ def test_shards_without_mtp_tensors_are_links_and_a_shard_of_mtp_tensors_alone_i
     export(tmp_path / "export", tmp_path / "sharded")
     assert {path.name for path in (tmp_path / "export").glob("*.safetensors")} == {*shards, "mtp.safetensors"}
     assert all(os.path.samefile(tmp_path / "sharded" / name, tmp_path / "export" / name) for name in shards)
-
-
-def test_a_head_without_biases_is_exported_with_zeros(target: tuple[Path, Tensors]) -> None:
-    directory, _ = target
-    config = replace(MIMO_HEAD, attention_bias=False)
-    form = format_for("vllm", config, read_target_config(directory))
-    tensors = form.tensors(random_head(config, form.target).state_dict())
-    biases = [tensor for name, tensor in tensors.items() if name.endswith(".bias")]
-    assert len(biases) == 3 and not any(bias.any() for bias in biases)
-    assert "self_attn.q_proj.bias" not in form.state(tensors)

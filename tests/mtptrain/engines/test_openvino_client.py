@@ -1,13 +1,8 @@
 """Tests what OpenVINO counts for our answers, and its errors. tests/serving/test_openvino.py compares both."""
 
-import importlib
 import sys
 import warnings
-from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,67 +28,6 @@ def test_drafts_past_the_end_of_an_answer_are_not_counted() -> None:
     # Of an engine that accepts more drafts than it should make, `check_counts` of serving-check sees another K.
     assert counts_of([[1, 0], [4]], 3) == EngineCounts(3, None, [2, 1, 1, 1])
     assert counts_of([[], [0]], 3) == EngineCounts(1, None, [0, 0, 0])
-
-
-Status = Enum("Status", ["RUNNING", "FINISHED", "IGNORED"])
-
-
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The worker with stand-ins for OpenVINO's modules, which have an environment of their own."""
-    openvino_genai = SimpleNamespace(GenerationStatus=Status, GenerationConfig=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda ids: ids))  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "openvino_genai", openvino_genai)  # type: ignore[arg-type]
-    name = "mtptrain.engines.openvino.openvino_worker"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    del sys.modules[name]
-
-
-class Handle:
-    """A request in OpenVINO that gives two tokens in each step, and ends after its second one."""
-
-    def __init__(self, status: Status) -> None:
-        self.statuses = [Status.RUNNING, status]
-
-    def get_status(self) -> Status:
-        return self.statuses.pop(0)
-
-    def can_read(self) -> bool:
-        return True
-
-    def read(self) -> dict[int, Any]:
-        return {0: SimpleNamespace(generated_ids=[5, 6])}
-
-
-def test_a_load_keeps_its_number_of_requests_in_flight_and_one_that_openvino_gives_up_is_an_error(worker: Any) -> None:
-    in_flight: list[int] = []
-
-    def pipeline_of(statuses: list[Status]) -> Any:
-        handles: list[Handle] = []
-
-        def add(index: int, prompt: object, config: object) -> Handle:
-            handles.append(Handle(statuses[index]))
-            return handles[-1]
-
-        return SimpleNamespace(
-            add_request=add,
-            step=lambda: in_flight.append(sum(bool(handle.statuses) for handle in handles)),
-            get_config=lambda: SimpleNamespace(eos_token_id=0, stop_token_ids=set()),
-        )
-
-    requests, load = vars(REQUESTS), {"name": "K0", "num_requests": 3, "concurrency": 2}
-    result = worker.run_load(pipeline_of([Status.FINISHED] * 3), load, requests, 0)
-    assert in_flight == [2, 2, 1, 1] and result["tokens_of_steps"] == [[2, 2]] * 3
-    assert all(0 < first <= last for first, last in result["steps_s"])
-    with pytest.raises(SystemExit, match="must be answered as a whole, but ended with status IGNORED after 4 tokens"):
-        worker.run_load(pipeline_of([Status.FINISHED, Status.IGNORED]), load, requests, 0)
-
-
-def test_a_model_that_cannot_be_converted_is_told_what_may_help(worker: Any, tmp_path: Path) -> None:
-    for weights, advice in (("fp32", "correct the model"), ("int8", "set serving.openvino_weights=fp32, or correct")):
-        with pytest.raises(SystemExit, match=f"must be able to convert .* to {weights}, but fails as above; {advice}"):
-            worker.convert(tmp_path / "none", tmp_path / "converted", weights, True)
 
 
 CRASHES_ONCE = f"""#!{sys.executable}

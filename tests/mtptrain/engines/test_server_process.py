@@ -1,7 +1,6 @@
 """Tests how the processes of engines fail, and that they end with their parent. No engine is needed."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from mtptrain.engines import process as server_process
 from mtptrain.engines.llama_cpp.server import LlamaServer
-from mtptrain.engines.openvino.engine import WORKER as OPENVINO_WORKER
 from mtptrain.engines.process import SUPERVISOR, run_worker, started_server
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.startup import SPIN_COUNT
@@ -127,54 +125,3 @@ def test_a_supervised_command_and_its_children_end_with_the_parent(tmp_path: Pat
     process.stdin.close()  # as the end of the parent does
     wait_until_ended(child)
     assert process.wait(10) == -signal.SIGKILL
-
-
-SLEEP = """
-import os, time
-
-def sleep():
-    open({path!r}, "w").write(str(os.getpid()))
-    time.sleep(300)
-"""
-OPENVINO = {
-    "openvino.py": "",
-    "openvino_genai.py": "",
-    "optimum/commands/optimum_cli.py": "import sleeping; sleeping.sleep()",
-}
-CONVERTED = {"target": "t", "head": "h", "converted_target": "/none/t", "converted_head": "/none/h", "weights": "fp32"}
-PARENT = """
-import json, sys
-from pathlib import Path
-from mtptrain.engines.llama_cpp.server import LlamaServer
-from mtptrain.engines.process import started_server
-from mtptrain.engines.process import SUPERVISOR, run_worker
-
-worker, mode, job = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-if mode == "serve":
-    started_server(LlamaServer, [sys.executable, "-c", "import sleeping; sleeping.sleep()"], worker).__enter__()
-run_worker(Path(sys.executable), worker, mode, job, "engine")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("worker", "mode", "engine", "job"),
-    [
-        (OPENVINO_WORKER, "decode", OPENVINO, CONVERTED),
-        (Path("/dev/null"), "serve", {}, {}),
-    ],
-    ids=["openvino, while it converts", "a server"],
-)
-def test_an_engine_ends_with_its_children_when_its_parent_is_killed(
-    tmp_path: Path, worker: Path, mode: str, engine: dict[str, str], job: object
-) -> None:
-    for name, text in (engine | {"sleeping.py": SLEEP.format(path=str(tmp_path / "child"))}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    command = [sys.executable, "-c", PARENT, str(worker), mode, json.dumps(job)]
-    parent = subprocess.Popen(command, env=dict(os.environ, PYTHONPATH=f"{tmp_path}:{ROOT}"))
-    child = read_pid(tmp_path / "child", parent)
-    assert is_running(child)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    wait_until_ended(child)

@@ -1,6 +1,5 @@
 """Tests the export for transformers, and that `generate` with `use_mtp` accepts the same drafts as mtptrain."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from mtptrain.decoding.sampler import Sampler
 from mtptrain.decoding.speculate import speculate
 from mtptrain.engines.format import Format
 from mtptrain.engines.table import format_for
-from mtptrain.engines.target_files import link_or_copy
 from mtptrain.export import check_tensors, write_head
 from mtptrain.heads.base import Head
 from mtptrain.heads.files import build_head
@@ -122,17 +120,6 @@ def test_the_language_model_of_an_image_and_text_checkpoint_is_refused(tmp_path:
     )
     with pytest.raises(UserError, match=message):
         form.add_target(tmp_path, tmp_path / "target")
-
-
-def test_where_links_are_impossible_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: object, destination: object) -> None:
-        raise OSError("Invalid cross-device link")
-
-    (tmp_path / "source").write_text("weights")
-    monkeypatch.setattr(os, "link", refuse)
-    link_or_copy(tmp_path / "source", tmp_path / "copy")
-    assert (tmp_path / "copy").read_text() == "weights"
-    assert not os.path.samefile(tmp_path / "source", tmp_path / "copy")
 
 
 def test_the_program_that_is_written_for_the_user_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

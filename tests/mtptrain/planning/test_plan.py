@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mtptrain.cli.program import quoted
 from mtptrain.config import PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents
 from mtptrain.hidden_states.store import StoreManifest
@@ -39,7 +38,7 @@ def test_the_planned_disk_is_what_a_store_takes(tiny_run: tuple[Path, tuple[str,
     captured = (*overrides, f"run_dir={tmp_path}", *head)
     result = run_program("hidden-states", *captured)
     assert result.returncode == 0, result.stderr[-3000:]
-    for settings, dtype in (((*overrides, f"run_dir={run_dir}"), StoreDtype.bfloat16), (captured, StoreDtype.fp8)):
+    for settings, dtype in (((*overrides, f"run_dir='{run_dir}'"), StoreDtype.bfloat16), (captured, StoreDtype.fp8)):
         config, total = make_config(*settings), 0
         directory = config.stage_dir("hidden_states")
         shards = StoreManifest.read(directory).shards
@@ -213,7 +212,7 @@ def test_states_in_flight_take_a_page_in_every_layer_of_each_gpu(llama_70b: Path
 
 def test_the_program_prints_the_plan_and_does_nothing_else(tiny_target: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run[bold]"
-    result = run_program("plan", f"target.path={tiny_target}", f"run_dir={quoted(run_dir)}")
+    result = run_program("plan", f"target.path={tiny_target}", f"run_dir='{run_dir}'")
     assert result.returncode == 0, result.stderr[-3000:]
     letters = "".join(result.stdout.replace("│", " ").split())
     assert f"planof{run_dir}:memory" in letters, "brackets are no markup"

@@ -4,7 +4,6 @@
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from mtptrain.stage_dir import FACTS, STAGE, StageDir
 from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
 from mtptrain.utils.errors import UserError
-from tests.conftest import TINY_SETTINGS, make_config, program_command, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
 
 WITHOUT, WITH = "0", "1"
 CHOICES = {WITHOUT: (Dtype.float32, False, 0), WITH: (Dtype.bfloat16, True, 1)}
@@ -44,13 +43,6 @@ def test_an_explicit_precision_is_obeyed(pretended: str) -> None:
     assert (config.hidden_states.dtype, config.responses.dtype) == (Dtype.float32, Dtype.bfloat16)
     assert config.deepspeed == {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     assert make_config("acceptance.dtype=bfloat16").acceptance.dtype == Dtype.bfloat16
-
-
-def test_auto_can_stand_beside_other_deepspeed_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
-    config = make_config("deepspeed.zero_optimization.stage=2", "+deepspeed.wall_clock_breakdown=true")
-    assert config.deepspeed["bf16"] == {"enabled": False}
-    assert config.deepspeed["zero_optimization"] == {"stage": 2} and config.deepspeed["wall_clock_breakdown"]
 
 
 def test_a_word_that_is_no_switch_is_refused_for_bf16() -> None:
@@ -113,16 +105,6 @@ def test_an_old_gpu_computes_in_fp32_and_is_refused_for_training(monkeypatch: py
         check_device(torch.device("cuda"), {"bf16": {"enabled": True}})
 
 
-def test_a_dtype_wider_than_necessary_is_mentioned(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(PRETENDED_BF16, WITH)
-    announce_precision("deepspeed", Dtype.float32)
-    assert capsys.readouterr().out == (
-        "deepspeed: float32, as set or as this run began; this CPU computes bfloat16 fast too\n"
-    )
-
-
 @pytest.fixture(scope="module")
 def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_files(tmp_path_factory.mktemp("files"))
@@ -178,22 +160,3 @@ def test_a_run_keeps_its_precision_on_another_machine(
     assert "is finished already" in finished.stdout, finished.stderr[-3000:]
     other = run_program("hidden-states", *overrides, "hidden_states.dtype=float32")
     assert "the compute dtype (hidden_states.dtype) must be float32, but is bfloat16" in other.stderr
-
-
-@pytest.mark.slow
-def test_a_program_started_alone_on_a_cpu_uses_its_cores_and_writes_the_same_store(
-    overrides: tuple[str, ...], tmp_path: Path
-) -> None:
-    assert run_program("prompts", *overrides).returncode == 0
-    stores: list[dict[str, bytes]] = []
-    for num_ranks in (1, 2):
-        command = program_command("hidden-states", *overrides, f"cpu_ranks={num_ranks}")
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        assert result.returncode == 0, result.stderr[-3000:]
-        directory = tmp_path / "run/hidden_states"
-        stores.append({path.name: path.read_bytes() for path in directory.glob("*.safetensors")})
-        argv = json.loads((directory / "stage.json").read_text())["argv"]
-        assert f"cpu_ranks={num_ranks}" in argv
-        assert ("rank 0 of 2" in result.stderr) == (num_ranks == 2)
-        directory.rename(tmp_path / f"store_{num_ranks}")
-    assert stores[0] == stores[1] and len(stores[0]) > 1
