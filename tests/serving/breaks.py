@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtptrain.engines.mimo import MIMO_LAYER
 from mtptrain.engines.exports import LAYER_IDS
+from mtptrain.engines.mimo import MIMO_LAYER
 from mtptrain.heads.mtp import swap_halves
 from mtptrain.utils.files import tensor_shapes
 
