@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.config import Backend, PipelineConfig, StoreDtype
+from mtptrain.config import Backend, PipelineConfig, PlannerConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.export_proof import proof_bytes
 from mtptrain.engines.table import warn_of_limits
@@ -124,8 +124,7 @@ class Plan:
             needed > free_bytes,
             f"run_dir: {_gb(needed)} must be free for the hidden states, but {config.run_dir} has {_gb(free_bytes)}; "
             f"set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in all), train.stream=true "
-            f"train.epochs=1 ({_gb(streamed)} at a time, less with a lower train.stream_shards), run_dir to a larger "
-            "disk, or a lower prompts.max_train_tokens",
+            f"train.epochs=1 ({_gb(streamed)} at a time), another run_dir, or a lower prompts.max_train_tokens",
         )
 
     def _plan_extraction(self, target_dir: Path) -> None:
@@ -141,19 +140,15 @@ class Plan:
         weights = total // (parallel if is_vllm else gpus if self.is_spread else 1)
         how = f", spread by accelerate over {gpus} in one process" if self.is_spread else ""
         how = f", tensor parallel over {parallel}" if is_vllm and parallel > 1 else how
-        self.rows["target"] = (
-            f"{self.target.num_parameters / 1e9:.2f} B parameters, {_gb(weights)} of weights on each GPU{how}, "
-            f"{self.backend}"
-        )
+        size = f"{self.target.num_parameters / 1e9:.2f} B parameters, {_gb(weights)} of weights"
+        self.rows["target"] = f"{size} on each GPU{how}, {self.backend}"
         self._warn_if(
             weights > available,
             f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take {_gb(weights)}; "
-            f"use at least {math.ceil(total / available)} GPUs in one machine, with hidden_states.backend=transformers "
-            "or as large a hidden_states.tensor_parallel_size",
+            f"use at least {math.ceil(total / available)} GPUs in one machine (hidden_states.tensor_parallel_size)",
         )
-        # 2. States in flight: those of the longest document and of two batches, one of which runs while the other is
-        # written. vLLM allocates a page in every layer for each block of states, but fills only one of them, and tensor
-        # parallelism does not divide them (`get_kv_cache_groups` in vLLM 0.32).
+        # 2. States in flight: those of the longest document and of two batches, one of which is written. vLLM allocates
+        # a page in every layer, and tensor parallelism does not divide them (`get_kv_cache_groups` in vLLM 0.32).
         streams = streams_bytes_per_token(self.config, self.target_config, self.captured)
         self.written_bytes = streams if is_vllm else 0
         if not is_vllm:
@@ -167,9 +162,8 @@ class Plan:
         self._warn_if(
             weights <= available and weights + states > for_engine,
             f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(for_engine)} of each GPU "
-            f"with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states, which tensor parallelism "
-            "does not divide; set a larger hidden_states.tensor_parallel_size, a lower hidden_states.batch_tokens or "
-            "prompts.max_document_tokens, or hidden_states.backend=transformers",
+            f"with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states; lower it or "
+            "prompts.max_document_tokens, or raise hidden_states.tensor_parallel_size, which divides weights alone",
         )
         self._warn_if(
             gpus % parallel > 0,
@@ -178,10 +172,10 @@ class Plan:
         )
 
     def _plan_training(self) -> None:
-        """Plan the memory of training and validation on each GPU, and the number of steps.
+        """Plan the memory of training, and of validation between its steps, on each GPU, and the number of steps.
 
         ZeRO 1 shards the optimizer state over the GPUs, and ZeRO 2 also shards the gradients. fp32 without ZeRO has no
-        master weights. Validation runs between steps, when no activations are alive.
+        master weights.
         """
         config, train, gpus = self.config, self.config.train, self.config.planner.num_gpus
         available = config.planner.gpu_memory_gb * 1e9
@@ -191,8 +185,8 @@ class Plan:
         num_tables = 1 if self.target_config.tie_word_embeddings else 2
         width, num_parameters = self.dtype.itemsize, sum(parameter.numel() for parameter in self.head.parameters())
         optimizer = num_parameters * (8 + (4 if width == 2 or stage else 0))  # two Adam moments, master weights
-        packing, loss = self._micro_batch(self.longest_tokens), LossSettings.of(train)
-        activations = activation_bytes(self.head, self.target_config, packing, width, loss)
+        packing = self._micro_batch(self.longest_tokens)
+        activations = activation_bytes(self.head, self.target_config, packing, width, LossSettings.of(train))
         self.memory = {
             "weights": num_parameters * width,
             "gradients": num_parameters * width // (gpus if stage >= 2 else 1),
@@ -201,7 +195,7 @@ class Plan:
             "activations": activations,
         }
         """Bytes on each GPU in training, by what takes them."""
-        training, target, validating = sum(self.memory.values()), 0, 0
+        training, target, validating, used = sum(self.memory.values()), 0, 0, ""
         if train.validation_prompts > 0:
             target = self.target.num_parameters * getattr(torch, config.acceptance.dtype).itemsize
             self.memory["target for validation"] = target
@@ -211,10 +205,8 @@ class Plan:
         self.rows["head"] = f"{config.head.name}, {num_parameters / 1e6:,.1f} M parameters"
         self.rows["training, each GPU"] = f"{_gb(training + target)}: {parts}"
         if validating:
-            self.rows["validation, each GPU"] = (
-                f"{_gb(held + validating)}, including {_gb(validating)} for KV caches and the forward pass over the "
-                "prompts; no training activations are alive then"
-            )
+            used = f"{_gb(validating)} for KV caches and the forward pass over the prompts"
+            self.rows["validation, each GPU"] = f"{_gb(held + validating)}, including {used}"
         per_step = train.batch_tokens * train.micro_batches_per_step
         self.num_steps = train.max_steps or train.epochs * math.ceil(self.num_tokens / per_step)
         """Number of training steps, if all of an epoch but the last are full."""
@@ -228,8 +220,7 @@ class Plan:
         if training > available:
             self.warnings.append(
                 f"train.batch_tokens: training {must} {_gb(training)}, {_gb(activations)} of them for activations; "
-                f"set train.activation_checkpointing=true, or lower train.batch_tokens from {train.batch_tokens:,} "
-                f"(and prompts.max_document_tokens with it) or head.ttt_steps from {config.head.ttt_steps}"
+                "set train.activation_checkpointing=true, or lower it (with prompts.max_document_tokens) or head.ttt_steps"
             )
         elif training + target > available:
             self.warnings.append(
@@ -239,9 +230,8 @@ class Plan:
             )
         elif held + validating > available:
             self.warnings.append(
-                f"acceptance.batch_tokens: validation {must} {_gb(held + validating)}, {_gb(validating)} of them for "
-                f"KV caches and the forward pass over the prompts; lower acceptance.batch_tokens from "
-                f"{config.acceptance.batch_tokens:,} or acceptance.batch_size, or set train.validation_prompts=0"
+                f"acceptance.batch_tokens: validation {must} {_gb(held + validating)}, {used}; lower it or "
+                "acceptance.batch_size, or set train.validation_prompts=0"
             )
 
     def _check_steps(self) -> None:
@@ -286,50 +276,48 @@ class Plan:
 
     def _plan_time(self) -> None:
         settings, train, planner = self.config.hidden_states, self.config.train, self.config.planner
-        stored, gpus = self.bytes_per_token[settings.store_dtype], planner.num_gpus
-        dtype: torch.dtype = getattr(torch, settings.dtype)
+        stored, packing = self.bytes_per_token[settings.store_dtype], self._micro_batch(self.mean_tokens)
         # 1. Extraction. A spread target keeps only one GPU busy at a time.
-        flops, written = self.target.flops_per_token(self.mean_tokens), stored + self.written_bytes
-        share, at_work = planner.hidden_states_peak_share, 1 if self.is_spread else gpus
-        given = planner.hidden_states_tokens_per_s
-        extraction_s, text = self._time(self.num_tokens, given, flops, share, at_work, dtype, written)
-        self.rows["time of hidden states"] = text
+        rate, text = planner.hidden_states_tokens_per_s, "as given"
+        if not rate:
+            flops, at_work = self.target.flops_per_token(self.mean_tokens), 1 if self.is_spread else planner.num_gpus
+            share, written = planner.hidden_states_peak_share, stored + self.written_bytes
+            rate, text = tokens_per_s(planner, flops, share, at_work, getattr(torch, settings.dtype), written)
+        extraction_s = self.num_tokens / rate
+        self.rows["time of hidden states"] = f"{duration(extraction_s)} at {rate:,.0f} tokens/s, {text}"
         # 2. Training.
-        packing = self._micro_batch(self.mean_tokens)
-        flops = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing) / len(packing.positions)
-        flops *= RECOMPUTING if train.activation_checkpointing else 1
+        rate, text = planner.train_tokens_per_s, "as given"
+        if not rate:
+            of_step = step_flops(self.head, self.target_config, LossSettings.of(train)).of(packing)
+            flops = of_step / len(packing.positions) * (RECOMPUTING if train.activation_checkpointing else 1)
+            share, gpus = planner.train_peak_share, planner.num_gpus
+            rate, text = tokens_per_s(planner, flops, share, gpus, self.dtype, stored)
         tokens = train.max_steps * train.batch_tokens * train.micro_batches_per_step or train.epochs * self.num_tokens
-        given, share = planner.train_tokens_per_s, planner.train_peak_share
-        training_s, text = self._time(tokens, given, flops, share, gpus, self.dtype, stored)
-        self.rows["time of training"] = text
-        self.seconds = {"hidden-states": extraction_s, "train": training_s}
+        self.rows["time of training"] = f"{duration(tokens / rate)} at {rate:,.0f} tokens/s, {text}"
+        self.seconds = {"hidden-states": extraction_s, "train": tokens / rate}
         """Time of the stages that are planned."""
-        self.rows["time of both"] = duration(extraction_s + training_s)
+        self.rows["time of both"] = duration(sum(self.seconds.values()))
 
-    def _time(
-        self, tokens: int, given: float, flops: float, share: float, gpus: int, dtype: torch.dtype, disk_bytes: int
-    ) -> tuple[float, str]:
-        """Returns the seconds of a stage, and a text.
 
-        If tokens/s are not given, the slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak,
-        or on the CPU, and the disk, which reads or writes `disk_bytes` for a token.
-        """
-        planner, rate, basis = self.config.planner, given, "as given"
-        if not given:
-            num_devices, peak = gpus, planner.gpu_tflops * 1e12
-            where = f"{gpus} x {planner.gpu_tflops:g} TFLOP/s"
-            if not peak and torch.cuda.is_available():
-                peak = matmul_peak(torch.device("cuda"), dtype)
-                where = f"{gpus} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
-            elif not peak:
-                num_devices, peak = 1, matmul_peak(torch.device("cpu"), dtype)
-                where = f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
-            rate = share * num_devices * peak / flops
-            basis = f"limited by {flops / 1e9:,.3g} GFLOP/token at {share:.0%} of {where}"
-            disk_rate = planner.disk_gb_per_s * 1e9 / disk_bytes
-            if 0 < disk_rate < rate:
-                rate, basis = disk_rate, f"limited by a disk of {planner.disk_gb_per_s:g} GB/s"
-        return tokens / rate, f"{duration(tokens / rate)} at {rate:,.0f} tokens/s, {basis}"
+def tokens_per_s(
+    planner: PlannerConfig, flops: float, share: float, gpus: int, dtype: torch.dtype, disk_bytes: int
+) -> tuple[float, str]:
+    """Returns the tokens/s of a stage, and what limits it.
+
+    The slower of two counts: matmuls in `dtype` on `gpus` GPUs at a share of their peak, or on the CPU, and the disk,
+    which reads or writes `disk_bytes` for a token.
+    """
+    peak, where = planner.gpu_tflops * 1e12, f"{gpus} x {planner.gpu_tflops:g} TFLOP/s"
+    if not peak and torch.cuda.is_available():
+        peak = matmul_peak(torch.device("cuda"), dtype)
+        where = f"{gpus} x {peak / 1e12:.0f} TFLOP/s measured on {torch.cuda.get_device_name()}"
+    elif not peak:
+        peak, gpus = matmul_peak(torch.device("cpu"), dtype), 1
+        where = f"{peak / 1e12:.3g} TFLOP/s measured on this CPU (set planner.gpu_tflops to plan for GPUs)"
+    rate, disk_rate = share * gpus * peak / flops, planner.disk_gb_per_s * 1e9 / disk_bytes
+    if 0 < disk_rate < rate:
+        return disk_rate, f"limited by a disk of {planner.disk_gb_per_s:g} GB/s"
+    return rate, f"limited by {flops / 1e9:,.3g} GFLOP/token at {share:.0%} of {where}"
 
 
 def print_plan(config: PipelineConfig) -> None:

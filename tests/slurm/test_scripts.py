@@ -6,15 +6,61 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mtptrain.cli.stages import STAGES
-from tests.slurm.cluster import ROOT, wait_for
-from tests.slurm.stand import PLAN, Stand, array_of
+from tests.slurm.cluster import ROOT, environment_without_slurm, wait_for
 
 SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in {".sh", ".sbatch"})
+PLAN = """runs/quickstart
+responses server
+prompts process
+hidden_states ranks
+train ranks
+acceptance ranks
+export process
+"""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Runs a script of `slurm/` with stand-ins: Slurm's commands record their arguments, and Python prints `PLAN`."""
+
+    directory: Path
+    environment: dict[str, str]
+
+    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command, environment = [ROOT / "slurm" / script, *arguments], {**self.environment, **variables}
+        return subprocess.run(command, env=environment, cwd=self.directory, capture_output=True, text=True, check=False)
+
+    def asked(self, command: str) -> list[str]:
+        """Returns the arguments of each call of the command."""
+        path = self.directory / f"{command}.txt"
+        return path.read_text().splitlines() if path.is_file() else []
+
+
+def array_of(task_ids: str, task: str) -> dict[str, str]:
+    first, last = task_ids.split("-")
+    names = {"MIN": first, "MAX": last, "COUNT": str(int(last) - int(first) + 1), "ID": task}
+    return {f"SLURM_ARRAY_TASK_{name}": value for name, value in names.items()}
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    for name in ("sbatch", "srun", "scontrol", "scancel", "sinfo"):
+        noted = tmp_path / f"{name}.txt"
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$*" >>{noted}\n[ {name} != sbatch ] || wc -l <{noted}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = environment_without_slurm()
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "MTPTRAIN_PYTHON": str(tmp_path / "python")}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
+    environment |= {"MTPTRAIN_CHECKOUT": str(ROOT), "MTPTRAIN_LOCAL_RUN_DIR": "0"}
+    (tmp_path / "python").write_text(f"#!/bin/sh\ncat <<'END'\n{PLAN}END\n")
+    (tmp_path / "python").chmod(0o755)
+    return Stand(tmp_path, environment)
 
 
 FOR_JOBS = "must be false for jobs, but is true; type mtptrain {} with the same settings"
@@ -25,28 +71,21 @@ RANKS_OF_A_STEP = "train.micro_batches_per_step: must be a multiple of the numbe
 REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("train.epochs=0", {}, "error: train.epochs: must be a number of at least 1, but is 0; correct it in the"),
     ("plan=true", {}, f"error: plan: {FOR_JOBS.format('plan')}"),
-    ("verify=true", {}, f"error: verify: {FOR_JOBS.format('verify')}"),
     ("train.stream=true", {}, "error: train.stream: must be false for a chain of jobs, in which training waits for"),
     ("train.lrr=1", {}, "error: train.lrr: must be the name of a setting, but no setting has this name; did you mean"),
     ("--nodes=2", {}, "--nodes=2: the number of nodes for training must be set by NODES, as in NODES=2,"),
     ("recipe=quickstart --time=30", {}, f"--time=30: {COMES_FIRST} 'recipe=quickstart'; join it or move it"),
-    ("--partition gpu --time 12:00:00", {}, f"--time: {COMES_FIRST} 'gpu'; join it or move it"),
     ("", {"SKIP": "prompts,train"}, "error: SKIP: must name only stages among responses prompts draft_vocab"),
     (
         "",
         {"SKIP": "responses prompts draft_vocab hidden_states train acceptance export"},
         "SKIP: must leave at least one stage, but is 'responses prompts",
     ),
-    ("train.micro_batches_per_step=8", {"NODES": "2"}, f"error: {RANKS_OF_A_STEP}, 16, but is 8"),
     ("train.micro_batches_per_step=8", {"NODES": "1-2"}, f"error: {RANKS_OF_A_STEP}, 16, but is 8"),
     ("train.micro_batches_per_step=8", {"NODES": "3", "NPROC": "1"}, f"error: {RANKS_OF_A_STEP}, 3, but is 8"),
-    ("train.micro_batches_per_step=4", {"NODES": ""}, f"error: {RANKS_OF_A_STEP}, 8, but is 4; set it to 8"),
     ("train.micro_batches_per_step=4", {"NPROC": "gpu"}, f"error: {RANKS_OF_A_STEP}, 8, but is 4; set it to 8"),
-    ("", {"NODES": "two"}, f"{NODES_MUST} 'two'; correct it"),
     ("", {"NODES": "0"}, f"{NODES_MUST} '0'; correct it"),
     ("", {"NODES": "2-1"}, f"{NODES_MUST} '2-1'; correct it"),
-    ("", {"NPROC": "0"}, f"error: NPROC: {NPROC_MUST} '0'; set it, or leave it out"),
-    ("", {"NPROC": "four"}, f"error: NPROC: {NPROC_MUST} 'four'; set it, or leave it out"),
     ("", {"NPROC_train": "²", "NPROC": "1"}, f"error: NPROC_train: {NPROC_MUST} '²'; set it, or leave it out"),
     ("", {"SKIP": "train", "ARRAY_TASKS": "0"}, "ARRAY_TASKS: must be a number of at least 1, but is '0'; correct it"),
 ]
@@ -82,30 +121,25 @@ def test_hardware_that_differs_from_job_to_job_is_warned_of(stand: Stand) -> Non
         assert len(stand.asked("sbatch")) > 3
 
 
-def test_a_dependency_that_is_given_holds_for_the_first_job_alone(stand: Stand) -> None:
+def test_options_and_dependencies_reach_the_jobs(stand: Stand) -> None:
+    """A dependency that is given holds for the first job alone. Answers of a server are one process, which is asked to
+    stop ahead of time, and so is the choice of a head."""
     options = ("--dependency=afterok:77", "--time=30")
-    result = stand.run("pipeline.sh", *options, "recipe=quickstart", GPU_OPTIONS="--dependency=singleton")
+    variables = {"GPU_OPTIONS": "--dependency=singleton", "CPU_OPTIONS": "--mem=9G"}
+    result = stand.run("pipeline.sh", *options, "recipe=quickstart", **variables)
     assert result.returncode == 0, result.stderr
-    last = [re.findall(r"--dependency=(\S+)", line)[-1] for line in stand.asked("sbatch")]
+    first, *_ = jobs = stand.asked("sbatch")
+    last = [re.findall(r"--dependency=(\S+)", line)[-1] for line in jobs]
     assert last == ["afterok:77", "afterok:1", "afterok:2", "afterok:3", "afterok:4", "afterok:5"]
-    assert all("--time=30" in line for line in stand.asked("sbatch"))
-
-
-def test_answers_of_a_server_are_one_process_that_is_asked_to_stop_ahead_of_time(stand: Stand) -> None:
-    assert stand.run("pipeline.sh", "recipe=quickstart", CPU_OPTIONS="--mem=9G").returncode == 0
-    first = stand.asked("sbatch")[0]
+    assert all("--time=30" in line for line in jobs)
     assert "--mem=9G" in first and f"{ROOT}/slurm/responses_server.sbatch recipe=quickstart" in first
-    assert stand.run("responses_server.sbatch", "recipe=quickstart").returncode == 0
-    assert re.search(r"--nproc-per-node 1 .* -m mtptrain responses recipe=quickstart$", stand.asked("srun")[0])
+    for script, stage in (("responses_server.sbatch", "responses"), ("choose_head.sbatch", "choose-head")):
+        assert stand.run(script, "recipe=quickstart", NPROC="8").returncode == 0
+        assert re.search(rf"--nproc-per-node 1 .* -m mtptrain {stage} recipe=quickstart$", stand.asked("srun")[-1])
     header = (ROOT / "slurm/responses_server.sbatch").read_text()
     assert "--requeue --signal=B:USR1@120" in header and "gpus" not in header
-
-
-def test_one_process_chooses_the_head_and_a_stage_that_the_settings_leave_out_may_be_skipped_too(stand: Stand) -> None:
-    assert stand.run("choose_head.sbatch", "recipe=quickstart", NPROC="8").returncode == 0
-    assert re.search(r"--nproc-per-node 1 .* -m mtptrain choose-head recipe=quickstart$", stand.asked("srun")[0])
     assert stand.run("pipeline.sh", "recipe=quickstart", SKIP="draft_vocab train").returncode == 0
-    assert len(stand.asked("sbatch")) == 5
+    assert len(stand.asked("sbatch")) == len(jobs) + 5, "a stage that the settings leave out may be skipped too"
 
 
 def test_the_parts_of_an_extraction_count_from_the_first_task_of_an_array_without_gaps(stand: Stand) -> None:
@@ -224,3 +258,56 @@ def test_a_script_parses_is_clean_and_names_no_place_of_one_machine() -> None:
         if shutil.which("shellcheck"):
             result = subprocess.run(["shellcheck", "-x", script], cwd=ROOT, capture_output=True, text=True, check=False)
             assert result.returncode == 0, result.stdout
+
+
+SEVERAL_NODES: list[tuple[str, dict[str, str]]] = [
+    ("pipeline.sh", {}),
+    ("train.sbatch", {"SLURM_JOB_NUM_NODES": "2"}),
+    ("hidden_states.sbatch", array_of("0-1", "0")),
+]
+
+
+def test_several_nodes_do_not_work_on_a_disk_of_one_of_them(stand: Stand) -> None:
+    (stand.directory / "sinfo").write_text("#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
+    message = (
+        "run_dir: must be on a disk that all nodes share .* but runs/quickstart is on a disk of .* alone; move it, or "
+        "run on one node, without an array, with MTPTRAIN_LOCAL_RUN_DIR=1, or set MTPTRAIN_LOCAL_RUN_DIR=0 if the "
+        "nodes do share it"
+    )
+    for script, variables in SEVERAL_NODES:
+        result = stand.run(script, "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR="")
+        assert result.returncode == 1 and re.search(message, result.stderr)
+    assert stand.asked("sbatch") == stand.asked("srun") == []
+    for script, variables in SEVERAL_NODES:
+        assert "run_dir: must be" not in stand.run(script, "recipe=quickstart", **variables).stderr
+
+
+ONE = "NODES and ARRAY_TASKS: must be 1 with MTPTRAIN_LOCAL_RUN_DIR=1, but are"
+REFUSED_ON_ONE_DISK: list[tuple[str, dict[str, str], str]] = [
+    ("yes", {}, "MTPTRAIN_LOCAL_RUN_DIR: must be 1 where .*, 0 where .*, or unset, but is 'yes'; correct it"),
+    ("1", {"ARRAY_TASKS": "8"}, f"{ONE} 1 and 8; leave them out"),
+    ("1", {"SKIP": "prompts"}, "--nodelist: must name the node whose disk holds .* in SKIP, but is missing"),
+]
+
+
+def test_a_chain_on_one_nodes_disk_refuses_what_needs_a_shared_one(stand: Stand) -> None:
+    for value, variables, expected in REFUSED_ON_ONE_DISK:
+        result = stand.run("pipeline.sh", "recipe=quickstart", **variables, MTPTRAIN_LOCAL_RUN_DIR=value)
+        assert result.returncode == 1 and re.search(expected, result.stderr)
+    assert stand.asked("sbatch") == []
+
+
+def test_a_chain_on_one_nodes_disk_is_one_task_on_the_node_that_is_named(stand: Stand) -> None:
+    variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SKIP": "responses prompts"}
+    assert stand.run("pipeline.sh", "--nodelist=n7", "recipe=quickstart", **variables).returncode == 0
+    first, *_ = jobs = stand.asked("sbatch")
+    assert all("--nodelist=n7" in line and "--hold" not in line for line in jobs)
+    assert "--array=0-0 " in first and f"--output={stand.directory}/logs/quickstart/" in first
+    assert not (stand.directory / "runs").exists()  # the submitting machine does not see the node's disk
+
+
+def test_an_own_disk_keeps_a_job_that_goes_back_into_the_queue_on_its_node(stand: Stand) -> None:
+    (stand.directory / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nexit 1\n")
+    variables = {"MTPTRAIN_LOCAL_RUN_DIR": "1", "SLURMD_NODENAME": "n7"}
+    assert stand.run("train.sbatch", "recipe=quickstart", **variables).returncode == 75
+    assert stand.asked("scontrol") == ["requeue 7", "update JobId=7 ReqNodeList=n7"]
