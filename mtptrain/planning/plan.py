@@ -220,7 +220,7 @@ class Plan:
         if training > available:
             self.warnings.append(
                 f"train.batch_tokens: training {must} {_gb(training)}, {_gb(activations)} of them for activations; "
-                "set train.activation_checkpointing=true, or lower it (with prompts.max_document_tokens) or head.ttt_steps"
+                "set train.activation_checkpointing=true, or lower it, prompts.max_document_tokens or head.ttt_steps"
             )
         elif training + target > available:
             self.warnings.append(
