@@ -10,7 +10,6 @@ run at a temperature above 0 or in bf16.
 """
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from mtptrain.utils.files import read_sealed, refuse_overwriting, write_text
 
 from .report_page import (
     TITLE,
-    UNREADABLE,
     cell_columns,
     drafters_of,
     has_comparable_speeds,
@@ -64,40 +62,30 @@ def main() -> None:
 
 
 def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Reads the reports, and names each after the part of its path in which the paths differ.
+    """Reads the reports by the paths that were given.
 
     Raises:
-        UserError: a path is not that of a file, or a file is not a report, is given twice, or reports a measurement
-            with other settings than the first.
+        UserError: a path is not that of a report, or a report is given twice, or reports a measurement with other
+            settings than the first.
     """
     reports: dict[str, dict[str, Any]] = {}
+    files: set[Path] = set()
     for place in paths:
         path = place
         if place.is_dir():
             in_output_dir = place / "report.json"
             in_run_dir = place / "acceptance/report.json"
             path = in_output_dir if in_output_dir.is_file() else require(in_run_dir, "mtptrain acceptance")
-        if not path.is_file():
-            raise UserError(
-                f"{path}: must be a report.json of mtptrain acceptance, but is not a file; correct the path"
-            )
-        report = {"top_p": 1.0, "top_k": 0} | read_sealed(path, "run mtptrain acceptance again")
+        report = read_sealed(path, "run mtptrain acceptance again") if path.is_file() else {}
         if not {"baselines", "speed", "intervals", *MUST_BE_EQUAL} <= report.keys():
             raise UserError(
                 f"{path}: must be a report.json of mtptrain acceptance, but is not one, or has an older format; run "
                 "mtptrain acceptance again"
             )
-        try:
-            json.dumps(report, allow_nan=False)
-            render_page({str(path): report})
-        except UNREADABLE as error:
-            raise UserError(
-                f"{path}: must have all figures that mtptrain acceptance writes, but some are missing or invalid "
-                f"({error!r}); run mtptrain acceptance again"
-            ) from error
-        if path.resolve() in map(Path.resolve, map(Path, reports)):
+        if path.resolve() in files:
             raise UserError(f"{path}: each report must be given once, but this one is given twice; remove one")
-        reports[str(path)] = report
+        files.add(path.resolve())
+        reports[str(place)] = report
     (first_path, first), *others = reports.items()
     for other_path, report in others:
         for name in MUST_BE_EQUAL:
@@ -106,21 +94,7 @@ def read_reports(paths: list[Path]) -> dict[str, dict[str, Any]]:
                     f"{other_path}: {name} must be {first[name]!r} as in {first_path}, but is {report[name]!r}; "
                     f"measure one of them again with the other's {MUST_BE_EQUAL[name]}"
                 )
-    return dict(zip(short_names(list(reports)), reports.values(), strict=True))
-
-
-def short_names(paths: list[str]) -> list[str]:
-    """Returns the paths without the leading and trailing parts that all of them share.
-
-    If a path would become empty or equal to another, the paths are returned unchanged.
-    """
-    parts = [Path(path).parts for path in paths]
-    start = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
-    end = next(
-        (i for i, each in enumerate(zip(*(part[::-1] for part in parts), strict=False)) if len(set(each)) > 1), 0
-    )
-    names = [str(Path(*part[start : len(part) - end])) if len(part) - end > start else "" for part in parts]
-    return names if all(names) and len(set(names)) == len(names) else paths
+    return reports
 
 
 def print_table(reports: Mapping[str, Mapping[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mtptrain.utils.files import refuse_overwriting, write_text
 
@@ -34,8 +34,6 @@ SETTINGS = (
 """Entries of a report that the page shows as settings."""
 TITLE = "<title>Acceptance of "
 """How the title of every page begins."""
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TemplateError, TypeError, ValueError)
-"""Errors that an incomplete report, or a file that is not a report, may raise."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from mtptrain.config import Backend, PipelineConfig, PlannerConfig, StoreDtype
+from mtptrain.config import Backend, PipelineConfig, StoreDtype
 from mtptrain.data.prompt_files import Documents, Split, require_prompts
 from mtptrain.decoding.export_proof import proof_bytes
 from mtptrain.engines.table import warn_of_limits
@@ -34,6 +34,7 @@ from mtptrain.hidden_states.extraction.backend import choose_backend
 from mtptrain.hidden_states.shard_format import DOCUMENT_BYTES, bytes_per_token, check_store_dtype
 from mtptrain.hidden_states.stream import OPEN_WINDOWS
 from mtptrain.planning.costs import activation_bytes, cached_values, step_flops, target_costs, validation_bytes
+from mtptrain.settings.planning import PlannerConfig
 from mtptrain.settings.precision import train_dtype
 from mtptrain.target.families import read_target_config
 from mtptrain.target.gguf import gguf_of
