@@ -133,7 +133,6 @@ def test_a_head_without_a_draft_vocabulary_to_choose_or_without_prompts_is_refus
             ("head=mtp",),
             r"must be below the target's 260 tokens .* but is None; correct it, or skip .* if head mtp draf",
         ),
-        (EAGLE3, r"but is None; correct it, or skip this program if head eagle3 drafts the target's whole vocabulary"),
         ((*EAGLE3, "head.draft_vocab_size=260"), r"head\.draft_vocab_size: must be below .* but is 260; correct it"),
         (
             (*EAGLE3, "head.draft_vocab_size=40", "head.init_from=/some/head"),

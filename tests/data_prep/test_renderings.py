@@ -137,17 +137,6 @@ def test_exactly_one_document_supervises_each_answer_token_for_token_after_the_p
     assert turns[0] == 0 and turns[1:] == sorted({*turns[1:]}, reverse=True)
 
 
-def test_the_template_for_tools_says_what_the_assistant_generates_where_there_are_tools() -> None:
-    tokenizer = tokenizer_of(QWEN3)
-    tokenizer.chat_template = {"default": QWEN3, "tool_use": "{{ tools[0].function.name }}" + QWEN3_BLOCKS}
-    [question, answer] = chat("1?", "odd|one")
-    with_tools: Message = {**question, "tools": [{"function": {"name": "weather"}}]}
-    for first, end in ((question, "\n"), (with_tools, "")):
-        [rendering] = render_conversation(tokenizer, [first, answer]).renderings
-        [[(start, stop)]] = rendering.answers
-        assert rendering.text[start:stop] == f"<think>\nodd\n</think>\n\none<|im_end|>{end}"
-
-
 def test_reasoning_may_stand_in_the_content_and_a_last_question_is_left_off_where_it_rewrites_the_answers() -> None:
     messages = chat("1?", "odd|one", "2?", "even|two", "bye")
     renderings = render_conversation(TOKENIZERS["qwen3"], messages)

@@ -2,7 +2,6 @@
 
 import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,19 +54,3 @@ def test_a_file_that_cannot_be_used_is_refused_before_it_is_read(tmp_path: Path)
     texts, refused = read_text_files([str(tmp_path)], "*.py")
     assert refused == {"gr\\xf6sse.py": "a name that is not UTF-8", "sparse.py": "larger than 1,073,741,824 bytes"}
     assert list(texts) == ["kept.py"]
-
-
-def test_a_directory_that_cannot_be_read_is_refused_unless_it_is_excluded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "shut" / "a.py", b"pass\n")
-    scandir = os.scandir
-
-    def refuse(path: str) -> Iterator[os.DirEntry[str]]:  # permissions would not stop root
-        if Path(path).name == "shut":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert read_text_files([str(tmp_path)], "*.py")[1] == {"shut/": "a directory that cannot be read"}
-    assert read_text_files([str(tmp_path)], "*.py", ["shut/*"])[1] == {}

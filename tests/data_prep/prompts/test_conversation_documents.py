@@ -11,32 +11,16 @@ from datasets import Dataset
 from data_prep import conversations
 from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import COUNTS, PromptsReport
-from data_prep.responses.regenerate import prepare_responses
 from mtptrain.data.conversation import question_group
 from mtptrain.data.prompt_files import Split, is_held_out
 from mtptrain.run import Run
 from tests.conftest import make_target
-from tests.data_prep.hidden_states.stage import ONE_RANK
 from tests.data_prep.prompts.documents import CHATS, ConfigFor, chat, read_output, read_texts
-from tests.data_prep.responses.conftest import answered
-from tests.data_prep.speaking import fake_server, make_speaking_target
 
 
 def counted(report: PromptsReport, *names: str) -> list[int]:
     assert report.counts.keys() <= COUNTS.keys()
     return [report.counts[name] for name in names]
-
-
-def test_the_training_limit_stops_the_tokenizing_of_a_large_source(chat_config: ConfigFor) -> None:
-    rows = [chat(f"chat{i}", f"question {i}", "answer" if i % 4 else "") for i in range(400)]
-    report = prepare_prompts(Run(chat_config(rows, "prompts.max_train_tokens=200")))
-    refused = sum(group.count for group in report.refused)
-    assert 0 < report.counts["train_tokens"] <= 200
-    assert 0 < refused < 100, "an empty answer is refused only where it is tokenized"
-    names = ("train_documents", "validation_documents", "beyond_max_train_tokens")
-    assert sum(counted(report, *names)) + refused == 400
-    whole = prepare_prompts(Run(chat_config(rows)))
-    assert report.counts["validation_tokens"] == whole.counts["validation_tokens"], "it is complete"
 
 
 def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(chat_config: ConfigFor) -> None:
@@ -169,23 +153,6 @@ def test_one_file_may_mix_schemas_and_names_of_roles(chat_config: ConfigFor) -> 
     }
     refused = prepare_prompts(Run(chat_config(rows))).refused
     assert [(group.reason, group.count) for group in refused] == [("unknown role 'client'", 10)]
-
-
-def test_a_question_without_an_answer_ends_a_conversation_and_gets_one_from_the_target(
-    chat_config: ConfigFor, tmp_path: Path
-) -> None:
-    target = f"target.path={make_speaking_target(tmp_path / 'target')}"
-    rows = [chat(f"c{i}", f"one {i}?", "one", "two?") for i in range(12)]
-    config = chat_config(rows, target)
-    assert prepare_prompts(Run(config)).refused == []
-    whole = "<user>one {}?<|end|><assistant>one<|end|><user>two?<|end|>"
-    assert read_texts(config) == {f"c{i}": [(whole.format(i), "one<|end|>")] for i in range(12)}
-    with fake_server() as server:
-        config = chat_config(rows, target, "prompts.source=responses", f"responses.url={server.url}")
-        config.responses.max_new_tokens = 16
-        prepare_responses(Run(config), ONE_RANK)
-    roles = ["user", "assistant", "user", "assistant"]
-    assert [[message["role"] for message in row["messages"]] for row in answered(config)] == [roles] * 12
 
 
 def turns(i: int) -> list[dict[str, Any]]:

@@ -47,21 +47,6 @@ def test_an_empty_think_block_is_not_supervised_and_is_counted_only_where_the_pr
             assert stored == '{"enable_thinking": false}'
 
 
-def test_hidden_states_of_prompts_in_another_mode_are_refused_with_both_modes(
-    chat_config: ConfigFor, target: Path
-) -> None:
-    config = chat_config(CHATS, f"target.path={target}", NOT_THINKING)
-    prepare_prompts(Run(config))
-    assert Run(config).identity(()).target.template_kwargs == '{"enable_thinking": false}'
-    config.prompts.template_kwargs = {}
-    with pytest.raises(
-        ValueError,
-        match=r'json: chat_template_sha256 must be .*; template_kwargs must be {}, but is {"enable_thinking": false}; '
-        r"run mtptrain prompts again with target .* and prompts.template_kwargs={}$",
-    ):
-        Run(config).identity(())
-
-
 def test_a_server_gets_prompts_in_the_chosen_mode_and_its_answers_are_used_in_no_other(
     chat_config: ConfigFor, target: Path
 ) -> None:

@@ -104,13 +104,3 @@ def test_the_training_limit_keeps_the_first_documents_by_hash_and_the_whole_vali
     output = read_output(config)
     complete = [name for name, windows in all_documents.items() if output.get(name) == windows]
     assert report.counts["beyond_max_train_tokens"] == len(all_documents) - len(complete) > 0
-
-
-def test_equal_files_are_kept_once_and_never_trained_on_if_one_is_held_out(text_config: ConfigFor) -> None:
-    names, config = [f"license_{i}.py" for i in range(40)], text_config()
-    assert {is_held_out(name, 0.2) for name in names} == {True, False}
-    for name in names:
-        Path(config.prompts.paths[0], name).write_text("every copy has this text\n")
-    report = prepare_prompts(Run(config))
-    [(name, [(entry, _, _)])] = [item for item in read_output(config).items() if item[0].startswith("license_")]
-    assert entry.split is Split.validation and is_held_out(name, 0.2) and report.counts["copies"] == 39

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable
@@ -50,14 +49,15 @@ def refusal(config: PipelineConfig) -> str:
 
 
 def test_a_server_that_cannot_work_is_refused_by_name(by_server: ConfigFor, server: FakeServer) -> None:
-    urls = ("http://127.0.0.1:9/v1", "http://127.0.0.1:99999", f"http://{'a' * 64}", "http://[/v1")
     cases: list[tuple[Any, dict[str, Any], str]] = [
         ({"data": [TINY]}, {"model": "other"}, MODEL + r".*, but is other, and \S+/v1 serves tiny; correct it"),
-        ({"data": []}, {"model": "other"}, MODEL + ".* serves none;"),
         ({"data": [{"id": "a"}, {"id": "b"}]}, {}, MODEL + ".*, but is None, and .* serves a, b;"),
         ({"hello": 1}, {}, BASE_URL + r'the server answers \{"hello": 1\}; start the server, correct the address'),
         (b"<html>", {}, BASE_URL + "the server's answer: must be JSON, but is not"),
-        *(({}, {"url": url}, BASE_URL + "the server does not answer: ") for url in urls),
+        *(
+            ({}, {"url": url}, BASE_URL + "the server does not answer: ")
+            for url in ("http://127.0.0.1:9", "http://[/v1")
+        ),
     ]
     for server.models, settings, message in cases:
         assert re.search(message, refusal(by_server(**settings)))
@@ -139,14 +139,6 @@ def test_what_keeps_failing_is_counted_named_and_alone_retried(
     assert rows[:15] + rows[18:] == whole[:15] + whole[18:]  # three were answered otherwise
 
 
-def test_answers_that_hang_are_left(by_server: ConfigFor, server: FakeServer) -> None:
-    server.behave = lambda request: (time.sleep(0.6), answer_by_prompt(request))[1]
-    config = by_server(timeout_s=0.3, max_retries=0, rows=CHATS[:2])
-    with pytest.raises(UserError, match=r"at least one conversation must get a response, but none did; see failures"):
-        respond(config)
-    assert failures(config) == dict.fromkeys(range(2), "the server does not answer: timed out")
-
-
 def test_a_server_that_is_gone_stops_the_run(by_server: ConfigFor, server: FakeServer) -> None:
     numbers = count(1)
     server.behave = lambda request: answer_by_prompt(request) if next(numbers) <= 10 else (503, b"")
@@ -187,13 +179,7 @@ def test_failed_conversations_fail_the_program_and_a_kill_with_new_settings_leav
 BASIC = b64encode(b"me@home:p/ss-word").decode()
 
 
-@pytest.mark.parametrize(
-    ("user", "header", "secrets"),
-    [
-        ("", f"Bearer {KEY}", [KEY]),
-        ("me%40home:p%2Fss-word@", f"Basic {BASIC}", [BASIC, "me%40home", "me@home", "p%2Fss-word", "p/ss-word"]),
-    ],
-)
+@pytest.mark.parametrize("user", ["", "me%40home:p%2Fss-word@"])
 def test_secrets_reach_the_server_and_no_message_or_file_even_if_the_server_repeats_them(
     by_server: ConfigFor,
     server: FakeServer,
@@ -201,15 +187,12 @@ def test_secrets_reach_the_server_and_no_message_or_file_even_if_the_server_repe
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     user: str,
-    header: str,
-    secrets: list[str],
 ) -> None:
-    secrets = [*secrets, "a%22sesame", 'a"sesame']
+    of_user = [BASIC, "me%40home", "me@home", "p%2Fss-word", "p/ss-word"]
+    secrets = [*(of_user if user else [KEY]), "a%22sesame", 'a"sesame']
     server.query, said = "api=1&key=a%22sesame", " ".join(secrets)
     echoes: list[Any] = [
-        lambda prompt: (401, {"error": f"wrong key {said}"}),
         lambda prompt: (400, (" " * 190 + said).encode()),
-        lambda prompt: (200, f'{{"{secrets[0]}": 1, "{secrets[0]}": 2}}'.encode()),
         lambda prompt: (200, {"key": said}),
         lambda prompt: completion(prompt, [1, EOS], reason=said),
         lambda prompt: (307, f"http://{user}127.0.0.1:9/v1?key=a%22sesame"),
@@ -223,10 +206,9 @@ def test_secrets_reach_the_server_and_no_message_or_file_even_if_the_server_repe
     config = by_server(url=url, model="tiny", api_key_variable="SOME_KEY", max_retries=0)
     config.serving.url = url
     assert respond(config).failed == len(echoes)
+    header = f"Basic {BASIC}" if user else f"Bearer {KEY}"
     assert {headers["authorization"] for headers in server.headers} == {header}
     texts = [refusal(by_server(url=url, model="other", api_key_variable="SOME_KEY"))]
-    server.query = "another"
-    texts.append(refusal(by_server(url=url, api_key_variable="SOME_KEY")))
     written = [path.read_text() for path in Path(config.run_dir).rglob("*") if path.is_file()]
     captured = capfd.readouterr()
     for text in (*texts, captured.out, captured.err, *written):
