@@ -14,10 +14,9 @@ import pytest
 
 from mtptrain.heads.files import TARGET_WEIGHTS, build_head, save_head
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.stage_dir import StageDir
 from mtptrain.target.families import read_target_config
 from mtptrain.target.hub import weights_fingerprint
-from tests.conftest import TINY_SETTINGS, make_config, run_program, write_text_files
+from tests.conftest import TINY_SETTINGS, run_program, write_text_files
 
 NESTED, GARBAGE = b"[" * 100_000, b"{\xff\xfe}"
 PROGRESS = re.compile(r"\s*|.*(\d%\|.*|\[\d\d:\d\d.*\])(\x1b\[A)?")
@@ -136,15 +135,3 @@ def test_hostile_input_is_refused_in_one_line_and_nothing_is_written(
     [line] = errors(ran.stderr)
     assert re.match(rf"error: {message}", line), line
     assert files_of(run_dir) == before
-
-
-@pytest.mark.parametrize("category", ["$x_$ \\frac", "<script>"])
-def test_a_category_of_any_text_is_measured_and_a_damaged_report_replaced(place: Place, category: str) -> None:
-    overrides = place.prompts_file(json.dumps({"id": "a", "text": "hi", "category": category}).encode())
-    run_dir = place.directory / "run"
-    StageDir(run_dir / "acceptance").record(make_config())
-    (run_dir / "acceptance/report.json").write_bytes(NESTED)
-    ran = run_program(ACCEPTANCE, *TINY_SETTINGS, f"target.path={place.target}", f"run_dir={run_dir}", *overrides)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert json.loads((run_dir / "acceptance/report.json").read_text())["prompts"] == 1
-    assert (run_dir / "acceptance/report.html").is_file()

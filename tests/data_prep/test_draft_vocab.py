@@ -2,8 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,6 @@ from data_prep.draft_vocab import (
     choose_tokens,
     count_predictable,
     coverage,
-    main,
     prepare_draft_vocab,
     special_token_ids,
 )
@@ -110,21 +107,6 @@ def test_the_stage_writes_what_training_reads_and_its_coverage_follows_from_a_pl
         assert manifest.coverage[split] == pytest.approx(share)
     assert manifest.distinct_tokens == len(counts["train"])
     assert manifest.filled_up_tokens == sum(token not in counts["train"] for token in chosen)
-
-
-def test_the_program_prints_what_it_chose_and_a_kill_with_new_settings_leaves_no_manifest(
-    config: PipelineConfig, capsys: pytest.CaptureFixture[str], interrupt_after_config: Callable[[], None]
-) -> None:
-    main(replace(config, head=replace(config.head, draft_vocab_size=200)))
-    printed = capsys.readouterr().out
-    assert "200 of 260 tokens" in printed and printed.count("100.00%") == 2
-    assert "chosen although no draft can predict them" in printed
-    assert f"written to {config.stage_dir('draft_vocab')}" in printed
-    interrupt_after_config()  # otherwise `mtptrain run` would take what the old settings made for that of the new ones
-    with pytest.raises(KeyboardInterrupt):
-        prepare_draft_vocab(Run(replace(config, seed=5)))
-    assert '"seed": 5' in (config.stage_dir("draft_vocab") / "stage.json").read_text()
-    assert not (config.stage_dir("draft_vocab") / "manifest.json").exists()
 
 
 def test_a_head_without_a_draft_vocabulary_to_choose_or_without_prompts_is_refused(config_for: ConfigFor) -> None:

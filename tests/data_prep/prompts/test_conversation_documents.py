@@ -24,13 +24,11 @@ def counted(report: PromptsReport, *names: str) -> list[int]:
 
 
 def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(chat_config: ConfigFor) -> None:
-    """Regression test: rows used to be split by their ids (abc_0, ...), which put 20 questions into both splits."""
     config = chat_config([chat(f"abc_{i}", f"question {i % 20}", f"answer {i}") for i in range(400)])
     prepare_prompts(Run(config))
-    sides, texts = defaultdict[str, set[Split]](set), read_texts(config)
-    for name, windows in read_output(config).items():
-        for (entry, _, _), (text, _) in zip(windows, texts[name], strict=True):
-            sides[text.split("<assistant>")[0]].add(entry.split)
+    sides = defaultdict[int, set[Split]](set)
+    for name, [(entry, _, _)] in read_output(config).items():
+        sides[int(name.removeprefix("abc_")) % 20].add(entry.split)
     assert len(sides) == 20 and all(len(split) == 1 for split in sides.values())
     assert {split for side in sides.values() for split in side} == set(Split)
 
@@ -81,52 +79,42 @@ def rewriting_target(tmp_path: Path) -> Path:
 REASON = "so " * 23
 ANSWERS = [f"{REASON}|answer {i}" for i in range(3)]
 """Reasoning that is nearly nine times as long as the answer."""
-REASONED = [chat(f"chat{c}", f"what {c:>2}", ANSWERS[0], "go on", ANSWERS[1], "go on", ANSWERS[2]) for c in range(20)]
-BEGINNINGS = [
-    len("Uwhat 10EA"),
-    len("Uwhat 10EAanswer 0EUgo onEA"),
-    len("Uwhat 10EAanswer 0EUgo onEAanswer 1EUgo onEA"),
-]
-"""Numbers of tokens before each answer: a role and the end of a turn are one token each."""
-GENERATED = len(ANSWERS[0]) + 1
 
 
 def test_rewritten_answers_are_written_beside_their_conversation_counted_cut_and_limited_as_it_is(
     chat_config: ConfigFor, rewriting_target: Path
 ) -> None:
+    rows = [chat(f"chat{c}", f"what {c:>2}", ANSWERS[0], "go on", ANSWERS[1], "go on", ANSWERS[2]) for c in range(20)]
     target = f"target.path={rewriting_target}"
-    config = chat_config(REASONED, target)
+    config = chat_config(rows, target)
     report = prepare_prompts(Run(config))
     output, texts = read_output(config), read_texts(config)
-    for i, row in enumerate(REASONED):
+    middle = "answer 0<|end|><user>go on<|end|><assistant>"
+    end = "answer 1<|end|><user>go on<|end|><assistant>"
+    generated = [answer + "<|end|>" for answer in ANSWERS]
+    for i, row in enumerate(rows):
         side = Split.validation if is_held_out(question_group(row["messages"]), 0.3) else Split.train
         entries = [(entry.window, entry.turn, entry.split) for entry, _, _ in output[f"chat{i}"]]
         assert entries == [(0, 0, side), (0, 4, side), (0, 2, side)]
         beginning = f"<user>what {i:>2}<|end|><assistant>"
-        middle = "answer 0<|end|><user>go on<|end|><assistant>"
-        end = "answer 1<|end|><user>go on<|end|><assistant>"
-        generated = [answer + "<|end|>" for answer in ANSWERS]
         assert texts[f"chat{i}"] == [
             (beginning + middle + end + generated[2], generated[2]),
             (beginning + middle + generated[1], generated[1]),
             (beginning + generated[0], generated[0]),
         ]
-    rewritten_tokens = 20 * (sum(BEGINNINGS[:2]) + 2 * GENERATED)
-    assert counted(report, "rewritten_answers", "rewritten_tokens", "answers_left_out") == [40, rewritten_tokens, 0]
-    total = sum(counted(report, "train_tokens", "validation_tokens"))
-    assert total == rewritten_tokens + 20 * (BEGINNINGS[2] + GENERATED)
+    rewritten = sum(entry.tokens for entries in output.values() for entry, _, _ in entries if entry.turn)
+    assert counted(report, "rewritten_answers", "rewritten_tokens", "answers_left_out") == [40, rewritten, 0]
 
     settings = (target, "prompts.max_document_tokens=100")
-    config = chat_config(REASONED, *settings)
+    config = chat_config(rows, *settings)
     report = prepare_prompts(Run(config))
     windows = read_output(config)["chat0"]
     assert [(entry.turn, entry.window) for entry, _, _ in windows] == [(0, 0), (0, 1), (4, 0), (4, 1), (2, 0)]
     assert report.counts["items_cut"] == 20
-    limited = prepare_prompts(Run(chat_config(REASONED, *settings, "prompts.max_train_tokens=1000")))
+    limited = prepare_prompts(Run(chat_config(rows, *settings, "prompts.max_train_tokens=1000")))
     assert 900 < limited.counts["train_tokens"] <= 1000
     kept = {name for name, documents in read_output(config).items() if len(documents) == 5}
     assert limited.counts["beyond_max_train_tokens"] == 20 - len(kept) > 1
-    assert limited.counts["rewritten_answers"] == 2 * (len(kept) + 1), "those of the items that were read"
 
 
 def said(*turns: tuple[str, str], keys: tuple[str, str] = ("role", "content")) -> list[dict[str, str]]:
@@ -159,14 +147,12 @@ def turns(i: int) -> list[dict[str, Any]]:
     return said(("human", f"question {i}"), ("gpt", f"answer {i}"), keys=("from", "value"))
 
 
-SHARED = [{"from": ("human", "bing")[i % 2], "value": f"turn {i}", "markdown": None} for i in range(4)]
 MAGPIE: dict[str, Any] = {
     **dict.fromkeys(("model", "task_category", "knowledge", "input_quality", "llama_guard_2", "language"), "x"),
     **{"instruction": "question", "response": "answer", "other_task_category": [], "instruct_reward": 0.5},
     "gen_input_configs": {"temperature": 1.0, "input_generator": "x", "seed": None, "pre_query_template": "<|x|>"},
 }
 SCHEMAS: dict[str, Any] = {
-    "sharegpt": lambda i: {"id": f"c_{i}", "conversations": turns(i) if i % 2 else [*turns(i), *SHARED]},
     "magpie": lambda i: {"uuid": f"u{i}", **MAGPIE, "conversations": turns(i)},
     "nemotron": lambda i: {"uuid": f"u{i}", "reasoning": "on" if i % 2 else "off", "conversations": turns(i)},
 }

@@ -73,10 +73,7 @@ def test_a_row_of_tokens_that_cannot_be_used_is_refused_with_the_reason() -> Non
         ({"loss_mask": None}, "no column loss_mask, but input_ids"),
         ({"loss_mask": [0, 0, 0]}, "a loss_mask that selects no token"),
         ({"loss_mask": [0, 0, 2]}, f"loss_mask {no_list} 1, but is not"),
-        ({"loss_mask": [0, 0, 0.5]}, f"loss_mask {no_list} 1, but is not"),
         ({"input_ids": [1, -1, 2]}, f"input_ids {no_list} 2,147,483,647, but is not"),
-        ({"input_ids": "abc"}, f"input_ids {no_list} 2,147,483,647, but is not"),
-        ({"input_ids": [1, 2]}, "input_ids and masks of different lengths"),
         ({"attention_mask": [1, 1]}, "input_ids and masks of different lengths"),
         ({"attention_mask": [1, 1, 0]}, "an attention_mask with zeros, which is not read: leave out the padding"),
     ):

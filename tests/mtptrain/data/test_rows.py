@@ -2,13 +2,10 @@
 
 import json
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
-from data_prep.conversations import read_conversations
 from mtptrain.data.conversation import ConversationRefused
 from mtptrain.data.rows import RowFormat, parse_row
 
@@ -40,14 +37,6 @@ def test_reasoning_in_its_own_key_is_kept_under_the_name_that_templates_read() -
         messages = [{**QUESTION, key: None}, {**ANSWER, key: "it is"}, QUESTION, {**ANSWER, key: ""}]
         answer = {**ANSWER, "reasoning_content": "it is"}
         assert parse_row({"messages": messages})[0] == [QUESTION, answer, QUESTION, ANSWER]
-
-
-def test_sharegpt_names_become_roles() -> None:
-    roles = dict.fromkeys(("human", "user"), "user") | dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant")
-    roles |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
-    roles |= {"system": "system", "developer": "developer"}
-    messages, _ = parse_row({"conversations": [{"from": name, "value": name} for name in roles]})
-    assert {message["content"]: message["role"] for message in messages} == roles
 
 
 def test_what_is_empty_or_not_read_changes_nothing() -> None:
@@ -126,11 +115,3 @@ def test_a_name_that_says_what_is_trained_or_holds_tools_or_media_refuses_the_ro
         assert refusal(row(**{name: ["x"]})).startswith(f"column {reason}")
         assert refusal(chat(None, {name: ["x"]})).startswith(f"message key {reason}")
         assert parse_row(row(**{name: ["x"]}), RowFormat(metadata=[name])) == (PARSED, set())
-
-
-def test_keys_that_parquet_adds_to_every_message_are_empty(tmp_path: Path) -> None:
-    rows = [chat(None, {"weight": 0, "tool_calls": None}), {**chat({"mask": True}), "system": "Be brief."}, chat()]
-    Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
-    found = read_conversations([f"{tmp_path}/chats.parquet"])
-    assert [found.messages(i) for i in range(2)] == [[QUESTION, {**ANSWER, "weight": "0"}], PARSED]
-    assert len(found.refused) == 1

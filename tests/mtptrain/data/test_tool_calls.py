@@ -66,15 +66,12 @@ TWICE, SURROGATE = '{"a": 1, "a": 2}', r'{"a": "\ud800"}'
 
 SAME_CALLS: list[dict[str, Any]] = [
     openai_row(),
-    openai_row(tool_calls=[CALL]),
     openai_row(content="", tool_calls=[{"function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}]),
     openai_row(content=None, tool_calls=json.dumps([CALL])),
     calling(**CALL, index=0, id=None),
     openai_row(content=None, function_call={"name": "weather", "arguments": json.dumps(ARGUMENTS)}),
-    calling(name="weather", parameters=ARGUMENTS),
     calling(function={"name": "weather", "arguments": None, "parameters": ARGUMENTS}),
-    *map(openai_row, (json.dumps([FUNCTION]), json.dumps([TOOL]), [{"type": "function", **FUNCTION}])),
-    *map(openai_row, ([{"function": FUNCTION}], [json.dumps(TOOL)], [TEXT_PARAMETERS])),
+    *map(openai_row, (json.dumps([FUNCTION]), [{"type": "function", **FUNCTION}], [json.dumps(TOOL)])),
     openai_row([{"type": "function", "function": TEXT_PARAMETERS}]),
     {**openai_row(None), "functions": [FUNCTION]},
     sharegpt_row(TEXT_CALL, json.dumps([FUNCTION])),
@@ -112,56 +109,41 @@ def test_several_calls_and_results_of_one_turn_are_kept_in_order_with_their_ids_
     assert (answer["tool_calls"][0]["id"], result["tool_call_id"], result["name"]) == ("c1", "c1", "weather")
 
 
-def test_a_result_that_is_not_all_between_tags_is_kept_as_it_is() -> None:
-    row = openai_row()
-    for result in ("", "see <tool_response>a</tool_response>"):
-        row["messages"][2] = {**RESULT, "content": result}
-        assert parse_row(row)[0] == [*PARSED[:2], {**RESULT, "content": result}, SAID]
-    row["messages"][1]["content"] = "Like <tool_call>"  # beside calls in their own key
-    assert parse_row(row)[0][1] == {**CALLING, "content": "Like <tool_call>"}
-
-
-def test_text_with_tags_of_a_row_without_tools_stays_text() -> None:
+def test_text_with_tags_of_a_row_without_tools_and_a_result_not_all_between_tags_stay_as_they_are() -> None:
     text = "Write <tool_call>{}</tool_call> and <tools> around it."
     row = {"messages": [{"role": "system", "content": text}, ASKED, {"role": "assistant", "content": text}]}
     assert parse_row(row)[0] == row["messages"]
+    row = openai_row()
+    row["messages"][2] = {**RESULT, "content": "see <tool_response>a</tool_response>"}
+    assert parse_row(row)[0][2] == row["messages"][2]
 
 
 CALL_TEXT = f"<tool_call>{TEXT_CALL}</tool_call>"
 REFUSED: dict[str, list[dict[str, Any]]] = {
-    "content must be text, but is NoneType": [openai_row(content=None)],
     "a tool call that is not a function with a name": [
-        calling(function={"arguments": "{}"}), sharegpt_row("{}", [TOOL]), calling(name="f", type="custom"),
+        calling(function={"arguments": "{}"}), calling(name="f", type="custom"),
         openai_row(content=None, tool_calls=["weather"]),
     ],
-    "a tool call in text that is not JSON": [
-        openai_row(content=None, tool_calls="weather"), sharegpt_row("I call it", [TOOL]),
-    ],
+    "a tool call in text that is not JSON": [sharegpt_row("I call it", [TOOL])],
     "the arguments of a tool call in text that is not JSON": [calling(name="f", arguments="{")],
     "the arguments of a tool call in text whose key 'a' occurs twice": [calling(name="f", arguments=TWICE)],
     "arguments of a tool call that are not an object": [calling(name="f", arguments="[1]")],
     "a tool call with retries, of which": [calling(name="f", retries=3)],
     "a tool call with arguments and parameters, of which": [calling(name="f", arguments={"a": 1}, parameters={})],
-    "an answer with an empty list of tool calls": [answering("<tool_call>[]</tool_call>"), sharegpt_row("[]", [TOOL])],
+    "an answer with an empty list of tool calls": [answering("<tool_call>[]</tool_call>")],
     "a tool or call with a value that JSON does not have": [
         calling(name="f", arguments='{"a": NaN}'), calling(name="f", arguments=SURROGATE),
-        openai_row('{"name": "f", "default": NaN}'),
     ],
-    "a tool that is not a function with a name": [
-        *map(openai_row, ([{**TOOL, "type": "custom"}], [{**FUNCTION, "type": "custom"}], [{"description": "x"}])),
-    ],
-    "tools in text that is not JSON": [openai_row("weather")],
+    "a tool that is not a function with a name": [openai_row([{**TOOL, "type": "custom"}]), openai_row([{"a": "x"}])],
     "a tool in text that is not JSON": [openai_row(["weather"])],
     "the parameters of a tool in text that is not JSON": [openai_row([{**FUNCTION, "parameters": "none"}])],
     "different tools in two places": [{**openai_row(), "functions": [{"name": "f"}]}],
     "a user message that calls tools, has": [{"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}],
     "an answer with text after a tool call, or a call that is not closed": [
-        answering(f"{CALL_TEXT} Y"), answering(f"<tool_call>{TEXT_CALL}"), answering(f"{CALL_TEXT}</tool_call>"),
+        answering(f"{CALL_TEXT} Y"), answering(f"<tool_call>{TEXT_CALL}"),
     ],
     "a system prompt with <tools>, which the chat": [{**openai_row(), "system": "Choose one of <tools>.</tools>"}],
-    "text after Hermes' system prompt, which": [
-        hermes_row(f"{TOOLS_BEFORE_CALLS}\nBe kind."), hermes_row(f"{TOOLS_AFTER_CALLS}\nBe kind.", tools=[TOOL]),
-    ],
+    "text after Hermes' system prompt, which": [hermes_row(f"{TOOLS_BEFORE_CALLS}\nBe kind.")],
     "no messages": [{"conversations": hermes_row()["conversations"][:1]}],
 }  # fmt: skip
 
