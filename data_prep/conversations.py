@@ -25,29 +25,8 @@ from .renderings import EncodedItem, RenderedConversation, encode_conversations,
 
 CORRECT = "correct or remove it"
 REASONS_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one file or hub data set, with their line or row numbers."""
-
-    path: str
-    rows: Sequence[Row]
-    numbers: Sequence[int]
-    """Line number in a jsonl file, otherwise row number, from 1."""
-
-    def location(self, index: int) -> str:
-        return f"{self.path}:{self.numbers[index]}"
-
-    def row(self, index: int) -> Row:
-        """Returns a row, without the nulls that parquet fills into tools and calls."""
-        try:
-            row = self.rows[index]
-        except ValueError as error:
-            raise UserError(
-                f"{self.path}: every row must be readable, but one is not ({error}); create the file again"
-            ) from error
-        return without_filled_nulls(row) if isinstance(self.rows, Dataset) else row
+BLANK: Row = {}
+"""Stands for an empty line of a jsonl file, so that the index of a row is that of its line."""
 
 
 @dataclass
@@ -62,7 +41,8 @@ class Source:
     names: list[str] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     """Group of each usable row. Rows with the same question share a group, which stays in one split."""
-    origins: list[tuple[Rows, int]] = field(default_factory=list)
+    origins: list[tuple[str, Sequence[Row], int]] = field(default_factory=list)
+    """Path, rows of the path and index of each usable row."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why a row cannot be used, by its location."""
     passed_over: set[str] = field(default_factory=set)
@@ -71,8 +51,7 @@ class Source:
     def identify(self, row: Row) -> tuple[str, str, set[str]]:
         """Returns the name and the group of a row, and the names of the columns and message keys that are passed over.
 
-        Raises:
-            ConversationRefused: the row cannot be used.
+        Raises ConversationRefused if the row cannot be used.
         """
         raise NotImplementedError
 
@@ -81,33 +60,36 @@ class Source:
         raise NotImplementedError
 
     def row(self, index: int) -> Row:
-        rows, row = self.origins[index]
-        return rows.row(row)
+        return _row(*self.origins[index])
 
     def location(self, index: int) -> str:
-        rows, row = self.origins[index]
-        return rows.location(row)
+        path, _, row = self.origins[index]
+        return f"{path}:{row + 1}"
 
     def add_all(self, paths: Sequence[str], split: str) -> Self:
         """Reads the rows of all jsonl, json (one array) and parquet files and of this split of data sets on the hub."""
         refuse_duplicate_paths(paths)
-        for rows in [_read_rows(path, split) for path in paths]:
+        for path, rows in [(path, _read_rows(path, split)) for path in paths]:
             refused: dict[str, str] = {}
-            for index in range(len(rows.rows)):
+            num_before = len(self.names)
+            for index in range(len(rows)):
+                row = _row(path, rows, index)
+                if row is BLANK:
+                    continue
                 try:
-                    name, group, passed_over = self.identify(rows.row(index))
+                    name, group, passed_over = self.identify(row)
                 except ConversationRefused as refusal:
-                    refused[rows.location(index)] = str(refusal)
+                    refused[f"{path}:{index + 1}"] = str(refusal)
                     continue
                 self.names.append(name)
                 self.groups.append(group)
-                self.origins.append((rows, index))
+                self.origins.append((path, rows, index))
                 self.passed_over |= passed_over
-            if len(refused) == len(rows.rows):
+            if len(self.names) == num_before:
                 groups = group_refusals(refused)[:REASONS_SHOWN]
                 reasons = "".join(f", {group.count:,} refused ({group.reason})" for group in groups)
                 raise UserError(
-                    f"prompts.paths: every file must hold at least one usable row, but {rows.path} holds none of "
+                    f"prompts.paths: every file must hold at least one usable row, but {path} holds none of "
                     f"{len(refused):,}{reasons}; convert the data, or correct prompts.source, prompts.paths, "
                     "prompts.schema or prompts.roles"
                 )
@@ -173,7 +155,17 @@ def refuse_duplicate_paths(paths: Sequence[str]) -> None:
         )
 
 
-def _read_rows(path: str, split: str) -> Rows:
+def _row(path: str, rows: Sequence[Row], index: int) -> Row:
+    """Returns a row, without the nulls that parquet fills into tools and calls."""
+    try:
+        return without_filled_nulls(rows[index]) if isinstance(rows, Dataset) else rows[index]
+    except ValueError as error:
+        raise UserError(
+            f"{path}: every row must be readable, but one is not ({error}); create the file again"
+        ) from error
+
+
+def _read_rows(path: str, split: str) -> Sequence[Row]:
     reader = READERS.get(Path(path).suffix)
     if reader is not None and Path(path).is_file():
         return reader(path)
@@ -185,44 +177,47 @@ def _read_rows(path: str, split: str) -> Rows:
     return _read_hub(path, split)
 
 
-def _read_jsonl(path: str) -> Rows:
-    rows: dict[int, Row] = {}
+def _read_jsonl(path: str) -> Sequence[Row]:
     with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                rows[number] = parse_json(line, f"{path}:{number}", CORRECT)
-    return Rows(path, list(rows.values()), list(rows))
+        return [
+            parse_json(line, f"{path}:{number}", CORRECT) if line.strip() else BLANK
+            for number, line in enumerate(file, start=1)
+        ]
 
 
-def _read_json(path: str) -> Rows:
+def _read_json(path: str) -> Sequence[Row]:
     content = parse_json(Path(path).read_bytes(), path, CORRECT)
     if not isinstance(content, list):
         raise UserError(f"{path}: must hold one array of rows, but holds {type(content).__name__}; convert it to jsonl")
-    return Rows(path, content, range(1, len(content) + 1))
+    return content
 
 
-def _read_parquet(path: str) -> Rows:
+def _read_parquet(path: str) -> Sequence[Row]:
     set_verbosity(CRITICAL)  # datasets would also log the error that is raised here
     try:
-        rows = Dataset.from_parquet(path)
+        rows: Sequence[Row] = Dataset.from_parquet(path)
+        return rows
     except (ValueError, OSError, DatasetGenerationError) as error:
         reason = str(error.__cause__ or error).strip()
         raise UserError(
             f"{path}: must be a parquet file with rows, but cannot be read ({reason}); create it again"
         ) from error
-    return Rows(path, rows, range(1, len(rows) + 1))
 
 
-READERS: dict[str, Callable[[str], Rows]] = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+READERS: dict[str, Callable[[str], Sequence[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
 
 
-def _read_hub(name: str, split: str) -> Rows:
+def _read_hub(name: str, split: str) -> Sequence[Row]:
     try:
-        rows = load_dataset(name, split=split)
+        rows: Sequence[Row] = load_dataset(name, split=split)
+        return rows
     except (*HUB_ERRORS, ValueError, RuntimeError, DatasetsError) as error:  # RuntimeError: a data set that is a script
         raise UserError(
             f"prompts.paths: must name files or hub data sets, but {name!r} is not a file, and its split {split!r} "
             f"cannot be loaded from the hub: {reason_of(error)}; correct prompts.paths and prompts.split, log in with "
             "`hf auth login` if the data set is gated or private, or download it as parquet"
         ) from error
-    return Rows(name, rows, range(1, len(rows) + 1))

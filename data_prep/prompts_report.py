@@ -32,9 +32,6 @@ COUNTS = {
     "windows_unsupervised": "windows left out, because they have no supervised token",
     "answers_left_out": "assistant turns left out of the loss, because the template does not render them as generated",
     "answers_untrained": "assistant turns left out of the loss, because they are not to be trained",
-    "answers_inserted": "answers that begin or end with text that the template inserts, which the target then has to "
-    "generate unless it is an empty think block; if your server's prompt holds it, use "
-    "+prompts.template_kwargs.enable_thinking=false",
     "is_dated": "chat template that can write the date of this run into the prompts (strftime_now)",
     "without_drafts": "documents whose answers are too short to draft a token",
     "beyond_max_train_tokens": "items left out, in whole or in part, because of prompts.max_train_tokens",

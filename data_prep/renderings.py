@@ -63,8 +63,6 @@ class RenderedConversation:
     """Number of assistant turns that are to be trained."""
     untrained: int
     """Number of assistant turns that are not to be trained, because the data say so."""
-    inserted: int
-    """Number of assistant turns that begin or end with text of the template, such as an empty think block."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,7 @@ def render_conversation(
     Raises:
         ConversationRefused: an answer cannot be supervised as it is written, or the template drops a prompt or fails.
     """
-    special = set(special_tokens(tokenizer).values())
-    trained = _trained_answers(messages, () if is_generated else special)
+    trained = _trained_answers(messages, () if is_generated else set(special_tokens(tokenizer).values()))
     try:
         whole = render_text(tokenizer, messages)
         located = [_generated_turn(tokenizer, messages[:number]) for number in trained]
@@ -120,17 +117,14 @@ def render_conversation(
     turns = [turn for turn in located if turn is not None]
     if not turns:
         raise ConversationRefused("the chat template renders no answer as the continuation of its prompt")
-    num_inserted = 0
     if not is_generated:
         for turn in turns:
             _refuse_rewritten(turn)
-        num_inserted = sum(_has_inserted_text(turn, special) for turn in turns)
         turns = [_without_empty_block(turn) for turn in turns]
     renderings = _cover(whole, [turn for turn in turns if turn.spans])
     if not renderings:
         raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
-    num_untrained = sum("weight" in message for message in messages)
-    return RenderedConversation(renderings, len(trained), num_untrained, num_inserted)
+    return RenderedConversation(renderings, len(trained), sum("weight" in message for message in messages))
 
 
 def encode_conversations(
@@ -143,12 +137,8 @@ def encode_conversations(
     items = []
     for each in conversations:
         own = [_encode(tokenizer, special_ids, rendering, next(batch)) for rendering in each.renderings]
-        counts = {
-            "answers_left_out": each.trained - sum(encoding.answers for encoding in own),
-            "answers_untrained": each.untrained,
-            "answers_inserted": each.inserted,
-        }
-        items.append(EncodedItem(own, counts))
+        left_out = each.trained - sum(encoding.answers for encoding in own)
+        items.append(EncodedItem(own, {"answers_left_out": left_out, "answers_untrained": each.untrained}))
     return items
 
 
@@ -241,31 +231,14 @@ def _refuse_rewritten(turn: _Turn) -> None:
         raise ConversationRefused(f"an answer with {written} thoughts, of which the chat template renders {rendered}")
 
 
-def _has_reasoning(message: Message) -> bool:
-    return "reasoning_content" in message or CLOSE in message["content"]
-
-
 def _without_empty_block(turn: _Turn) -> _Turn:
     """Returns the turn without the empty think block that a template puts before an answer without reasoning."""
-    block = EMPTY_BLOCK.match(turn.text, turn.spans[0][0]) if turn.spans else None
-    if block is None or _has_reasoning(turn.message):
+    has_reasoning = "reasoning_content" in turn.message or CLOSE in turn.message["content"]
+    block = EMPTY_BLOCK.match(turn.text, turn.spans[0][0]) if turn.spans and not has_reasoning else None
+    if block is None:
         return turn
     spans = [(max(start, block.end()), end) for start, end in turn.spans]
     return replace(turn, spans=[(start, end) for start, end in spans if start < end])
-
-
-def _has_inserted_text(turn: _Turn, special: Collection[str]) -> bool:
-    """Returns whether an answer without calls has more text, or less, than its message.
-
-    Special tokens, such as that which ends a turn, tags of its reasoning and white space do not count.
-    """
-    if not turn.spans or "tool_calls" in turn.message:
-        return False
-    generated = turn.text[turn.spans[0][0] : turn.spans[-1][1]]
-    written = turn.message.get("reasoning_content", "") + turn.message["content"]
-    for token in (*special, *((OPEN, CLOSE) if _has_reasoning(turn.message) else ())):
-        generated, written = generated.replace(token, ""), written.replace(token, "")
-    return "".join(generated.split()) != "".join(written.split())
 
 
 def _cover(whole: str, turns: Sequence[_Turn]) -> list[Rendering]:

@@ -235,8 +235,7 @@ def hash_sources(conversations: Conversations, paths: Sequence[str]) -> dict[str
     """Returns the hash of the conversations in each path of `prompts.paths`."""
     digests = {path: hashlib.sha256() for path in paths}
     for row, name in enumerate(conversations.names):
-        path = conversations.origins[row][0].path
-        digests[path].update(json.dumps([name, conversations.messages(row)]).encode() + b"\n")
+        digests[conversations.origins[row][0]].update(json.dumps([name, conversations.messages(row)]).encode() + b"\n")
     return {path: digest.hexdigest() for path, digest in digests.items()}
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from huggingface_hub.errors import HTTPError
 
 from data_prep import conversations
-from data_prep.conversations import Rows, read_conversations
+from data_prep.conversations import read_conversations
 from mtptrain.config import ConversationSchema
 from mtptrain.data.rows import RowFormat, parse_row
 from mtptrain.utils.errors import UserError
@@ -77,13 +77,14 @@ def test_a_file_that_cannot_be_read_or_has_no_rows_is_refused_by_name(tmp_path: 
         read_conversations(["a.jsonl", "a.jsonl"])
 
 
-def test_a_row_that_cannot_be_decoded_is_named() -> None:
+def test_a_row_that_cannot_be_decoded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Damaged(list[Any]):
         def __getitem__(self, index: Any) -> Any:
             raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
-    with pytest.raises(UserError, match=r"a\.parquet: every row must be readable, but one is not \('utf-8' codec"):
-        Rows("a.parquet", Damaged([{}]), [1]).row(0)
+    monkeypatch.setattr(conversations, "load_dataset", lambda path, split: Damaged([{}]))
+    with pytest.raises(UserError, match=r"some/set: every row must be readable, but one is not \('utf-8' codec"):
+        read_conversations(["some/set"])
 
 
 def test_a_file_whose_rows_are_all_refused_is_named_with_the_reasons(tmp_path: Path) -> None:

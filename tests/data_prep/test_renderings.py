@@ -194,11 +194,6 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused_unless_
     thoughts = "an answer with {} thoughts, of which the chat template renders {}"
     for template, answer, reason in (
         (R1, "<think>\nodd\n</think>\n\none", NO_PROMPT),
-        (
-            R1.replace("{{ m.", "{% generation %}{{ m.").replace("_token }}", "_token }}{% endgeneration %}"),
-            "1",
-            NO_PROMPT,
-        ),
         (CHATML, "odd|one", CHANGED),
         (CHATML, " \n", "an answer without text"),
         (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), "<think>odd</think>one", CHANGED),
@@ -219,20 +214,17 @@ def test_an_answer_that_cannot_be_supervised_as_it_is_written_is_refused_unless_
 
 
 def test_an_answer_is_supervised_as_the_target_generates_it_without_an_empty_think_block() -> None:
-    for template, answer, expected, inserted in (
-        (CHATML, "<think>odd</think>one", "<think>odd</think>one", 0),
-        (CHATML.replace("m.content", "m.content | trim"), "  one\n", "one", 0),
-        (FORCED, "<think>\nodd</think>one", "odd</think>one", 0),
-        (OPEN, "odd</think>one", "odd</think>one", 0),
-        (FILLED, "odd|one", "<think>odd</think>one", 0),
-        (FILLED, "one", "one", 1),
-        (CLOSING, "odd|one", "odd</think>one", 0),
-        (CLOSING, "one", "one", 1),
-        (CHATML.replace("m.content", "m.content + (' (end)' if m.role[0] == 'a' else '')"), "one", "one (end)", 1),
+    for template, answer, expected in (
+        (CHATML, "<think>odd</think>one", "<think>odd</think>one"),
+        (CHATML.replace("m.content", "m.content | trim"), "  one\n", "one"),
+        (FORCED, "<think>\nodd</think>one", "odd</think>one"),
+        (OPEN, "odd</think>one", "odd</think>one"),
+        (FILLED, "odd|one", "<think>odd</think>one"),
+        (FILLED, "one", "one"),
+        (CLOSING, "odd|one", "odd</think>one"),
+        (CLOSING, "one", "one"),
     ):
-        messages = chat("1?", answer)
-        assert [part.strip() for [part] in generated_parts(template, messages)] == [f"{expected}<|im_end|>"]
-        assert render_conversation(tokenizer_of(template), messages).inserted == inserted
+        assert [part.strip() for [part] in generated_parts(template, chat("1?", answer))] == [f"{expected}<|im_end|>"]
 
 
 def test_an_end_of_text_token_is_supervised_where_it_is_what_ends_a_turn() -> None:

@@ -69,9 +69,7 @@ def test_answers_too_short_to_draft_are_refused_before_training(chat_config: Cha
     assert report.counts["without_drafts"] == 20
 
 
-def test_refused_and_untrained_answers_inserted_text_and_dates_are_reported(
-    chat_config: ChatConfig, tmp_path: Path
-) -> None:
+def test_refused_and_untrained_answers_and_dates_are_reported(chat_config: ChatConfig, tmp_path: Path) -> None:
     row = chat("mixed", "a?", "SKIP", "b?", "keep")
     row["messages"][1]["weight"] = 0
     odd = [{"messages": [{"role": "narrator", "content": "once"}]}, chat("unanswered", "hello?")]
@@ -82,8 +80,6 @@ def test_refused_and_untrained_answers_inserted_text_and_dates_are_reported(
     assert report.refused[0].first[0].endswith("chats.jsonl:21")
     [(whole, supervised)] = read_texts(config)["mixed"]
     assert "SKIP" in whole and supervised == "keep<|end|>"
-    assert [report.counts[name] for name in ("answers_untrained", "answers_inserted", "is_dated")] == [1, 0, 0]
-    template = GENERATION_TEMPLATE.replace("{% generation %}", "{% generation %}<think></think>")
-    target_dir = make_target(tmp_path / "target", chat_template="{{ strftime_now('%Y') }}" + template)
-    report = prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}")))
-    assert [report.counts[name] for name in ("answers_untrained", "answers_inserted", "is_dated")] == [0, 20, 1]
+    assert [report.counts[name] for name in ("answers_untrained", "is_dated")] == [1, 0]
+    target_dir = make_target(tmp_path / "target", chat_template="{{ strftime_now('%Y') }}" + GENERATION_TEMPLATE)
+    assert prepare_prompts(Run(chat_config(CHATS, f"target.path={target_dir}"))).counts["is_dated"] == 1

@@ -30,18 +30,17 @@ def target(tmp_path: Path) -> Path:
     return make_speaking_target(tmp_path / "target", chat_template=MODES)
 
 
-def test_an_empty_think_block_is_not_supervised_and_is_counted_only_where_the_prompt_does_not_hold_it(
+def test_an_empty_think_block_is_not_supervised_whether_or_not_the_prompt_holds_it(
     chat_config: ConfigFor, target: Path
 ) -> None:
-    for mode, num_inserted in ((NOT_THINKING, 0), ("prompts.schema=auto", 24)):
+    for mode in (NOT_THINKING, "prompts.schema=auto"):
         config = chat_config(CHATS, f"target.path={target}", mode)
-        report = prepare_prompts(Run(config))
+        prepare_prompts(Run(config))
         texts = read_texts(config)
         for i, row in enumerate(CHATS):
             parts = dict(texts[row["id"]])
             assert sorted(parts.values()) == [f"answer {i}<|end|>", f"end {i}<|end|>"]
             assert all(text.removesuffix("\n").endswith(BLOCK + supervised) for text, supervised in parts.items())
-        assert report.counts["answers_inserted"] == num_inserted
         if mode == NOT_THINKING:
             stored = PromptsManifest.read(config.stage_dir("prompts")).tokenizer.template_kwargs
             assert stored == '{"enable_thinking": false}'
