@@ -6,10 +6,9 @@ Such a turn gets an additional text: its prompt and the turn as generated. In th
 generated are supervised too, unless another text already supervises them. Working backwards from the last turn gives
 the smallest number of texts.
 
-An assistant turn is what the template renders after the turn's prompt, except an empty think block before an answer
-without reasoning, which a server's prompt holds where the target does not think. If the template has
-`{% generation %}` blocks, only their text in it is supervised. A turn that is not rendered after its prompt is never
-supervised, since no server asks for it that way.
+An assistant turn is what the template renders after the turn's prompt, whether or not it has `{% generation %}` blocks,
+except an empty think block before an answer without reasoning, which a server's prompt holds where the target does not
+think. A turn that is not rendered after its prompt is never supervised, since no server asks for it that way.
 """
 
 import json
@@ -24,21 +23,15 @@ from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mtptrain.data.chat_template import (
-    Span,
-    refuse_dropped_prompts,
-    render_spans,
-    render_text,
-    require_chat_template,
-    special_tokens,
-)
+from mtptrain.data.chat_template import refuse_dropped_prompts, render_text, require_chat_template, special_tokens
 from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.data.tool_calls import call_words
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.masking import printable
 
+Span = tuple[int, int]
+"""Characters [start, end) of a text."""
 OPEN, CLOSE = "<think>", "</think>"
-GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_BLOCK = re.compile(rf"\s*({OPEN})?\s*{CLOSE}\s*")
 """An empty think block, which the prompt may begin."""
 
@@ -48,8 +41,8 @@ class Rendering:
     """A conversation, or its beginning up to one assistant turn, as text."""
 
     text: str
-    answers: list[list[Span]]
-    """Characters that the assistant generates, ascending, for each assistant turn that is supervised in this text."""
+    answers: list[Span]
+    """Characters that the assistant generates, for each assistant turn that is supervised in this text, ascending."""
     turn: int = 0
     """0 for the first text of a conversation; otherwise the number of the text's last message, counted from 1."""
 
@@ -121,10 +114,7 @@ def render_conversation(
         for turn in turns:
             _refuse_rewritten(turn)
         turns = [_without_empty_block(turn) for turn in turns]
-    renderings = _cover(whole, [turn for turn in turns if turn.spans])
-    if not renderings:
-        raise ConversationRefused("the chat template's {% generation %} block contains no text of an assistant message")
-    return RenderedConversation(renderings, len(trained), sum("weight" in message for message in messages))
+    return RenderedConversation(_cover(whole, turns), len(trained), sum("weight" in each for each in messages))
 
 
 def encode_conversations(
@@ -151,7 +141,6 @@ class _Turn:
     """Number of the message, from 1."""
     text: str
     """The prompt, the response, and the text that the template adds after it."""
-    spans: list[Span]
     start: int
     """Length of the prompt."""
 
@@ -177,19 +166,14 @@ def _trained_answers(messages: Sequence[Message], forbidden: Collection[str]) ->
 
 def _generated_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> _Turn | None:
     """Returns the last message as generated, or None if the template does not render it after its prompt."""
-    has_blocks = GENERATION_BLOCK.search(require_chat_template(tokenizer, messages)) is not None
     try:
         prompt = render_text(tokenizer, messages[:-1], is_prompt=True)
-        text, blocks = render_spans(tokenizer, messages, has_blocks=has_blocks)
+        text = render_text(tokenizer, messages)
     except TemplateError:  # for instance, an assistant turn without a user turn has no prompt
         return None
     if not text.startswith(prompt) or text == prompt:
         return None
-    start, last = len(prompt), _end_of_turn(tokenizer, messages, text)
-    generated = blocks if has_blocks else [(start, len(text))]
-    bounded = [(max(begin, start), min(end, last)) for begin, end in generated]
-    spans = [(begin, end) for begin, end in bounded if begin < end]
-    return _Turn(messages[-1], len(messages), text[:last], spans, start)
+    return _Turn(messages[-1], len(messages), text[: _end_of_turn(tokenizer, messages, text)], len(prompt))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str) -> int:
@@ -234,11 +218,8 @@ def _refuse_rewritten(turn: _Turn) -> None:
 def _without_empty_block(turn: _Turn) -> _Turn:
     """Returns the turn without the empty think block that a template puts before an answer without reasoning."""
     has_reasoning = "reasoning_content" in turn.message or CLOSE in turn.message["content"]
-    block = EMPTY_BLOCK.match(turn.text, turn.spans[0][0]) if turn.spans and not has_reasoning else None
-    if block is None:
-        return turn
-    spans = [(max(start, block.end()), end) for start, end in turn.spans]
-    return replace(turn, spans=[(start, end) for start, end in spans if start < end])
+    block = None if has_reasoning else EMPTY_BLOCK.match(turn.text, turn.start)
+    return turn if block is None else replace(turn, start=block.end())
 
 
 def _cover(whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
@@ -255,10 +236,11 @@ def _cover(whole: str, turns: Sequence[_Turn]) -> list[Rendering]:
         contained: list[_Turn] = []
         next_start = len(text) + 1
         for turn in reversed(missing):
-            if text.startswith(turn.text) and turn.spans[-1][1] < next_start:  # spans of two turns must not touch
+            if text.startswith(turn.text) and len(turn.text) < next_start:  # spans of two turns must not touch
                 contained.insert(0, turn)
-                next_start = turn.spans[0][0]
-        renderings.append(Rendering(text, [turn.spans for turn in contained], last.number if renderings else 0))
+                next_start = turn.start
+        spans = [(turn.start, len(turn.text)) for turn in contained]
+        renderings.append(Rendering(text, spans, last.number if renderings else 0))
         missing = [turn for turn in missing if turn not in contained]
     return renderings
 
@@ -293,19 +275,18 @@ def _encode(
     """
     crossed = _crossed_borders(special_ids, rendering, tokens)
     if crossed:
-        pieces = [rendering.text[start:end] for start, end in pairwise([0, *crossed, len(rendering.text)])]
+        pieces = [rendering.text[start:end] for start, end in pairwise([0, *sorted(crossed), len(rendering.text)])]
         shifts = np.cumsum([0, *map(len, pieces[:-1])])
         parts = zip(_tokenize(tokenizer, pieces), shifts, strict=True)
         shifted = [(part.ids, part.starts + shift, part.ends + shift) for part, shift in parts]
         split = _Tokens(*map(np.concatenate, zip(*shifted, strict=True)))
         if tokenizer.decode(split.ids) == tokenizer.decode(tokens.ids):
-            tokens, crossed = split, []
+            tokens, crossed = split, set()
     mask, num_answers = np.zeros(len(tokens.ids), np.uint8), 0
-    for spans in rendering.answers:
-        if not any(border in crossed for span in spans for border in span):
+    for span in rendering.answers:
+        if crossed.isdisjoint(span):
             num_answers += 1
-            for span in spans:
-                mask[_generated_tokens(special_ids, rendering.text, span, tokens)] = 1
+            mask[_generated_tokens(special_ids, rendering.text, span, tokens)] = 1
     return Encoding(tokens.ids, mask, rendering.turn, num_answers)
 
 
@@ -319,17 +300,17 @@ def _generated_tokens(special_ids: Sequence[int], text: str, span: Span, tokens:
     return inside
 
 
-def _crossed_borders(special_ids: Sequence[int], rendering: Rendering, tokens: _Tokens) -> list[int]:
-    """Returns the borders of answers that are inside a token, ascending.
+def _crossed_borders(special_ids: Sequence[int], rendering: Rendering, tokens: _Tokens) -> set[int]:
+    """Returns the borders of answers that are inside a token.
 
     A server's prompt ends with such a border, and so does an answer, so no server sees such a token there. The end of a
     span counts only if it is inside a token of generated text: a special token may include white space after it.
     """
     borders = set()
-    for start, end in (span for spans in rendering.answers for span in spans):
+    for start, end in rendering.answers:
         if ((tokens.starts < start) & (start < tokens.ends)).any():
             borders.add(start)
         inside = _generated_tokens(special_ids, rendering.text, (start, end), tokens)
         if ((tokens.ends[inside] > end) & ~np.isin(tokens.ids[inside], special_ids)).any():
             borders.add(end)
-    return sorted(borders)
+    return borders

@@ -11,9 +11,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mtptrain.data.conversation import ConversationRefused, Message
 from mtptrain.utils.errors import UserError
 
-Span = tuple[int, int]
-"""Characters [start, end) of a text."""
-
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Returns the special tokens of a tokenizer by id, those of the template and the ends of a text among them."""
@@ -37,19 +34,15 @@ def _tools_of(messages: Sequence[Mapping[str, Any]]) -> list[Any] | None:
     return messages[0].get("tools") if messages else None
 
 
-def render_spans(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    is_prompt: bool = False,
-    has_blocks: bool = False,
-) -> tuple[str, list[Span]]:
-    """Returns the text of messages and, if the template has them, the spans of its generation blocks.
+def render_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], is_prompt: bool = False
+) -> str:
+    """Returns the text of messages, followed by the generation prompt if `is_prompt`.
 
     Raises:
         TemplateError: the template rejects the messages, or fails.
     """
-    # apply_chat_template rejects an empty list of messages, the history of an assistant turn that comes first. Its mask
-    # omits the last tokens of a block whose last character takes several.
+    # apply_chat_template rejects an empty list of messages, the history of an assistant turn that comes first.
     try:
         read = [{key: value for key, value in each.items() if key not in ("tools", "weight")} for each in messages]
         tools = _tools_of(messages)
@@ -58,24 +51,16 @@ def render_spans(
             conversations=[read],
             tools=tools,
             chat_template=tokenizer.get_chat_template(tools=tools),
-            return_assistant_tokens_mask=has_blocks,
             add_generation_prompt=is_prompt,
             **variables,
         )
-        [text], spans = rendered
+        text = str(rendered[0][0])
         text.encode()  # the tokenizer rejects lone surrogates
     except TemplateError:
         raise
     except Exception as error:  # a template is an unknown program, so it may raise anything
         raise TemplateRuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
-    return text, spans[0] if spans else []
-
-
-def render_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], is_prompt: bool = False
-) -> str:
-    """Returns the text of messages, followed by the generation prompt if `is_prompt`."""
-    return render_spans(tokenizer, messages, is_prompt)[0]
+    return text
 
 
 def prompt_text(

@@ -26,9 +26,6 @@ QWEN3 = (
     "'\n</tool_response><|im_end|>\n' }}"
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}" + PROMPT
 )
-QWEN3_BLOCKS = QWEN3.replace("{% if loop.index0 > last", "{% generation %}{% if loop.index0 > last").replace(
-    "{{ answer + '<|im_end|>\n' }}", "{{ answer + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-)
 LLAMA3 = (
     "{{ bos_token }}{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "{{ '<|im_start|>system\nToday: ' + date_string + '<|im_end|>' }}"
@@ -65,7 +62,7 @@ def chat(*turns: str) -> list[Message]:
 def generated_parts(template: str, messages: list[Message]) -> list[list[str]]:
     """Returns the supervised parts of each text of a conversation."""
     renderings = render_conversation(tokenizer_of(template), messages).renderings
-    return [[rendering.text[start:end] for [(start, end)] in rendering.answers] for rendering in renderings]
+    return [[rendering.text[start:end] for start, end in rendering.answers] for rendering in renderings]
 
 
 def refusal(template: str, messages: list[Message]) -> str:

@@ -21,7 +21,6 @@ from tests.data_prep.templates import (
     LLAMA3,
     NO_PROMPT,
     QWEN3,
-    QWEN3_BLOCKS,
     chat,
     generated_parts,
     refusal,
@@ -42,7 +41,6 @@ FAMILIES: dict[str, tuple[str, Callable[[Message], str]]] = {
     "llama3": (LLAMA3, content_alone),
     "closed": (CLOSED, content_alone),
     "qwen3": (QWEN3, reasoning_and_content),
-    "qwen3 with blocks": (QWEN3_BLOCKS, reasoning_and_content),
 }
 """Templates by name, each with a function that returns what the assistant generates for a message."""
 
@@ -149,7 +147,7 @@ def test_reasoning_may_stand_in_the_content_and_a_last_question_is_left_off_wher
 
 def test_an_answer_that_the_template_does_not_render_after_its_prompt_is_left_out() -> None:
     needs_message, greeting = "{% if messages[0].role == 'system' %}{% endif %}", chat("", "Hello")[1]
-    for template, parts in ((CHATML, ["one", "two"]), (QWEN3, ["two", "one"]), (QWEN3_BLOCKS, ["two", "one"])):
+    for template, parts in ((CHATML, ["one", "two"]), (QWEN3, ["two", "one"])):
         messages = [greeting, *chat("1?", "one", "2?", "two")]
         rendered = generated_parts(needs_message + template, messages)
         assert [part.strip() for text in rendered for part in text] == [part + "<|im_end|>" for part in parts]
@@ -162,11 +160,9 @@ def test_an_answer_that_the_template_does_not_render_after_its_prompt_is_left_ou
 
 def test_two_answers_with_nothing_between_them_stand_in_documents_of_their_own() -> None:
     messages = [*chat("1?", "one"), chat("", "two")[1], *chat("2?", "three")]
-    for begin, end in (("{% generation %}", "{% endgeneration %}"), ("", "")):
-        answer = begin + "{{ m.content + '<|im_end|>' }}" + end
-        template = "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}" + answer
-        parts = generated_parts(template + "{% endif %}{% endfor %}", messages)
-        assert parts == [["two<|im_end|>", "three<|im_end|>"], ["one<|im_end|>"]]
+    template = "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '<|im_end|>' }}"
+    parts = generated_parts(template + "{% endfor %}", messages)
+    assert parts == [["two<|im_end|>", "three<|im_end|>"], ["one<|im_end|>"]]
 
 
 # Like DeepSeek-R1's template, this removes reasoning from every answer, but its prompt begins one.
@@ -243,7 +239,7 @@ def test_an_answer_that_is_not_to_be_trained_is_history_alone() -> None:
     messages = chat("1?", "bad", "2?", "two", "3?", "")
     for turn in (1, 5):
         messages[turn]["weight"] = "0"
-    for template in (CHATML, QWEN3_BLOCKS):
+    for template in (CHATML, QWEN3):
         rendered = render_conversation(tokenizer_of(template), messages)
         assert "bad" in rendered.renderings[0].text
         [[part]] = generated_parts(template, messages)
@@ -289,14 +285,10 @@ def test_tokens_and_mask_are_those_of_transformers() -> None:
 
 def test_whole_characters_and_the_end_of_turn_are_generated_and_the_line_feed_after_it_is_not() -> None:
     plain = GENERATION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
-    assert supervised_parts(make_tokenizer(template), CHAT[:3]) == (["It is\n4 😀"], 0)
     for template in (plain, GENERATION_TEMPLATE):
         tokenizer = make_tokenizer(template.replace("<|end|>", "<|end|>{{ '\n' }}"))
         assert supervised_parts(tokenizer, CHAT) == (["It is\n4 😀<|end|>", " So it is. <|end|>"], 0)
-    tokenizer = make_tokenizer(
-        GENERATION_TEMPLATE.replace("<|end|>{% endg", "<|stop|>{% endg").replace("n %}{% else", "n %}{{ '\n' }}{% else")
-    )
+    tokenizer = make_tokenizer(plain.replace("<|end|>{% else", "<|stop|>{{ '\n' }}{% else"))
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|stop|>", rstrip=True, special=True)]})
     parts, left_out = supervised_parts(tokenizer, CHAT)  # the token includes the white space after it
     assert [part.strip() for part in parts] == ["It is\n4 😀<|stop|>", "So it is. <|stop|>"] and left_out == 0
@@ -343,6 +335,3 @@ def test_a_tokenizer_without_a_template_or_without_offsets_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_chat_template(refused)
-    empty = "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
-    template = GENERATION_TEMPLATE.replace(empty, "{{ message['content'] }}{% generation %}{% endgeneration %}<|end|>")
-    assert "{% generation %} block contains no text" in refusal(template, chat("1?", "one"))

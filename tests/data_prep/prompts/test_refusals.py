@@ -60,7 +60,7 @@ def test_conversations_that_cannot_be_trained_on_are_refused(chat_config: ChatCo
 
 
 def test_answers_too_short_to_draft_are_refused_before_training(chat_config: ChatConfig, tmp_path: Path) -> None:
-    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    template = GENERATION_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}")
     target = f"target.path={make_target(tmp_path / 'target', chat_template=template)}"
     rows = [chat(f"chat{i}", f"hello {i}?", "y") for i in range(20)]
     message = refusal(chat_config(rows, target))
