@@ -87,8 +87,7 @@ class StageDir:
             yield self.path
         finally:
             if os.getpid() == holder:  # not a rank that this process became, which keeps the lock until all have ended
-                if _is_at(descriptor, lock):
-                    lock.unlink()
+                lock.unlink(missing_ok=True)
                 for directory in made:
                     with suppress(OSError):  # it holds the output
                         directory.rmdir()
@@ -96,28 +95,25 @@ class StageDir:
 
     def _take(self, lock: Path) -> int:
         """Returns the descriptor of the lock's file, which this process then holds."""
-        while True:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
-                os.close(descriptor)
-                raise UserError(
-                    f"{self.setting}: {self.path} must be written by one program at a time, but {holder} writes there; "
-                    f"wait until it has ended, or set another {self.setting}"
-                ) from None
-            except OSError as error:
-                warnings.warn(
-                    f"{self.setting}: {self.path} should be on a file system with locks, but this one has none "
-                    f"({error.strerror}); do not start two programs that write there",
-                    stacklevel=2,
-                )
-            if _is_at(descriptor, lock):  # not one that its holder removed after this process had opened it
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({command()})"[:1000].encode())
-                return descriptor
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
             os.close(descriptor)
+            raise UserError(
+                f"{self.setting}: {self.path} must be written by one program at a time, but {holder} writes there; "
+                f"wait until it has ended, or set another {self.setting}"
+            ) from None
+        except OSError as error:
+            warnings.warn(
+                f"{self.setting}: {self.path} should be on a file system with locks, but this one has none "
+                f"({error.strerror}); do not start two programs that write there",
+                stacklevel=2,
+            )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({command()})"[:1000].encode())
+        return descriptor
 
     def record(self, config: object, output: str | None = None) -> None:
         """Write `stage.json` with the settings of this run.
@@ -261,13 +257,6 @@ def _public(content: dict[str, Any]) -> dict[str, Any]:
     """Returns what JSON stores with `~` in place of the user's home."""
     public: dict[str, Any] = json.loads(hide_home(json.dumps(content, ensure_ascii=False)))
     return public
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def git_revision() -> str | None:

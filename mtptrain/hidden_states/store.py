@@ -276,18 +276,22 @@ def find_damage(store: HiddenStore, shards: Iterable[int] | None = None, show_pr
         total=num_bytes, unit="B", unit_scale=True, desc="verify hidden states", disable=not show_progress
     ) as bar:
         for index, record in records.items():
-            path = store.directory / record.file
             try:
-                _check_length(store.directory, index, record)
-                if (digest := file_sha256(path)) != record.sha256:
-                    damaged[index] = (
-                        f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were "
-                        f"changed or damaged after it was written; {REMEDY}"
-                    )
+                _check_bytes(store.directory, index, record)
             except UserError as error:
                 damaged[index] = str(error)
             bar.update(record.num_bytes)
     return damaged
+
+
+def _check_bytes(directory: Path, index: int, record: ShardRecord) -> None:
+    _check_length(directory, index, record)
+    path = directory / record.file
+    if (digest := file_sha256(path)) != record.sha256:
+        raise UserError(
+            f"{path}: the sha256 of shard {index} must be {record.sha256}, but is {digest}: bytes were changed or "
+            f"damaged after it was written; {REMEDY}"
+        )
 
 
 def _check_tables(directory: Path, index: int, record: ShardRecord) -> None:
@@ -306,12 +310,11 @@ def _check_tables(directory: Path, index: int, record: ShardRecord) -> None:
 
 def _check_length(directory: Path, index: int, record: ShardRecord) -> None:
     path = directory / record.file
-    remedy = "run mtptrain hidden-states, which recomputes only this shard"
-    if not path.exists():
-        raise UserError(f"{path}: shard {index} must exist, but does not; {remedy}")
     if not has_length(path, record):
+        found = f"has {path.stat().st_size}" if path.exists() else "does not exist"
         raise UserError(
-            f"{path}: shard {index} must have {record.num_bytes} bytes, but has {path.stat().st_size}; {remedy}"
+            f"{path}: shard {index} must have {record.num_bytes} bytes, but {found}; run mtptrain hidden-states, which "
+            "recomputes only this shard"
         )
 
 

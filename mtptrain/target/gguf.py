@@ -113,8 +113,6 @@ END_TOKENS = (
 """Texts of the tokens at which llama.cpp stops even if no key names them (`special_eog_ids` in llama-vocab.cpp)."""
 
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 2**25, 4096, 4096
-_MARGIN_BYTES = 2**26
-"""Room for the tokenizer and the configs."""
 
 
 def is_gguf(path: str) -> bool:
@@ -379,13 +377,6 @@ def _write_copy(directory: Path, header: GGUFHeader, config: PreTrainedConfig, n
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     weight_bytes = sum(4 * math.prod(header.shape(name)) for name in names)
-    free_bytes = shutil.disk_usage(directory.parent).free
-    if weight_bytes + _MARGIN_BYTES > free_bytes:
-        raise UserError(
-            f"{directory.parent}: {(weight_bytes + _MARGIN_BYTES) / 1e9:,.1f} GB must be free for the dequantised copy "
-            f"of {header.path}, but {free_bytes / 1e9:,.1f} GB are; free some, or set MTPTRAIN_CACHE to a directory on "
-            "a larger disk"
-        )
     try:
         temporary.mkdir()
         settings = header.section(TOKENIZER)

@@ -307,23 +307,6 @@ def test_ranks_that_a_program_becomes_keep_its_lock_until_all_have_ended(
     assert not folder.path.exists()
 
 
-def test_a_lock_that_its_holder_removes_in_between_is_taken_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, lock, calls = tmp_path / LOCK, fcntl.flock, 0
-
-    def remove_first(descriptor: int, operation: int) -> None:
-        nonlocal calls
-        if not calls:
-            path.unlink()
-        calls += 1
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", remove_first)
-    with StageDir(tmp_path).writing():
-        assert path.read_text().startswith(f"process {os.getpid()} on ") and calls == 2
-
-
 def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

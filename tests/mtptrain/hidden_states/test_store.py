@@ -112,7 +112,7 @@ def test_verify_names_a_shard_with_a_flipped_bit_and_one_that_is_truncated_or_mi
     flip_bit(tmp_path / "shard_00003.safetensors", -1)
     path = tmp_path / "shard_00001.safetensors"
     os.truncate(path, path.stat().st_size - 1)
-    for problem in (r"must have \d+ bytes, but has \d+", "must exist, but does not"):
+    for problem in (r"must have \d+ bytes, but has \d+", r"must have \d+ bytes, but does not exist"):
         damage, message = find_damage(store), rf"{path}: shard 1 {problem}; run mtptrain hidden-states"
         assert sorted(damage) == [1, 3] and re.search(message, damage[1])
         for read in (

@@ -5,7 +5,6 @@ import shutil
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,25 +161,20 @@ def test_a_file_is_dequantised_once_and_again_when_it_changes(
     assert resolve_target(str(plain)).name.startswith("sha256-0123-")
 
 
-def test_what_a_killed_process_left_is_written_anew_in_its_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kill_left_is_written_anew_and_a_copy_that_cannot_be_written_leaves_nothing(
+    file: Path, cache: Path
+) -> None:
     directory = resolve_target(str(file))
     temporary = directory.rename(directory.with_name(directory.name + ".tmp"))
     (temporary / "model.safetensors").write_bytes(b"half")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if temporary.exists() else 2**40))
-    assert resolve_target(str(file)) == directory and logits_of(directory).shape == (1, 60, 260)
-    assert not temporary.exists()
-
-
-def test_a_copy_that_cannot_be_written_leaves_nothing(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # There is room for all files but the weights.
     with largest_file(40_000), pytest.raises(OSError, match="File too large") as caught:
         resolve_target(str(file))
     assert Path(caught.value.filename).name == "model.safetensors"
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
-        with pytest.raises(UserError, match=rf"^{cache}/gguf: 0\.1 GB must be free for .* copy of {file}, but 0\.0 GB"):
-            resolve_target(str(file))
     assert {path.suffix for path in (cache / "gguf").iterdir()} <= {".lock"}
+    temporary.mkdir()
+    assert resolve_target(str(file)) == directory and logits_of(directory).shape == (1, 60, 260)
+    assert not temporary.exists()
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from huggingface_hub.errors import HTTPError
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -259,23 +258,6 @@ def test_a_target_that_cannot_be_downloaded_is_refused_with_the_whole_reason(
                 find("no/such")
     with pytest.raises(UserError, match=r"target\.path: must be a model directory, but .* has no config\.json"):
         resolve_target(str(tmp_path))
-
-
-def test_a_download_leaves_out_copies_of_the_weights_in_another_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Filters the names as `snapshot_download` does."""
-    wanted = ["config.json", "chat_template.jinja", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
-    others = ["consolidated.safetensors", "consolidated.safetensors.index.json", "original/model.safetensors", "a.bin"]
-    downloaded: list[str] = []
-
-    def download(path: str, revision: str | None, **patterns: list[str]) -> str:
-        downloaded.extend(filter_repo_objects([*wanted, *others], **patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr("mtptrain.target.hub.snapshot_download", download)
-    assert resolve_target("some/model") == tmp_path
-    assert downloaded == wanted
 
 
 def test_a_target_that_several_ranks_cannot_place_is_refused_before_it_is_loaded(

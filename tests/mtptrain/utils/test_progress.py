@@ -1,8 +1,6 @@
 """Tests that a bar draws in a terminal and writes few lines into a log file."""
 
 import io
-import os
-import pty
 import sys
 
 import pytest
@@ -27,14 +25,3 @@ def test_a_bar_in_a_log_file_writes_whole_lines_and_few_of_them(monkeypatch: pyt
             bar.update()
             bar.refresh()
     assert sum(line.startswith("rows") for line in log.getvalue().splitlines()) > 3
-
-
-def test_a_bar_in_a_terminal_draws_over_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = pty.openpty()
-    with os.fdopen(writer, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with ProgressBar(total=2) as bar:
-            bar.update(2)
-        terminal.flush()
-        assert b"\r" in os.read(reader, 10_000)
-    os.close(reader)
