@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import (
     AttentionMaskInterface,
@@ -55,14 +56,13 @@ class TargetForm:
     """Whether some layers keep a state instead of keys and values, or beside them."""
     rotary_dim: int | None
     """Number of dimensions of a query that are rotated in layers with full attention; None without rotary embedding."""
+    norm_module: nn.Module
+    """The family's own final norm, whose weight and bias stand for any."""
+    norm_eps: float
+    norm_offset: float
+    """Added to the norm's weight: 1 in families that store weight - 1."""
     has_norm_bias: bool = False
     has_lm_head_bias: bool = False
-    norm_kind: Literal["rms", "layer"] = "rms"
-    norm_offset: float = 0.0
-    """Added to the norm's weight: 1 in families that store weight - 1."""
-    norm_eps: float = 1e-6
-    rounds_before_weight: bool = True
-    """Whether the normalised states are rounded to the model's dtype before they are multiplied by the weight."""
     state_scale: float = 1.0
     """Factor of the post-norm states before lm_head."""
     logit_scale: float = 1.0
@@ -79,14 +79,9 @@ class TargetForm:
 
     def normed(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns the post-norm states of streams [..., H], with the same rounding as the model's own norm."""
-        states, dtype = states.float(), weight.dtype
-        if self.norm_kind == "layer":
-            states = states - states.mean(-1, keepdim=True)
-        normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)
-        if self.rounds_before_weight:
-            return weight * normed.to(dtype)
-        normed = normed * (self.norm_offset + weight.float() if self.norm_offset else weight.float())
-        return (normed if bias is None else normed + bias.float()).to(dtype)
+        parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        normed: torch.Tensor = functional_call(self.norm_module, parameters, (states.to(weight.dtype),))
+        return normed
 
     def scaled_states(self, states: torch.Tensor) -> torch.Tensor:
         """Returns what lm_head reads, from post-norm states."""
@@ -164,10 +159,13 @@ class _Probe:
                 isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=self.config).layers
             ),
             rotary_dim=self._rotary_dim(),
+            norm_module=self.norm,
+            norm_eps=next((x for x in _numbers(vars(self.norm)) if x <= 0.01), 1e-6),
+            norm_offset=self._norm_offset(self.norm),
             has_norm_bias=getattr(self.norm, "bias", None) is not None,
             has_lm_head_bias=self.lm_head.bias is not None,
         )
-        return self._fit_logits(self._fit_norm(form), logits)
+        return self._fit_logits(form, logits)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, device="cpu")
@@ -195,10 +193,10 @@ class _Probe:
 
     def _run(self) -> torch.Tensor:
         """Returns the logits [ROWS, VOCAB] of the random states."""
+        hooks = [self.decoder.register_forward_hook(self._keep_output)]
         for module in self.decoder.children():
-            module.register_forward_pre_hook(self._make_real)
-            module.register_forward_hook(self._keep_norm)
-        self.decoder.register_forward_hook(self._keep_output)
+            hooks.append(module.register_forward_pre_hook(self._make_real))
+            hooks.append(module.register_forward_hook(self._keep_norm))
         self.model.config._attn_implementation = PROBE  # `set_attn_implementation` would look for such a function
         ids = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
         problem: Exception | None = None
@@ -213,6 +211,8 @@ class _Probe:
                 problem = problem or error
             else:
                 if self.norm is not None and not logits.is_meta:
+                    for hook in hooks:
+                        hook.remove()
                     return logits[0]
         raise self._refusal(
             "a model must run with random states after its last layer, by which mtptrain finds its parts",
@@ -253,30 +253,17 @@ class _Probe:
                     return 2 * frequencies.shape[-1]
         return None
 
-    def _fit_norm(self, form: TargetForm) -> TargetForm:
-        """Returns the form with the kind of norm that computes what the model's own does."""
-        norm, stream = self.norm, self.stream[0]
-        assert norm is not None
+    def _norm_offset(self, norm: nn.Module) -> float:
+        """Returns what the final norm adds to its weight."""
         weight: Any = getattr(norm, "weight", None)
-        bias: Any = getattr(norm, "bias", None)
-        if not isinstance(weight, torch.Tensor) or weight.shape != stream.shape[-1:]:
-            raise self._refusal("the final norm must have a weight for each channel", f"{type(norm).__name__} has none")
-        epsilons = {x for x in _numbers({**vars(norm), **self.config.to_dict()}) if 0 < x <= 0.01} | {1e-5, 1e-6}
-        candidates = [
-            replace(form, norm_kind=kind, norm_offset=offset, norm_eps=eps, rounds_before_weight=False)
-            for kind in ("rms", "layer")
-            for offset in (0.0, 1.0)
-            for eps in sorted(epsilons)
-        ]
-        found = _nearest(candidates, lambda each: each.normed(stream, weight, bias), self.post_norm[0])
-        if found is None:
-            raise self._refusal("the final norm must be an RMSNorm or a LayerNorm", f"{type(norm).__name__} is another")
-        if found.norm_kind == "layer" or found.norm_offset or bias is not None:
-            return found
-        # In bf16, the two orders of rounding and multiplying differ.
-        stream, rounded = stream.bfloat16(), replace(found, rounds_before_weight=True)
-        wanted = norm.bfloat16()(stream)
-        return rounded if torch.equal(rounded.normed(stream, weight.bfloat16(), None), wanted) else found
+        if not isinstance(weight, torch.Tensor) or weight.shape != self.stream.shape[-1:]:
+            found = f"{type(norm).__name__} has none"
+            raise self._refusal("the final norm must have a weight for each channel", found)
+        sizes = []
+        for value in (0.0, 1.0):
+            parameters = {name: torch.full_like(x, value * (name == "weight")) for name, x in norm.named_parameters()}
+            sizes.append(float(functional_call(norm, parameters, (self.stream,)).norm()))
+        return round(sizes[0] / (sizes[1] - sizes[0]), 3)
 
     def _fit_logits(self, form: TargetForm, logits: torch.Tensor) -> TargetForm:
         """Returns the form with the factors before and after lm_head, and the soft cap."""

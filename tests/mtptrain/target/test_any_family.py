@@ -168,9 +168,7 @@ def test_a_window_or_chunk_below_those_of_the_check_is_kept(tmp_path: Path, name
 
 FAULTS: dict[str, dict[str, object]] = {
     **{name: {"logit_scale": 1.0} for name in ("granite", "granitemoe", "minicpm3")},
-    "phimoe": {"norm_kind": "rms"},
-    "gemma3_text": {"norm_offset": 0.0, "rounds_before_weight": True},
-    "phi": {"norm_eps": 0.1},
+    **{name: {"norm_module": torch.nn.RMSNorm(64)} for name in ("phimoe", "gemma3_text")},
     **{name: {"masks": (FULL,) * LAYERS} for name in ("llama4_text", "mistral", "olmo3")},
 }
 """Families, and what mtptrain would do if it did not know theirs."""
