@@ -192,7 +192,7 @@ BAD_FILES = [
         '{"id": 1, "text": "hi", "image": "a.png"}',
         "read as a whole, but cannot be: column image, which may .*; correct",
     ),
-    ('{"id": 1, "turns": ["hi"], "system": "x"}', "read as a whole, but cannot be: column system, which may hold a"),
+    ('{"id": 1, "turns": ["hi"], "system": "x"}', "cannot be: column system, which only a line"),
 ]
 
 
