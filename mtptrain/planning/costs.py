@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from mtptrain.config import LossPart, PipelineConfig, PromptSource
-from mtptrain.heads import HEADS
 from mtptrain.heads.base import Head
 from mtptrain.heads.dflash import DflashHead
 from mtptrain.heads.dflash2 import Dflash2Head
@@ -262,15 +261,12 @@ def validation_bytes(config: PipelineConfig, target_config: PreTrainedConfig, lo
     longest = min(longest_tokens + train.validation_new_tokens, target_config.max_position_embeddings)
     num_prompts = min(settings.batch_size, -(-train.validation_prompts // config.planner.num_gpus))
     num_tokens = max(longest, min(num_prompts * longest, settings.batch_tokens))
-    # 2. Reading a prompt: the MLP, the widest part of a layer (routed experts have copies of each token), four rows of
-    # the hidden size, the target's states and the captured ones, the head's embeddings, their concatenation with states
-    # (two), and its keys and values (one where several query heads share a key head).
+    # 2. Reading a prompt: the MLP, the widest part of a layer (routed experts have copies of each token), and states of
+    # the target, its layer and the head. The cache also has slots for drafts.
     num_used, num_experts = routed_experts(target_config)
     expert_size = largest(target_config, "moe_intermediate_size", "intermediate_size")
     routed = num_used * (3 * expert_size + 2 * hidden_size) if num_experts > 1 else 0
-    num_captured = len(HEADS[config.head.name].resolve_capture_layers(config.head, target_config))
-    read_values = max(3 * mlp_size(target_config), routed) + (9 + num_captured) * hidden_size
-    # 3. The cache, in which `speculate` allocates slots for drafts.
+    read_values = max(3 * mlp_size(target_config), routed) + 10 * hidden_size
     num_slots = num_tokens + num_prompts * (3 * settings.num_speculative_tokens + 2)
     values = num_tokens * read_values + num_slots * cached_values(target_config)
     return int(values * getattr(torch, settings.dtype).itemsize)

@@ -1,14 +1,11 @@
 """Plans the disk, GPU memory and time of a run before anything is loaded, and warns of everything that will not fit.
 
-It reads the target's config.json (the only file downloaded for a hub name) and, if mtptrain prompts has been run, the
-documents that it wrote. It loads no weights and writes nothing, except that a GGUF file is first dequantised into the
-cache. `mtptrain plan` prints the plan instead of running the program:
-
     mtptrain plan recipe=llama3_1_8b_mtp
 
-Until mtptrain prompts has been run, upper bounds stand in for unknown numbers: every document has
-`prompts.max_document_tokens` tokens, all supervised. The number of tokens is a guess (`UNKNOWN_TOKENS`) if
-`prompts.max_train_tokens` sets no limit.
+It reads the target's config.json and, if mtptrain prompts has been run, the documents that it wrote. It loads no weights
+and writes nothing, except that a GGUF file is first dequantised into the cache. Until mtptrain prompts has been run,
+every document has `prompts.max_document_tokens` tokens, all supervised, and there are `prompts.max_train_tokens`, or
+`UNKNOWN_TOKENS`.
 """
 
 import math
@@ -121,12 +118,12 @@ class Plan:
             self.rows["streamed"] = f"{_gb(streamed)} at a time"
         self.rows["free disk"] = f"{_gb(free_bytes)} on the disk of run_dir"
         needed = streamed if config.train.stream else self.store_bytes[chosen]
-        self._warn_if(
-            needed > free_bytes,
-            f"run_dir: {_gb(needed)} must be free for the hidden states, but {config.run_dir} has {_gb(free_bytes)}; "
-            f"set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in all), train.stream=true "
-            f"train.epochs=1 ({_gb(streamed)} at a time), another run_dir, or a lower prompts.max_train_tokens",
-        )
+        if needed > free_bytes:
+            self.warnings.append(
+                f"run_dir: {_gb(needed)} must be free for the hidden states, but {config.run_dir} has {_gb(free_bytes)}; "
+                f"set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in all), train.stream=true "
+                f"train.epochs=1 ({_gb(streamed)} at a time), another run_dir, or a lower prompts.max_train_tokens"
+            )
 
     def _plan_extraction(self, target_dir: Path) -> None:
         settings, planner, is_vllm = self.config.hidden_states, self.config.planner, self.backend is Backend.vllm
@@ -143,11 +140,11 @@ class Plan:
         how = f", tensor parallel over {parallel}" if is_vllm and parallel > 1 else how
         size = f"{self.target.num_parameters / 1e9:.2f} B parameters, {_gb(weights)} of weights"
         self.rows["target"] = f"{size} on each GPU{how}, {self.backend}"
-        self._warn_if(
-            weights > available,
-            f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take {_gb(weights)}; "
-            f"use at least {math.ceil(total / available)} GPUs in one machine (hidden_states.tensor_parallel_size)",
-        )
+        if weights > available:
+            self.warnings.append(
+                f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take {_gb(weights)}; "
+                f"use at least {math.ceil(total / available)} GPUs in one machine (hidden_states.tensor_parallel_size)"
+            )
         # 2. States in flight: those of the longest document and of two batches, one of which is written. vLLM allocates
         # a page in every layer, and tensor parallelism does not divide them (`get_kv_cache_groups` in vLLM 0.32).
         streams = streams_bytes_per_token(self.config, self.target_config, self.captured)
@@ -160,17 +157,17 @@ class Plan:
         self.rows["extraction, each GPU"] = (
             f"{_gb(weights + states)}: weights {_gb(weights)}, states in flight {_gb(states)}"
         )
-        self._warn_if(
-            weights <= available and weights + states > for_engine,
-            f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(for_engine)} of each GPU "
-            f"with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states; lower it or "
-            "prompts.max_document_tokens, or raise hidden_states.tensor_parallel_size, which divides weights alone",
-        )
-        self._warn_if(
-            gpus % parallel > 0,
-            f"hidden_states.tensor_parallel_size: must divide the {gpus} GPUs of planner.num_gpus, but is {parallel}; "
-            "change one of them",
-        )
+        if weights <= available and weights + states > for_engine:
+            self.warnings.append(
+                f"hidden_states.batch_tokens: weights and states in flight must fit into {_gb(for_engine)} of each GPU "
+                f"with vLLM, but take {_gb(weights + states)}, of which {_gb(states)} are states; lower it or "
+                "prompts.max_document_tokens, or raise hidden_states.tensor_parallel_size, which divides weights alone"
+            )
+        if gpus % parallel:
+            self.warnings.append(
+                f"hidden_states.tensor_parallel_size: must divide the {gpus} GPUs of planner.num_gpus, but is "
+                f"{parallel}; change one of them"
+            )
 
     def _plan_training(self) -> None:
         """Plan the memory of training, and of validation between its steps, on each GPU, and the number of steps.
@@ -239,26 +236,19 @@ class Plan:
         """Warn of settings of steps that do not fit the documents or the GPUs."""
         train, gpus, longest = self.config.train, self.config.planner.num_gpus, self.longest_tokens
         context, per_step = self.target_config.max_position_embeddings, train.micro_batches_per_step
-        documents, micro_batches = "prompts.max_document_tokens", "train.micro_batches_per_step: must be"
-        again = " and run mtptrain prompts again" if self.num_documents else ""
-        self._warn_if(
-            longest > context,
+        documents, again = (
+            "prompts.max_document_tokens",
+            " and run mtptrain prompts again" if self.num_documents else "",
+        )
+        checks = {
             f"{documents}: documents must have at most {context:,} tokens, the target's max_position_embeddings, but "
-            f"have up to {longest:,}; lower it{again}",
-        )
-        self._warn_if(
-            longest > train.batch_tokens,
+            f"have up to {longest:,}; lower it{again}": longest > context,
             f"train.batch_tokens: must be at least the {longest:,} tokens of the longest document, but is "
-            f"{train.batch_tokens:,}; raise it, or lower {documents}{again}",
-        )
-        self._warn_if(
-            per_step % gpus > 0,
-            f"{micro_batches} a multiple of the {gpus} GPUs of planner.num_gpus, but is {per_step}; set it to "
-            f"{-(-per_step // gpus) * gpus}",
-        )
-
-    def _warn_if(self, is_wrong: bool, warning: str) -> None:
-        self.warnings += [warning] * is_wrong
+            f"{train.batch_tokens:,}; raise it, or lower {documents}{again}": longest > train.batch_tokens,
+            f"train.micro_batches_per_step: must be a multiple of the {gpus} GPUs of planner.num_gpus, but is "
+            f"{per_step}; set it to {-(-per_step // gpus) * gpus}": per_step % gpus > 0,
+        }
+        self.warnings += [warning for warning, is_wrong in checks.items() if is_wrong]
 
     def _micro_batch(self, document_tokens: int) -> Packing:
         """Returns a full micro-batch of documents of this length, which end with their responses.
@@ -336,10 +326,7 @@ def print_plan(config: PipelineConfig) -> None:
 
 
 def streams_bytes_per_token(config: PipelineConfig, target_config: PreTrainedConfig, captured: Sequence[int]) -> int:
-    """Returns the bytes of a token's streams, the captured ones and the last, in the dtype of extraction.
-
-    vLLM's worker writes each of them once to `hidden_states.scratch_dir`.
-    """
+    """Returns the bytes of a token's streams, the captured ones and the last, which vLLM's worker writes once each."""
     num_streams, hidden_size = len({*captured, target_config.num_hidden_layers}), int(target_config.hidden_size)
     return num_streams * hidden_size * int(getattr(torch, config.hidden_states.dtype).itemsize)
 

@@ -168,5 +168,5 @@ def test_validation_reads_the_largest_batch_that_the_settings_allow() -> None:
     for overrides, (tokens, prompts) in settings.items():
         config = make_config(*conversations, "acceptance.batch_size=8", *overrides)
         planned = validation_bytes(config, target_config, 16384 - 64)
-        read = tokens * (slot + 3 * 14336 + 9 * 4096)
+        read = tokens * (slot + 3 * 14336 + 10 * 4096)
         assert planned == 2 * (read + prompts * (3 * 3 + 2) * slot), overrides
