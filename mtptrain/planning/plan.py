@@ -2,10 +2,10 @@
 
     mtptrain plan recipe=llama3_1_8b_mtp
 
-It reads the target's config.json and, if mtptrain prompts has been run, the documents that it wrote. It loads no weights
-and writes nothing, except that a GGUF file is first dequantised into the cache. Until mtptrain prompts has been run,
-every document has `prompts.max_document_tokens` tokens, all supervised, and there are `prompts.max_train_tokens`, or
-`UNKNOWN_TOKENS`.
+It reads the target's config.json and, if mtptrain prompts has been run, the documents that it wrote. It loads no
+weights and writes nothing, except that a GGUF file is first dequantised into the cache. Until mtptrain prompts has been
+run, every document has `prompts.max_document_tokens` tokens, all supervised, and there are `prompts.max_train_tokens`,
+or `UNKNOWN_TOKENS`.
 """
 
 import math
@@ -120,9 +120,10 @@ class Plan:
         needed = streamed if config.train.stream else self.store_bytes[chosen]
         if needed > free_bytes:
             self.warnings.append(
-                f"run_dir: {_gb(needed)} must be free for the hidden states, but {config.run_dir} has {_gb(free_bytes)}; "
-                f"set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in all), train.stream=true "
-                f"train.epochs=1 ({_gb(streamed)} at a time), another run_dir, or a lower prompts.max_train_tokens"
+                f"run_dir: {_gb(needed)} must be free for the hidden states, but {config.run_dir} has "
+                f"{_gb(free_bytes)}; set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in all), "
+                f"train.stream=true train.epochs=1 ({_gb(streamed)} at a time), another run_dir, or a lower "
+                "prompts.max_train_tokens"
             )
 
     def _plan_extraction(self, target_dir: Path) -> None:
@@ -142,8 +143,8 @@ class Plan:
         self.rows["target"] = f"{size} on each GPU{how}, {self.backend}"
         if weights > available:
             self.warnings.append(
-                f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take {_gb(weights)}; "
-                f"use at least {math.ceil(total / available)} GPUs in one machine (hidden_states.tensor_parallel_size)"
+                f"target.path: weights must fit into {_gb(available)} of each GPU in extraction, but take "
+                f"{_gb(weights)}; use at least {math.ceil(total / available)} GPUs in one machine"
             )
         # 2. States in flight: those of the longest document and of two batches, one of which is written. vLLM allocates
         # a page in every layer, and tensor parallelism does not divide them (`get_kv_cache_groups` in vLLM 0.32).
