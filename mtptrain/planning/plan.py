@@ -121,9 +121,8 @@ class Plan:
         if needed > free_bytes:
             self.warnings.append(
                 f"run_dir: {_gb(needed)} must be free for the hidden states, but {config.run_dir} has "
-                f"{_gb(free_bytes)}; set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in all), "
-                f"train.stream=true train.epochs=1 ({_gb(streamed)} at a time), another run_dir, or a lower "
-                "prompts.max_train_tokens"
+                f"{_gb(free_bytes)}; set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in "
+                f"all), train.stream=true train.epochs=1 ({_gb(streamed)} at a time), or a lower prompts.max_train_tokens"
             )
 
     def _plan_extraction(self, target_dir: Path) -> None:
@@ -237,10 +236,8 @@ class Plan:
         """Warn of settings of steps that do not fit the documents or the GPUs."""
         train, gpus, longest = self.config.train, self.config.planner.num_gpus, self.longest_tokens
         context, per_step = self.target_config.max_position_embeddings, train.micro_batches_per_step
-        documents, again = (
-            "prompts.max_document_tokens",
-            " and run mtptrain prompts again" if self.num_documents else "",
-        )
+        documents, remeasure = "prompts.max_document_tokens", " and run mtptrain prompts again"
+        again = remeasure if self.num_documents else ""
         checks = {
             f"{documents}: documents must have at most {context:,} tokens, the target's max_position_embeddings, but "
             f"have up to {longest:,}; lower it{again}": longest > context,
