@@ -119,10 +119,11 @@ class Plan:
         self.rows["free disk"] = f"{_gb(free_bytes)} on the disk of run_dir"
         needed = streamed if config.train.stream else self.store_bytes[chosen]
         if needed > free_bytes:
+            in_fp8 = _gb(self.store_bytes[StoreDtype.fp8])
             self.warnings.append(
                 f"run_dir: {_gb(needed)} must be free for the hidden states, but {config.run_dir} has "
-                f"{_gb(free_bytes)}; set hidden_states.store_dtype=fp8 ({_gb(self.store_bytes[StoreDtype.fp8])} in "
-                f"all), train.stream=true train.epochs=1 ({_gb(streamed)} at a time), or a lower prompts.max_train_tokens"
+                f"{_gb(free_bytes)}; set hidden_states.store_dtype=fp8 ({in_fp8} in all), train.stream=true "
+                f"train.epochs=1 ({_gb(streamed)} at a time), or a lower prompts.max_train_tokens"
             )
 
     def _plan_extraction(self, target_dir: Path) -> None:
