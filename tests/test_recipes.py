@@ -171,7 +171,7 @@ def test_what_cannot_be_measured_together_is_refused() -> None:
 def test_a_program_answers_a_wrong_command_line_with_what_would_be_right() -> None:
     for arguments, message in (
         ([], "error: You must specify 'recipe', e.g, recipe=<OPTION> Available options: "),
-        (["recipe=nope"], "error: recipe: must be one of "),
+        (["recipe=nope"], "error: In 'pipeline': Could not find 'recipe/nope' Available options in 'recipe': "),
     ):
         result = run_ranks("prompts", arguments)
         assert result.returncode == 2

@@ -1,7 +1,6 @@
-"""Explains a wrong command line in one line, and suggests the nearest valid name.
+"""Explains a wrong command line in one line, mostly with Hydra's or OmegaConf's own message.
 
-Hydra's and OmegaConf's own messages are shown where they are clear. They are not for the name of a setting or of a
-choice: Hydra advises to add an unknown setting, and suggests no name.
+For the name of a setting that is not clear: Hydra advises to add an unknown setting, and suggests no name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mtptrain.config import RECIPES
 from mtptrain.utils.errors import one_line
@@ -28,19 +27,11 @@ OPEN_SECTIONS = ("deepspeed.", "prompts.roles.", "prompts.template_kwargs.")
 def mistake(error: Exception, arguments: Sequence[str]) -> str:
     """Returns what is wrong with the arguments for which Hydra or OmegaConf raised `error`."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        path = error.missing_cfg_file  # such as target/NAME, where NAME may be a path too
-        group = next((each for each in CONFIG_GROUPS if path.startswith(f"{each}/")), path.rpartition("/")[0])
-        name = path.removeprefix(f"{group}/")
-        near = advice(get_close_matches(name, error.options, n=1), "choose one")
-        return f"{group}: must be one of {', '.join(error.options)}, but is {name!r}; {near}"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        if isinstance(cause, MissingMandatoryValue):
-            return f"{cause.full_key}: must be set, but is not; add {cause.full_key}=VALUE"
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
             return unknown_name(cause.full_key, arguments)
         return f"{cause.full_key}: must have a valid value, but OmegaConf reports: {str(cause).splitlines()[0]}"
-    text = str(error).partition("\nSee https://hydra.cc")[0]
+    text = str(error).partition("\nSee https://hydra.cc")[0].partition("\nConfig search path:")[0]
     if isinstance(error, OverrideParseException):
         reason = one_line(text.removeprefix(f"Error parsing override '{error.override}'"))
         return f"{hide_passwords(error.override)}: must be NAME=VALUE, but cannot be read ({reason})"
@@ -50,15 +41,11 @@ def mistake(error: Exception, arguments: Sequence[str]) -> str:
 def unknown_name(name: str, arguments: Sequence[str]) -> str:
     """Returns that no setting has this name, and the names that were probably meant.
 
-    These are a very similar name in the same section, or else settings of the same name in other sections, or else the
-    most similar name.
+    These are a very similar name, or else settings of the same name in other sections, or else the most similar name.
     """
-    names, (section, _, last) = setting_names(arguments), name.rpartition(".")
-    meant = (
-        get_close_matches(name, [each for each in names if each.rpartition(".")[0] == section], n=1, cutoff=0.9)
-        or [each for each in names if each.rpartition(".")[2] == last][:2]
-        or get_close_matches(name, names, n=1, cutoff=0.8)
-    )
+    names, last = setting_names(arguments), name.rpartition(".")[2]
+    very_similar, similar = (get_close_matches(name, names, n=1, cutoff=cutoff) for cutoff in (0.9, 0.8))
+    meant = very_similar or [each for each in names if each.rpartition(".")[2] == last][:2] or similar
     free = f" (+{name}=VALUE adds a new one)" if name.startswith(OPEN_SECTIONS) else ""
     return (
         f"{name}: must be the name of a setting, but no setting has this name; "

@@ -59,14 +59,8 @@ def why_not_captured(
 ) -> Iterator[Refusal]:
     """Yields what an engine does not serve of a head that reads captured layers.
 
-    Args:
-        engine: its name.
-        head: the head.
-        target: its target.
-        has_embeddings: whether the engine has an id for layer 0.
-        at_last: why the engine cannot capture the stream after the last layer, unless it can.
-        has_three: whether its class of EAGLE-3 reads three layers, instead of two or more with a class of its own.
-        has_own_lm_head: whether its block drafters may have a vocabulary of their own.
+    It may have an id for layer 0, and a reason why it cannot capture the stream after the last layer. Its class of
+    EAGLE-3 may read exactly three layers. Its block drafters may have an lm_head for a vocabulary of their own.
     """
     layers = captured_layers(head, target)
     if head.name == "eagle3" and has_three and len(layers) != 3:

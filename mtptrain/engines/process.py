@@ -56,13 +56,8 @@ def warn_of_version(name: str, tested: str, version: str, place: str, more: str 
 def find_python(setting: str, given: str | None, folder: str, name: str, packages: str, code: str) -> tuple[Path, str]:
     """Returns the Python of an engine's own environment, and the version that the code prints there.
 
-    Args:
-        setting: the setting of this Python.
-        given: its value; None takes the environment that `make` installs.
-        folder: the folder of that environment.
-        name: the engine.
-        packages: what to install into an environment.
-        code: prints the engine's version, and fails without the engine.
+    `given` is the value of the setting; None takes the environment that `make` installs into a folder of the checkout.
+    The code fails without the engine.
     """
     path = CHECKOUT / folder / "bin" / "python" if given is None else Path(given)
     version = printed_by(path, code) if path.is_file() else None
@@ -91,12 +86,7 @@ def run_worker(python: Path, worker: Path, mode: str, job: object, name: str) ->
     Lines that begin with the worker's name and a colon are shown. After a failure, the last `SHOWN_LINES` lines are
     part of the error. The worker ends no later than this process.
 
-    Args:
-        python: the interpreter.
-        worker: the program. Its arguments are the mode, and the files of the job and of the result.
-        mode: the worker's first argument.
-        job: the contents of the job's file.
-        name: the engine, for errors.
+    The worker's arguments are the mode, and the files of the job and of the result. Errors name the engine.
     """
     progress = f"{worker.stem}:"
     with tempfile.TemporaryDirectory(prefix="mtptrain-job-") as directory:
@@ -142,11 +132,7 @@ def started_server(
 ) -> Iterator[Server]:
     """Runs a server, which ends no later than this process, and yields it once it answers.
 
-    Args:
-        kind: the class of the server's client.
-        command: the program and its arguments, to which host and port are added.
-        log_path: the file for everything that the server prints.
-        environment: variables to set unless the user has set them.
+    Host and port are added to the command, and variables of the environment are set unless the user has set them.
     """
     port = free_port()
     arguments = [sys.executable, SUPERVISOR, *command, "--host", "127.0.0.1", "--port", str(port)]

@@ -21,13 +21,8 @@ def add_target_files(
 ) -> None:
     """Add the target's weights, its tokenizer, and the index of all tensors to a directory with a head's tensors.
 
-    Weight files are hard-linked if possible. A file with tensors that the head replaces is rewritten without them.
-
-    Args:
-        directory: the directory with `config.json` and the head's tensors.
-        target_dir: the target's directory.
-        head_file: name of the file with the head's tensors.
-        is_replaced: tells by its name whether to leave a tensor of the target out.
+    Weight files are hard-linked if possible. A file with tensors that the head replaces, which `is_replaced` tells by
+    their names, is rewritten without them.
     """
     names = []
     for path in weight_files(target_dir):

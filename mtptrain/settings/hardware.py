@@ -57,11 +57,7 @@ def this_machine() -> Machine:
 
 
 def announce_hardware(choice: str | None) -> None:
-    """Print what `hardware=auto` stands for, and why, once for all ranks and for all stages of a run.
-
-    Args:
-        choice: the chosen file of config group `hardware`.
-    """
+    """Print what `hardware=auto` stands for, and why, once for all ranks and for all stages of a run."""
     if choice == "auto":
         machine = this_machine()
         line = f"hardware: {machine.hardware}, because {machine.reason}; hardware=NAME chooses another"

@@ -54,15 +54,7 @@ OWN_PARTS = (LossPart.confidence, LossPart.selector)
 
 
 def loss_mix(loss: object, feature_weight: float = 0.0) -> dict[LossPart, float]:
-    """Returns the weight of each part of the loss, without those that have the weight 0.
-
-    Args:
-        loss: `train.loss`, the name of a part or a mapping from names to weights.
-        feature_weight: `train.feature_weight`, another name for the weight of the part `features`.
-
-    Raises:
-        UserError: a name or a weight is not valid, no weight is above 0, or `features` has two weights.
-    """
+    """Returns the weight of each part of `train.loss` and `train.feature_weight`, without those that are 0."""
     given = {loss: 1.0} if isinstance(loss, str) else loss
     if not isinstance(given, dict):
         raise UserError(

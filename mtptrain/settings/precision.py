@@ -78,12 +78,7 @@ def resolve_acceptance_dtype(setting: Dtype, on_gpu: bool) -> Dtype:
 
 
 def announce_precision(name: str, dtype: Dtype) -> None:
-    """Print which precision a program computes in, and why. Only one rank should call this.
-
-    Args:
-        name: the setting.
-        dtype: its resolved value.
-    """
+    """Print which precision a program computes in by a setting, and why. Only one rank should call this."""
     on_gpu = has_gpu()
     fast, reason = fast_dtype(on_gpu)
     if dtype == fast:

@@ -50,7 +50,7 @@ def test_composing_every_recipe_loads_no_heavy_library() -> None:
     [
         (["--help"], "usage: mtptrain STAGE", "[]"),
         (["train", "recipe=quickstart", "train.lrr=1"], "did you mean train.lr?", "['hydra']"),
-        (["train", "recipe=quickstrat"], "did you mean quickstart?", "['hydra']"),
+        (["train", "recipe=quickstrat"], "Could not find 'recipe/quickstrat'", "['hydra']"),
         (["train", "recipe=quickstart", "train.lr=-1"], "train.lr: must be a number of at least 0.0", "['hydra']"),
         (["train", "recipe=quickstart", "--help"], "lr: 0.003", "['hydra']"),
     ],

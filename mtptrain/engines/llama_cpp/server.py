@@ -42,14 +42,9 @@ def draft_arguments(method: str, num_drafts: int) -> list[str]:
 def server_arguments(
     target: Path, max_context: int, num_slots: int, is_exact: bool, head: tuple[Path, str, int] | None
 ) -> list[str]:
-    """Returns the arguments of `llama-server`, without host and port.
+    """Returns the arguments of `llama-server` that answer `num_slots` requests at a time, without host and port.
 
-    Args:
-        target: the target's GGUF file.
-        max_context: number of tokens that a request may have.
-        num_slots: number of requests at a time.
-        is_exact: keep keys and values in fp32, without flash attention.
-        head: the exported file, the kind of draft, and K; None decodes without drafts.
+    Exact ones keep keys and values in fp32. The head is its exported file, the kind of draft, and K.
     """
     arguments = ["-m", str(target), "-c", str(max_context * num_slots), "-np", str(num_slots)]
     arguments += ["--metrics", "--no-warmup", *(EXACT if is_exact else ())]
