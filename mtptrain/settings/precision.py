@@ -101,8 +101,3 @@ def _began_with(stage_dir: Path, find: Callable[[Any], Any]) -> Any:
         return None if settings is None else find(settings)
     except KeyError:
         return None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{stage_dir}: the settings that the stage began with must be complete, but are not "
-            f"({type(error).__name__}: {error}); restore stage.json, or delete {stage_dir} to begin again"
-        ) from error

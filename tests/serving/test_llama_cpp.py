@@ -65,21 +65,6 @@ def test_our_file_is_that_of_llama_cpps_converter(
     assert {key: our_metadata[key] for key in wanted} == {key: pytest.approx(their_metadata[key]) for key in wanted}
 
 
-def test_a_head_without_the_targets_rope_factors_counts_otherwise(
-    serve_by_llama: Serve,
-    head_of: Callable[[str, str], Head],
-    target_of: Callable[[str], OnDisk],
-    tmp_path: Path,
-) -> None:
-    case = Case("eagle3", "llama")
-    form = format_for("llama_cpp", HEADS["eagle3"], target_of("llama").target.config)
-    tensors = form.tensors(head_of("eagle3", "llama").state_dict())
-    del tensors["rope_freqs.weight"]
-    form.write(tmp_path, tensors)
-    _, theirs, counted = serve_by_llama(case, file=tmp_path / form.weights_name)
-    assert theirs.counts != counted
-
-
 def test_keys_that_half_precision_cannot_hold_are_exact_with_our_arguments(
     serve_by_llama: Serve, target_of: Callable[[str], OnDisk], tmp_path: Path
 ) -> None:

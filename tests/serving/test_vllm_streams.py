@@ -20,14 +20,12 @@ from numpy.typing import NDArray
 from mtptrain.config import Dtype, HiddenStatesConfig
 from mtptrain.engines.vllm.families import WITHOUT_STREAMS
 from mtptrain.hidden_states.extraction.vllm_streams import (
-    ENVIRONMENT,
     VllmStreams,
     _check_states,
     engine_environment,
     visible_devices,
 )
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.startup import SPIN_COUNT
 from tests.conftest import make_target
 from tests.programs import wait_until_ended
 
@@ -215,15 +213,6 @@ def test_every_rank_has_gpus_of_its_own() -> None:
         r"4",
     ):
         visible_devices("0,1,2,3", 1, 4)
-
-
-def test_an_engine_has_one_thread_and_no_part_in_the_group_of_ranks() -> None:
-    ranks = {"RANK": "1", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
-    own = {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": SPIN_COUNT}
-    found = engine_environment({"HOME": "/home", **own, **ranks}, 1, 1)
-    assert (
-        found == {"HOME": "/home", "CUDA_VISIBLE_DEVICES": "1", **ENVIRONMENT} and ENVIRONMENT["OMP_NUM_THREADS"] == "1"
-    )
 
 
 SUPPORTED = """

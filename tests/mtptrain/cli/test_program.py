@@ -2,9 +2,7 @@
 
 import ast
 import re
-from importlib import import_module
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
@@ -56,14 +54,6 @@ def test_the_help_of_a_stage_needs_no_recipe() -> None:
     assert "  ttt_steps: 3\n" in result.stdout
 
 
-def test_a_mistyped_recipe_or_stage_names_the_nearest() -> None:
-    result = run_ranks("prompts", ["recip=quickstart"])
-    assert result.stderr.startswith("error: You must specify 'recipe', e.g, recipe=<OPTION> Available options: ")
-    result = run_ranks("mtptrain", ["trian", "recipe=quickstart"])
-    assert result.returncode == 2
-    assert re.fullmatch(r"error: stage: must be one of .*, but is 'trian'; did you mean train\?\n", result.stderr)
-
-
 REFUSED = ["recipe=quickstart", "prompts.source=text_files", "prompts.paths=[/none]"]
 MESSAGE = "prompts.paths: must name directories, but '/none' is not one; correct the path"
 
@@ -77,33 +67,6 @@ def test_a_refused_input_is_one_line_and_its_stack_is_shown_on_demand(
     result = run_ranks("prompts", [*REFUSED, f"run_dir={tmp_path}"])
     assert result.returncode == 1
     assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"UserError: {MESSAGE}\n")
-
-
-STARTED_BY_PROGRAMS = {
-    "mtptrain/__main__.py",
-    "mtptrain/engines/openvino/openvino_worker.py",
-    "mtptrain/engines/supervisor.py",
-    "mtptrain/engines/vllm/vllm_worker.py",
-    "slurm/on_node.py",
-}
-"""Modules that users do not start, or that only start another program."""
-
-
-def test_every_program_ends_with_one_line() -> None:
-    sources = {
-        path.relative_to(ROOT).as_posix(): path.read_text()
-        for folder in ("mtptrain", "data_prep", "eval", "slurm", "benchmarks")
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    caught = re.compile(r"^@errors_as_lines\(\)\ndef main\(|^    run_(?:program|benchmark)\(main", re.MULTILINE)
-    scripts = {name for name, text in sources.items() if '__name__ == "__main__":' in text}
-    assert {name for name in scripts if not caught.search(sources[name])} == STARTED_BY_PROGRAMS
-    for stage in STAGES.values():
-        module = import_module(stage.program)
-        [path] = {f"{stage.program.replace('.', '/')}{end}" for end in (".py", "/__init__.py")} & sources.keys()
-        assert list(get_type_hints(module.main)) == (["config", "return"] if stage.takes_settings else ["return"])
-        assert stage.takes_settings or caught.search(sources[path])
-    assert [name for name, text in sources.items() if "hydra.main(" in text] == ["mtptrain/cli/program.py"]
 
 
 def texts() -> dict[str, str]:

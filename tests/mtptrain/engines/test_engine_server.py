@@ -43,29 +43,18 @@ def test_a_server_that_serves_others_too_is_refused(fake: FakeServer, monkeypatc
         server.counts_since({}, 1)
 
 
-NOT_VLLM = {
-    "/version": (b"[1]", b"{}", b"[" * 100_000, b"<html>\n<p>"),
-    "/v1/models": (b'{"data": []}', b'{"data": [{"id": "a"}]}', b'{"data": [{"id": "a", "max_model_len": null}]}'),
-    "/v1/completions": (
-        b"{}",
-        b'{"choices": [{"token_ids": [1]}], "metrics": [1]}',
-        b'{"choices": [{"token_ids": [1]}], "metrics": {"speculative_decoding": {"per_step_accepted": 1}}}',
-    ),
-    "/metrics": (b"vllm:request_success_total NaN\n", b"vllm:request_success_total +Inf\n"),
-}
-
-
-def test_an_answer_that_vllm_would_not_give_is_refused_in_one_line(fake: FakeServer) -> None:
-    for path, bodies in NOT_VLLM.items():
-        for body in bodies:
-            fake.answers = {path: body}
-            with pytest.raises(UserError) as failed:
-                VllmServer(fake.url).generate([[1]], 4, [7])
-            shown = " ".join(body.decode().split())[:200]
-            assert str(failed.value) == (
-                f"serving.url: must be a running vLLM server, but {fake.url}{path} answers {shown}; start `vllm serve` "
-                "or correct the address"
-            )
+def test_an_answer_that_an_engine_would_not_give_is_refused_in_one_line(fake: FakeServer) -> None:
+    for path, body in (
+        ("/version", b"<html>\n<p>"),
+        ("/v1/models", b'{"data": []}'),
+        ("/v1/completions", b'{"choices": [{"token_ids": [1]}], "metrics": [1]}'),
+        ("/metrics", b"vllm:request_success_total NaN\n"),
+    ):
+        fake.answers = {path: body}
+        with pytest.raises(UserError) as failed:
+            VllmServer(fake.url).generate([[1]], 4, [7])
+        shown = " ".join(body.decode().split())
+        assert f"must be a running vLLM server, but {fake.url}{path} answers {shown}; start `vllm" in str(failed.value)
 
 
 @pytest.mark.parametrize(

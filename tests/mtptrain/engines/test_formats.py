@@ -126,16 +126,6 @@ def test_transformers_reads_the_config_with_the_targets_scaled_rope(tmp_path: Pa
         assert config.head_dim == settings.get("head_dim", 64)
 
 
-def test_a_gemmas_head_gets_the_rope_of_the_layers_with_full_attention() -> None:
-    target = AutoConfig.for_model(
-        "gemma3_text", hidden_size=64, num_attention_heads=1, num_key_value_heads=1, head_dim=64, intermediate_size=96
-    )
-    theta = target.rope_parameters["full_attention"]["rope_theta"]
-    for engine in ("vllm", "sglang"):
-        rope = format_for(engine, head_config("mtp"), target).config_json("bfloat16")["rope_parameters"]
-        assert (rope["rope_type"], rope["rope_theta"]) == ("default", theta)
-
-
 def test_every_launch_command_quotes_paths_for_the_shell(target: LlamaConfig) -> None:
     for engine, name, settings in [("llama_cpp", "eagle3", {}), *CASES]:
         if engine != "transformers":

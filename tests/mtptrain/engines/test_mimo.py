@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2ForCausalLM
 
 from mtptrain.engines.mimo import MIMO_LAYER
 from mtptrain.engines.table import format_for
@@ -17,7 +16,6 @@ from mtptrain.heads.base import Tensors
 from mtptrain.init_from.start import load_init
 from mtptrain.target.families import read_target_config
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.hub import load_tokenizer
 from mtptrain.target.loading import load_target
 from tests.conftest import make_target
 from tests.mimo import MIMO_HEAD, add_mimo_layer
@@ -44,22 +42,6 @@ def export(directory: Path, target_dir: Path) -> tuple[VllmMimo, Tensors]:
 @pytest.fixture
 def target(tmp_path: Path) -> tuple[Path, Tensors]:
     return checkpoint(tmp_path / "target")
-
-
-@pytest.mark.parametrize("model_type", ["mimo", "qwen2"], ids=["published", "exported"])
-def test_a_mimo_target_is_qwen2_without_the_mtp_layer(target: tuple[Path, Tensors], model_type: str) -> None:
-    directory, _ = target
-    config = json.loads((directory / "config.json").read_text())
-    published = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
-    (directory / "config.json").write_text(json.dumps(config | published))
-    ours = load_target(directory, torch.float32, torch.device("cpu"))
-    assert ours.config.model_type == "mimo" and load_tokenizer(directory)("a")["input_ids"]
-    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLM"]}))
-    theirs = Qwen2ForCausalLM.from_pretrained(directory)
-    tokens = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
-    settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
-    answers = [model.generate(tokens, **settings)[0].tolist() for model in (ours.model, theirs)]
-    assert answers[0] == answers[1] and len(set(answers[0][12:])) > 5
 
 
 def test_the_export_is_the_checkpoint_with_another_mtp_layer(target: tuple[Path, Tensors], tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Tests how the processes of engines fail, and that they end with their parent. No engine is needed."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,9 +10,8 @@ import pytest
 
 from mtptrain.engines import process as server_process
 from mtptrain.engines.llama_cpp.server import LlamaServer
-from mtptrain.engines.process import SUPERVISOR, run_worker, started_server
+from mtptrain.engines.process import SUPERVISOR, started_server
 from mtptrain.utils.errors import UserError
-from mtptrain.utils.startup import SPIN_COUNT
 from tests.programs import fake_python, is_running, wait_until_ended
 
 PYTHON = Path(sys.executable)
@@ -91,20 +89,6 @@ def test_a_server_that_does_not_start_is_reported_and_killed_with_its_children(
     ):
         pass
     wait_until_ended(int((tmp_path / "child").read_text()))
-
-
-def test_an_engine_waits_as_it_does_elsewhere_unless_the_user_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "import json, os, sys; json.dump(os.environ.get('GOMP_SPINCOUNT'), open(sys.argv[{}], 'w'))"
-    (tmp_path / "worker.py").write_text(code.format(-1))
-    for ours, theirs in ((SPIN_COUNT, None), ("77", "77")):
-        monkeypatch.setenv("GOMP_SPINCOUNT", ours)
-        command = [PYTHON, "-c", code.format(1), tmp_path / "server"]
-        with pytest.raises(UserError, match="must start"), started_server(LlamaServer, command, tmp_path / "log"):
-            pass
-        assert json.loads((tmp_path / "server").read_text()) == theirs
-        assert run_worker(PYTHON, tmp_path / "worker.py", "decode", {}, "engine") == theirs
 
 
 def read_pid(path: Path, parent: subprocess.Popen[bytes]) -> int:

@@ -34,9 +34,7 @@ def composed() -> PipelineConfig:
     ("number", "memory_gb", "hardware", "batch_tokens"),
     [
         (0, 0, "cpu", 1536),
-        (1, 24, "gpu_1", 4096),
         (1, 80, "gpu_1", 4096),
-        (4, 24, "gpu_1", 4096),
         (4, 80, "h100_8", 32768),
     ],
 )
@@ -60,13 +58,3 @@ def test_auto_says_once_what_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         announce_hardware("auto")
     line = "hardware: gpu_1, because this machine has 2 GPUs of 24 GB; hardware=NAME chooses another\n"
     assert capsys.readouterr() == ("", line)
-
-
-@pytest.mark.parametrize(("choice", "rank"), [("cpu", "0"), (None, "0"), ("auto", "1")])
-def test_hardware_that_was_chosen_and_other_ranks_say_nothing(
-    choice: str | None, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MTPTRAIN_HARDWARE", "")
-    monkeypatch.setenv("RANK", rank)
-    announce_hardware(choice)
-    assert capsys.readouterr() == ("", "")

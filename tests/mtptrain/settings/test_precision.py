@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mtptrain.config import Dtype
-from mtptrain.hidden_states.store import StoreManifest
-from mtptrain.settings.precision import announce_precision, fast_dtype
+from mtptrain.settings.precision import fast_dtype
 from mtptrain.stage_dir import FACTS, STAGE, StageDir
 from mtptrain.training.deepspeed_engine import check_device
 from mtptrain.utils.cpu import PRETENDED_BF16, has_bf16_instructions
@@ -71,9 +70,7 @@ def test_without_a_switch_the_cpu_itself_is_asked(monkeypatch: pytest.MonkeyPatc
         has_bf16_instructions()
 
 
-def test_a_stage_that_has_begun_keeps_its_precision_and_damaged_settings_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_has_begun_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = StageDir(tmp_path / "run/hidden_states")
     config = make_config(f"run_dir={tmp_path}/run")
     assert config.hidden_states.dtype is Dtype.bfloat16
@@ -81,17 +78,8 @@ def test_a_stage_that_has_begun_keeps_its_precision_and_damaged_settings_are_nam
     monkeypatch.setenv(PRETENDED_BF16, "0")
     assert make_config("run_dir=elsewhere").hidden_states.dtype is Dtype.float32
     assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype is Dtype.bfloat16
-    (folder.path / STAGE).write_text(json.dumps(dict.fromkeys(FACTS, "") | {"settings": {"hidden_states": []}}))
-    with pytest.raises(ValueError, match=rf"^{folder.path}: the settings that the stage began with must be complete"):
-        make_config(f"run_dir={tmp_path}/run")
     (folder.path / STAGE).write_text(json.dumps(dict.fromkeys(FACTS, "") | {"settings": {"prompts": {}}}))
     assert make_config(f"run_dir={tmp_path}/run").hidden_states.dtype is Dtype.float32  # written without the setting
-
-
-def test_a_dtype_that_this_cpu_computes_slowly_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PRETENDED_BF16, WITHOUT)
-    with pytest.warns(UserWarning, match=r"responses.dtype: should be float32 on this machine"):
-        announce_precision("responses.dtype", Dtype.bfloat16)
 
 
 def test_an_old_gpu_computes_in_fp32_and_is_refused_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,30 +103,6 @@ def overrides(tmp_path: Path, tiny_target: Path, text_files: Path) -> tuple[str,
     """Returns the overrides of a tiny run that leaves every precision to the machine."""
     settings = [each for each in TINY_SETTINGS if not each.startswith("hidden_states.dtype")]
     return (*settings, f"run_dir={tmp_path}/run", f"target.path={tiny_target}", f"prompts.paths=[{text_files}]")
-
-
-@pytest.mark.slow
-def test_every_stage_runs_in_the_machines_precision_and_says_so(
-    pretended: str, overrides: tuple[str, ...], tmp_path: Path
-) -> None:
-    dtype, is_bf16, _ = CHOICES[pretended]
-    reason = "has bf16 instructions" if is_bf16 else "has no bf16 instructions that torch uses"
-    printed = {}
-    for module in (
-        "prompts",
-        "hidden-states",
-        "train",
-        "acceptance",
-        "export",
-    ):
-        result = run_program(module, *overrides)
-        assert result.returncode == 0, result.stderr[-3000:]
-        printed[module] = result.stdout
-    assert f"hidden_states.dtype: {dtype}, because this CPU {reason}\n" in printed["hidden-states"]
-    assert f"deepspeed: {dtype}, because this CPU {reason}\n" in printed["train"]
-    assert StoreManifest.read(tmp_path / "run/hidden_states").identity.compute_dtype == dtype
-    assert f'"enabled": {str(is_bf16).lower()}' in (tmp_path / "run/train/stage.json").read_text()
-    assert json.loads((tmp_path / "run/acceptance/report.json").read_text())["dtype"] == "float32"
 
 
 @pytest.mark.slow
