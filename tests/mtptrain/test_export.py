@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtptrain.cli.stages import settings_of
-from mtptrain.config import ExportEngine, PipelineConfig
-from mtptrain.data.prompt_files import DocumentEntry, Documents, Split
+from mtptrain.config import PipelineConfig
 from mtptrain.engines import mimo
-from mtptrain.engines.table import format_for
-from mtptrain.export import export
+from mtptrain.engines.table import engine_of, format_for
+from mtptrain.export import export, mode_note
 from mtptrain.heads.files import TARGET_WEIGHTS, save_head
 from mtptrain.run import Run
 from mtptrain.stage_dir import StageDir
@@ -26,12 +26,10 @@ from mtptrain.utils.files import file_sha256, read_sealed, write_json, write_sea
 from tests.conftest import GENERATION_TEMPLATE, make_config, make_target, make_tokenizer
 from tests.mtptrain.engines.conftest import random_head
 from tests.programs import largest_file
-from tests.sealed import seal_prompts
 
 EAGLE3 = ("head=eagle3", "head.capture_layers=[1,3]", "head.draft_vocab_size=96")
 EXPORTS = {
     "vllm, medusa": ("vllm", ("head=medusa", "head.num_layers=2"), "MedusaModel", "medusa"),
-    "vllm, eagle3": ("vllm", EAGLE3, "LlamaForCausalLMEagle3", "eagle3"),
     "sglang, eagle3": ("sglang", EAGLE3, "LlamaForCausalLMEagle3", "EAGLE3"),
     "transformers, mtp": ("transformers", (), "LlamaForCausalLM", "use_mtp"),
 }
@@ -43,18 +41,9 @@ def target_of_four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(run_dir: Path, target_dir: Path, *overrides: str) -> PipelineConfig:
-    """The config of a run that has held-out prompts, a head of random weights, and its measured acceptance."""
-    config = make_config(f"run_dir={run_dir}", f"target.path={target_dir}", "acceptance.prompt_tokens=8", *overrides)
-    tokens = torch.randint(0, 250, (4, 16), generator=torch.Generator().manual_seed(0)).tolist()
-    for stage in ("prompts", "acceptance"):
-        (run_dir / stage).mkdir(parents=True)
-    Documents.from_list([(i, row, [1] * 16) for i, row in enumerate(tokens)]).save(
-        run_dir / "prompts/validation.safetensors"
-    )
-    DocumentEntry.write_all(
-        run_dir / "prompts", [DocumentEntry(i, f"file {i}", Split.validation, 16, 0, 0) for i in range(4)]
-    )
-    seal_prompts(run_dir / "prompts")
+    """The config of a run that has a head of random weights and its measured acceptance."""
+    config = make_config(f"run_dir={run_dir}", f"target.path={target_dir}", *overrides)
+    (run_dir / "acceptance").mkdir(parents=True)
     head = random_head(config.head, read_target_config(target_dir))
     facts = {TARGET_WEIGHTS: weights_fingerprint(target_dir)}
     save_head(run_dir / "train/best", head.to(torch.bfloat16).state_dict(), config.head, facts)
@@ -116,25 +105,15 @@ def test_the_mode_of_the_chat_template_is_that_of_the_training_and_stands_in_the
     config = trained(tmp_path / "run", target, "export.engine=vllm", *overrides)
     export(Run(config))
     readme = (tmp_path / "run/export/vllm/README.md").read_text()
-    assert """--default-chat-template-kwargs '{"enable_thinking": false}'""" in readme
     assert """`"chat_template_kwargs": {"enable_thinking": false}`""" in readme
-    config.export.engine = ExportEngine.transformers
-    export(Run(config))
-    readme = (tmp_path / "run/export/transformers/README.md").read_text()
-    assert "Pass them to `apply_chat_template`." in readme and "vLLM" not in readme
-    config.export.engine = ExportEngine.vllm
     head = random_head(config.head, read_target_config(target))
     facts = {TARGET_WEIGHTS: weights_fingerprint(target), "template_kwargs": "{}"}
     save_head(tmp_path / "run/train/best", head.state_dict(), config.head, facts)
-    with pytest.raises(
-        ValueError,
-        match=r'json: template_kwargs must be {"enable_thinking": false}, but is {}; set prompts.template_kwargs={}$',
-    ):
+    with pytest.raises(ValueError, match=r'json: template_kwargs must be {"enable_thinking": false}, but is {};'):
         export(Run(config))
-    config.prompts.template_kwargs = {}
-    export(Run(config))
-    readme = (tmp_path / "run/export/vllm/README.md").read_text()
-    assert "in the mode that the target's chat template has by default" in readme
+    mode = json.dumps({"user": "O'Brien"})
+    assert shlex.split(mode_note(mode, engine_of("vllm")).split("`")[5]) == ["--default-chat-template-kwargs", mode]
+    assert "Pass them to `apply_chat_template`." in mode_note(mode, engine_of("transformers"))
 
 
 def test_what_is_refused_is_refused_before_anything_is_read_or_written(
@@ -244,6 +223,5 @@ def test_an_export_reads_no_decoder_layer_of_the_target(tmp_path: Path, target_o
         load_target(target_dir, torch.float32, torch.device("cpu"))
     for name, overrides in (("mtp", ["export.engine=vllm"]), ("eagle3", ["export.engine=sglang", *EAGLE3])):
         config = trained(tmp_path / name, target_dir, *overrides)
-        shutil.rmtree(tmp_path / name / "prompts")
         export(Run(config))
         assert (config.stage_dir("export") / config.export.engine / "serving.json").is_file()

@@ -92,44 +92,22 @@ def test_states_depend_on_their_shard_alone_and_two_shards_of_files_exist_at_mos
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_write_is_reported_with_what_it_raised(
+def test_an_engine_that_cannot_write_or_is_killed_is_reported(
     target_dir: Path, vllm_python: str, tmp_path: Path
 ) -> None:
     scratch_dir = tmp_path / "rank"
-    with (
-        pytest.raises(
-            UserError, match=r"(?s)must extract hidden states of .*, but its process ended with status 1; .*director"
-        ),
-        streams_of(target_dir, vllm_python, scratch_dir) as streams,
-    ):
-        (scratch_dir / "shard_00000_000005.safetensors").mkdir()
-        for shard in streams.extract([A]):
-            read_all(shard)
-    assert not scratch_dir.exists()
-
-
-@pytest.mark.slow
-def test_a_vllm_for_cpus_is_refused_where_the_rank_has_a_gpu(
-    target_dir: Path, vllm_python: str, tmp_path: Path
-) -> None:
-    message = r"(?s)serving\.python: must have a vLLM that runs on GPUs, .* runs on CPUs; install the package vllm"
-    with (
-        pytest.raises(UserError, match=message),
-        VllmStreams(target_dir, LAYERS, SETTINGS, LONGEST, tmp_path / "rank", 0, "cuda", vllm_python) as streams,
-    ):
-        for shard in streams.extract([A]):
-            read_all(shard)
-
-
-def test_an_engine_that_is_killed_is_reported(target_dir: Path, vllm_python: str, tmp_path: Path) -> None:
-    with (
-        pytest.raises(UserError, match=r"but its process ended with status -9"),
-        streams_of(target_dir, vllm_python, tmp_path / "rank") as streams,
-    ):
-        shards = streams.extract([A, B])
-        os.kill(streams._process.pid, signal.SIGKILL)
-        for shard in shards:
-            read_all(shard)
+    for is_killed, message in ((False, r"(?s)ended with status 1; .*director"), (True, r"ended with status -9")):
+        with (
+            pytest.raises(UserError, match=message),
+            streams_of(target_dir, vllm_python, scratch_dir) as streams,
+        ):
+            if is_killed:
+                os.kill(streams._process.pid, signal.SIGKILL)
+            else:
+                (scratch_dir / "shard_00000_000005.safetensors").mkdir()
+            for shard in streams.extract([A]):
+                read_all(shard)
+        assert not scratch_dir.exists()
 
 
 USER = """
