@@ -196,7 +196,7 @@ REFUSED = {
     f"{MODEL}demo": "a draft model must have at most 260 rows of embeddings, as many as the target, but has",
     f"{MODEL}/none": "draft_model: must be a local directory, a GGUF file, a hub name or `demo`, but '/none'",
     "acceptance.baselines=[tree] acceptance.tree_top_k=300": "tree_top_k: must be at most 260, the number of tokens",
-    "head.ttt_steps=2": "settings must match the config, but differ in head.ttt_steps (3 stored, 2 in the config)",
+    "head.attention_bias=true": "settings must be those of the config, but differ in head.attention_bias (False",
 }
 
 
