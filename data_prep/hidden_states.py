@@ -47,7 +47,7 @@ from mtptrain.hidden_states.stream import (
 )
 from mtptrain.hidden_states.writer import begin_store, finish_store, finished_shards, shard_ranges
 from mtptrain.init_from.draft_model import check_start
-from mtptrain.planning.plan import print_plan, streams_bytes_per_token
+from mtptrain.planning.plan import print_plan
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
@@ -74,12 +74,7 @@ def main(config: PipelineConfig) -> None:
 
 
 def extract_hidden_states(run: Run, ranks: Ranks) -> None:
-    """Fill `run_dir/hidden_states` with the missing shards of this part (`hidden_states.part`), on all ranks.
-
-    Raises:
-        UserError: inputs and settings do not fit each other or what the folder holds, or the disk is too small.
-        OSError: the disk became full; finished shards are kept.
-    """
+    """Fill `run_dir/hidden_states` with the missing shards of this part (`hidden_states.part`), on all ranks."""
     config = run.config
     if ranks.device.type == "cpu":
         torch.set_num_threads(CPU_THREADS)
@@ -94,7 +89,7 @@ def extract_hidden_states(run: Run, ranks: Ranks) -> None:
     missing = missing_shards(extraction.store_dir, extraction.own, ranks)
     if ranks.is_first:
         warn_of_limits(config.export.engine, config.head, run.target.config, run.target.gguf)
-        announce(extraction, ranks)
+        announce(extraction)
         announce_precision("hidden_states.dtype", config.hidden_states.dtype)
         if config.hidden_states.part == 0:
             StageDir(extraction.store_dir).record(config)
@@ -220,9 +215,8 @@ def fill(extraction: Extraction, streams: Streams, indices: Sequence[int], ranks
 
 
 def follow_training(extraction: Extraction, streams: Streams, ranks: Ranks) -> None:
-    """Write shards ahead of training, until training has released all windows.
+    """Write the shards of the first `OPEN_WINDOWS` windows that training has not released, until it has released all.
 
-    Shards are written for the first `OPEN_WINDOWS` windows that training has not released yet.
     Ranks divide the shards by their position in the order of training, and do not wait for each other.
     """
     windows = extraction.windows
@@ -255,7 +249,7 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
             layers,
             settings,
             int(extraction.documents.lengths.max()),
-            scratch_root(config) / f"{scratch_prefix(config, settings.part)}{ranks.rank}.tmp",
+            scratch_dir(config, ranks.rank),
             local_rank=ranks.local_rank,
             device_type=ranks.device.type,
             python=config.serving.python,
@@ -265,37 +259,18 @@ def open_backend(extraction: Extraction, ranks: Ranks) -> AbstractContextManager
     return nullcontext(TransformersStreams(model, layers, settings.batch_tokens, settings.compile))
 
 
-def scratch_root(config: PipelineConfig) -> Path:
-    return Path(config.hidden_states.scratch_dir or config.stage_dir("hidden_states"))
-
-
-def scratch_prefix(config: PipelineConfig, part: int | str) -> str:
-    """Returns the prefix of a part's temporary folders, one per rank.
-
-    It identifies the store, because other runs may use the same parent folder.
-    """
-    store = hashlib.sha256(str(config.stage_dir("hidden_states").resolve()).encode()).hexdigest()[:12]
-    return f"mtptrain_{store}_{part}_"
+def scratch_dir(config: PipelineConfig, rank: int | str) -> Path:
+    """Returns the temporary folder of a rank. It names the store, because other runs may use the same parent folder."""
+    settings, store_dir = config.hidden_states, config.stage_dir("hidden_states")
+    store = hashlib.sha256(str(store_dir.resolve()).encode()).hexdigest()[:12]
+    return Path(settings.scratch_dir or store_dir) / f"mtptrain_{store}_{settings.part}_{rank}.tmp"
 
 
 def remove_scratch(config: PipelineConfig) -> None:
-    """Remove temporary folders left by killed runs of this part, or of all parts if `num_parts` is now 1."""
-    settings = config.hidden_states
-    prefix = scratch_prefix(config, settings.part if settings.num_parts > 1 else "*")
-    for path in list(scratch_root(config).glob(f"{prefix}*.tmp")):
+    """Remove temporary folders left by killed runs of this part."""
+    pattern = scratch_dir(config, "*")
+    for path in list(pattern.parent.glob(pattern.name)):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def scratch_bytes(extraction: Extraction, ranks: Ranks) -> int:
-    """Returns the maximum size in bytes of vLLM's temporary files in the store: two of the largest shards per rank.
-
-    It is 0 with transformers, or if `hidden_states.scratch_dir` is set.
-    """
-    if extraction.backend is Backend.transformers or extraction.config.hidden_states.scratch_dir is not None:
-        return 0
-    largest = max(num_tokens(extraction.documents, [shard]) for shard in extraction.shards)
-    token_bytes = streams_bytes_per_token(extraction.config, extraction.target.config, extraction.capture_layers)
-    return 2 * largest * token_bytes * ranks.world_size
 
 
 def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[int]:
@@ -305,8 +280,8 @@ def missing_shards(store_dir: Path, own: Collection[int], ranks: Ranks) -> list[
     return [index for index in own if index not in finished]
 
 
-def announce(extraction: Extraction, ranks: Ranks) -> None:
-    """Print how much disk space is needed, and refuse if that and the backend's temporary files exceed the free space.
+def announce(extraction: Extraction) -> None:
+    """Print how much disk space is needed, and refuse if that exceeds the free space.
 
     With streaming, training deletes the shards that it has read, so only the fullest windows must fit, and the space of
     shards already on the disk counts as free.
@@ -328,17 +303,15 @@ def announce(extraction: Extraction, ranks: Ranks) -> None:
         f"{free_bytes / 1e9:.3f} GB",
         flush=True,
     )
-    temporary_bytes = scratch_bytes(extraction, ranks)
-    if missing_bytes and missing_bytes + temporary_bytes > free_bytes:
+    if missing_bytes > free_bytes:
         needs_less = "lower prompts.max_train_tokens and run mtptrain prompts again"
         if windows:  # only these must fit, however many tokens there are
             needs_less = "lower train.stream_shards or hidden_states.shard_tokens"
         if extraction.config.hidden_states.store_dtype is not StoreDtype.fp8:
             needs_less = f"set hidden_states.store_dtype=fp8, or {needs_less}"
         raise UserError(
-            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states, and "
-            f"{temporary_bytes / 1e9:.3f} GB for vLLM's temporary files (hidden_states.scratch_dir moves them), but "
-            f"only {free_bytes / 1e9:.3f} GB are; free more, or move run_dir to a larger disk. To need less, delete "
+            f"{store_dir}: {missing_bytes / 1e9:.3f} GB must be free for the hidden states, but only "
+            f"{free_bytes / 1e9:.3f} GB are; free more, or move run_dir to a larger disk. To need less, delete "
             f"{store_dir} and {needs_less}"
         )
 

@@ -78,16 +78,9 @@ def prepare_prompts(run: Run) -> PromptsReport:
         documents.save(stage_dir / split.filename)
     DocumentEntry.write_all(stage_dir, [entry for entry, _ in windows.written])
     write_json(stage_dir / "report.json", asdict(report) | {"counts": {name: counts[name] for name in COUNTS}})
-    PromptsManifest(
-        schema_version=SCHEMA_VERSION,
-        tokenizer=TokenizerIdentity.of(tokenizer, run.target.template_kwargs_json),
-        vocab_size=vocab_size,
-        max_document_tokens=prompts.max_document_tokens,
-        train_documents=counts["train_documents"],
-        train_tokens=counts["train_tokens"],
-        validation_documents=counts["validation_documents"],
-        validation_tokens=counts["validation_tokens"],
-    ).write(stage_dir)
+    sizes = [counts[f"{split}_{name}"] for split in Split for name in ("documents", "tokens")]
+    identity = TokenizerIdentity.of(tokenizer, run.target.template_kwargs_json)
+    PromptsManifest(SCHEMA_VERSION, identity, vocab_size, prompts.max_document_tokens, *sizes).write(stage_dir)
     return report
 
 
@@ -112,14 +105,11 @@ class Windows:
     def add_all(
         self, source: Source, clusters: Sequence[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int
     ) -> dict[str, str]:
-        """Tokenize, cut and split items until the training split is full, in the order of their clusters' hashes.
+        """Tokenize, cut and split items until the training split is full. Returns why items were refused, by location.
 
-        A cluster is a file, all conversations with the same or nearly the same question, or all rows of tokens with the
-        same prompt. Held-out clusters have the smallest hashes. The validation split is therefore complete before the
-        training split can be full, and a file that has copies in both splits is kept in the validation split.
-
-        Returns:
-            Why items were refused, by location.
+        Items are taken in the order of the hashes of their clusters, of which those held out have the smallest ones. The
+        validation split is therefore complete before the training split can be full, and has the one copy of a file
+        that both splits would have.
         """
         keys = list(zip(map(name_hash, clusters), clusters, source.groups, source.names, strict=True))
         order = sorted(range(len(keys)), key=lambda index: (keys[index], index))

@@ -159,7 +159,7 @@ def test_a_changed_answer_of_a_killed_run_is_named(tmp_path: Path, name: str) ->
     lines = "".join(line_of(RegeneratedConversation(row, f"chat{row}")) for row in range(3))
     (tmp_path / name).write_text(lines + '{"row": 3, "i')
     store.begin(identity, None)
-    assert store.rows == {0, 1, 2} and (tmp_path / name).read_text() == lines
+    assert set(store.lines) == {0, 1, 2} and (tmp_path / name).read_text() == lines
     for old, new, reason in ANSWERS:
         (tmp_path / name).write_text(lines.replace(old, new))
         number = lines[: lines.index(old)].count("\n") + 1

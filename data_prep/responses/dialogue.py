@@ -119,25 +119,23 @@ def questions(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 class Dialogue:
-    """A conversation being regenerated: alternate `next_prompt` and `add_response` until there is no next prompt."""
+    """A conversation being regenerated: alternate `next_prompt` and `add_response` until there is no next prompt.
+
+    A prompt and its response have at most `context_tokens`.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        row: int,
-        name: str,
+        regenerated: RegeneratedConversation,
         messages: Sequence[Message],
         sampling: Sampling,
         context_tokens: int,
     ) -> None:
-        """Begin a conversation, in which prompt plus response have at most `context_tokens`."""
-        self.regenerated = RegeneratedConversation(row, name)
-        self._tokenizer = tokenizer
-        self._questions = questions(messages)
-        self._sampling, self._context_tokens = sampling, context_tokens
+        self.regenerated, self._questions = regenerated, questions(messages)
+        self._tokenizer, self._sampling, self._context_tokens = tokenizer, sampling, context_tokens
         self._history: list[Message] = []
-        self._prompt = ""
-        self._prompt_ids: list[int] = []
+        self._prompt, self._prompt_ids = "", list[int]()
 
     def next_prompt(self) -> Prompt | None:
         """Returns the prompt of the next turn, or None if the conversation has ended."""
@@ -158,10 +156,7 @@ class Dialogue:
         return Prompt(self._prompt_ids, int.from_bytes(digest[:4], "big") >> 1)
 
     def add_response(self, response: Response) -> None:
-        """Append the response to the messages. End the conversation if the response is empty, cut off or rejected.
-
-        A response that is empty, or that the chat template rejects, is not appended.
-        """
+        """Append the response. One that is empty, or that the template rejects, ends the conversation instead."""
         text = decode_response(self._tokenizer, self._prompt_ids, response.token_ids)
         if response.is_cut:
             text = text.rstrip(INCOMPLETE)

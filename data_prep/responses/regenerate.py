@@ -37,7 +37,7 @@ from mtptrain.utils.progress import ProgressBar
 
 from ..conversations import Conversations, read_conversations
 from ..prompts_report import group_refusals, print_counts
-from .dialogue import Dialogue, Sampling, questions
+from .dialogue import Dialogue, RegeneratedConversation, Sampling, questions
 from .server import CompletionServer, RequestFailed
 from .store import (
     COUNTS,
@@ -98,7 +98,7 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
     store = ResponsesStore(run.stage_dir("responses"))
     if ranks.is_first:
         store.begin(identity, server.version if server else None)
-    done = ranks.gather(store.rows)[0]
+    done = ranks.gather(set(store.lines))[0]
     missing = [row for row in sizes if row not in done]
     if missing and ranks.is_first:
         if server is None:
@@ -111,8 +111,8 @@ def prepare_responses(run: Run, ranks: Ranks) -> ResponsesManifest | None:
 
     # 3. Regenerate them.
     def dialogue(row: int) -> Dialogue:
-        name, messages = conversations.names[row], conversations.messages(row)
-        return Dialogue(target.tokenizer, row, name, messages, sampling, context_tokens)
+        regenerated = RegeneratedConversation(row, conversations.names[row])
+        return Dialogue(target.tokenizer, regenerated, conversations.messages(row), sampling, context_tokens)
 
     started, failed, num_tokens = time.monotonic(), dict[int, str](), 0
     # A response may depend on its batch, so batches, of rows of similar size, depend only on the data, and if one

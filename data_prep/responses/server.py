@@ -48,11 +48,10 @@ class CompletionServer:
     ) -> None:
         """Ask the server for its models."""
         api_key = os.environ.get(settings.api_key_variable, "")
-        if not all("!" <= character <= "~" for character in api_key):
+        if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
             raise UserError(
                 f"responses.api_key_variable: {settings.api_key_variable} must hold a key of printable ASCII "
-                "characters without spaces, but holds others, such as a line break or a quotation mark of a text "
-                "editor; set it again"
+                "characters without spaces, but holds others, such as a line break; set it again"
             )
         self._url, self._secrets = url, secrets_of(url, api_key)
         self.url = self._shown(url)

@@ -97,10 +97,7 @@ def _counts_of(regenerated: RegeneratedConversation) -> Counter[str]:
 
 @dataclass(frozen=True)
 class ResponsesManifest:
-    """The contents of `manifest.json`, which is written last and so marks the stage as finished.
-
-    Until then, `plan.json` has the same entries with nothing counted yet.
-    """
+    """The contents of `manifest.json`, and of `plan.json` until that is written, with nothing counted yet."""
 
     identity: ResponsesIdentity
     server_versions: list[str]
@@ -126,12 +123,8 @@ class ResponsesStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._lines: dict[int, tuple[Path, int, int]] = {}
+        self.lines: dict[int, tuple[Path, int, int]] = {}
         """File, line number and byte offset of each row."""
-
-    @property
-    def rows(self) -> set[int]:
-        return set(self._lines)
 
     @property
     def is_finished(self) -> bool:
@@ -179,8 +172,8 @@ class ResponsesStore:
         counts = Counter(dict.fromkeys(COUNTS, 0))
         temporary = self.directory / f"{CONVERSATIONS}.tmp"
         with temporary.open("wb") as output:
-            for row in sorted(self._lines):
-                path, number, start = self._lines[row]
+            for row in sorted(self.lines):
+                path, number, start = self.lines[row]
                 with path.open("rb") as file:
                     file.seek(start)
                     line = file.readline()
@@ -211,7 +204,7 @@ class ResponsesStore:
                 if not line.endswith(b"\n"):
                     file.truncate(end)
                     break
-                self._lines.setdefault(_parse(line, path, number).row, (path, number, end))
+                self.lines.setdefault(_parse(line, path, number).row, (path, number, end))
                 end += len(line)
 
 
