@@ -107,7 +107,7 @@ class Windows:
     ) -> dict[str, str]:
         """Tokenize, cut and split items until the training split is full. Returns why items were refused, by location.
 
-        Items are taken in the order of the hashes of their clusters, of which those held out have the smallest ones. The
+        Items are taken in the order of the hashes of their clusters, and held-out ones have the smallest. The
         validation split is therefore complete before the training split can be full, and has the one copy of a file
         that both splits would have.
         """

@@ -54,6 +54,4 @@ def test_a_cluster_joins_what_a_chain_of_near_duplicates_connects_in_any_order()
 def test_spelling_does_not_count_and_short_questions_are_not_compared() -> None:
     texts = ["How many of these words are there in it?", "how MANY of these\nwords are there in it?!"]
     assert len(set(join_near_duplicates(["a", "b"], texts.__getitem__, 0.7))) == 1
-    texts = ["What is two and two?", "What is two and two?"]
-    assert join_near_duplicates(["a", "b"], texts.__getitem__, 0.5) == ["a", "b"]
-    assert join_near_duplicates(["b", "a", "b"], lambda i: "", 0.5) == ["b", "a", "b"]
+    assert join_near_duplicates(["b", "a", "b"], lambda i: "What is two and two?", 0.5) == ["b", "a", "b"]

@@ -33,15 +33,6 @@ def test_one_question_falls_on_one_side_whatever_its_ids_and_answers_are(chat_co
     assert {split for side in sides.values() for split in side} == set(Split)
 
 
-def test_documents_that_render_alike_are_kept_once_and_counted(chat_config: ConfigFor) -> None:
-    rows = [*CHATS, *({"messages": row["messages"]} for row in CHATS * 2), chat("other answer", "question 0", "no")]
-    config = chat_config(rows)
-    report = prepare_prompts(Run(config))
-    texts = [tuple(ids) for windows in read_output(config).values() for _, ids, _ in windows]
-    assert len(texts) == len(set(texts)) == 21
-    assert counted(report, "questions", "items", "copies") == [20, 61, 40]
-
-
 def test_windows_without_an_answer_are_left_out_and_counted(chat_config: ConfigFor) -> None:
     config = chat_config([*CHATS, chat("long", "q" * 300, "a" * 100)], "prompts.max_document_tokens=64")
     report = prepare_prompts(Run(config))

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.regenerate import prepare_responses
 from mtptrain.run import Run
@@ -25,19 +23,7 @@ QWEN = (
     "{{ '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + (call.function.arguments | tojson) + '}' }}"
     "{{ '\n</tool_call>' }}{% endfor %}<|end|>{% endif %}{% endfor %}" + PROMPT
 )
-# Like Llama 3.1's template, this writes one call as JSON, and results as JSON strings.
-LLAMA = (
-    "{% if tools %}<system>{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}<|end|>{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<ipython>{{ m.content | tojson }}<|end|>{% elif m.tool_calls %}"
-    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
-    '<assistant>{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
-    "{{ m.tool_calls[0].function.arguments | tojson }}}<|end|>"
-    "{% else %}{{ '<' + m.role + '>' + m.content + '<|end|>' }}{% endif %}{% endfor %}" + PROMPT
-)
-GENERATED = {
-    QWEN: f"<tool_call>\n{TEXT_CALL}\n</tool_call><|end|>",
-    LLAMA: TEXT_CALL.replace('"arguments"', '"parameters"') + "<|end|>",
-}
+GENERATED = f"<tool_call>\n{TEXT_CALL}\n</tool_call><|end|>"
 
 
 def rows() -> list[dict[str, Any]]:
@@ -47,11 +33,10 @@ def rows() -> list[dict[str, Any]]:
     return [json.loads(text) for text in texts]
 
 
-@pytest.mark.parametrize("template", GENERATED)
 def test_calls_are_supervised_as_the_template_renders_them_after_the_prompt_of_a_server(
-    chat_config: ConfigFor, tmp_path: Path, template: str
+    chat_config: ConfigFor, tmp_path: Path
 ) -> None:
-    target = make_target(tmp_path / "target", chat_template=template, max_position_embeddings=2048)
+    target = make_target(tmp_path / "target", chat_template=QWEN, max_position_embeddings=2048)
     config = chat_config(rows(), f"target.path={target}")
     assert prepare_prompts(Run(config)).refused == []
     tokenizer, texts = load_tokenizer(target), read_texts(config)
@@ -60,8 +45,8 @@ def test_calls_are_supervised_as_the_template_renders_them_after_the_prompt_of_a
         asked = {"role": "user", "content": f"How is Rome on day {name.removeprefix('chat')}?"}
         prompt = tokenizer.apply_chat_template([asked], tools=[TOOL], tokenize=False, add_generation_prompt=True)
         assert text == tokenizer.apply_chat_template([asked, *PARSED[1:]], tools=[TOOL], tokenize=False)
-        assert text.startswith(str(prompt) + GENERATED[template])
-        assert supervised == GENERATED[template] + "Sunny.<|end|>"
+        assert text.startswith(str(prompt) + GENERATED)
+        assert supervised == GENERATED + "Sunny.<|end|>"
 
 
 def test_what_the_template_leaves_out_of_tools_refuses_the_rows(chat_config: ConfigFor, tmp_path: Path) -> None:

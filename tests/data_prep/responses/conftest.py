@@ -19,11 +19,6 @@ from tests.conftest import make_config
 from tests.data_prep.speaking import FakeServer, answer_by_prompt, fake_server, make_speaking_target
 
 ONE_RANK = Ranks(rank=0, world_size=1, local_rank=0)
-STRIPPING = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-"""A chat template that changes answers that begin or end with spaces."""
 SETTINGS = ("prompts.source=responses", "responses.max_new_tokens=24", "responses.dtype=float32")
 ConfigFor = Callable[..., PipelineConfig]
 

@@ -25,7 +25,6 @@ from tests.conftest import GENERATION_TEMPLATE
 from tests.data_prep.prompts.documents import read_output
 from tests.data_prep.responses.conftest import (
     CHATS,
-    STRIPPING,
     ConfigFor,
     answer_by_question,
     answered,
@@ -138,30 +137,6 @@ def test_cut_empty_and_too_long_conversations_end_there_and_rows_without_a_quest
     assert "responses is finished already" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"prompts\.paths: must hold at least one .* \(1 refused: no user or tool mes"):
         respond(by_server(rows=[{"id": "unusable", "messages": [system]}], run="none"))
-
-
-def test_answers_that_the_template_changes_are_counted_and_not_supervised(
-    by_server: ConfigFor, server: FakeServer, tmp_path: Path
-) -> None:
-    target = make_speaking_target(tmp_path / "strips", chat_template=STRIPPING)
-    tokenizer = load_tokenizer(target)
-    texts = {"0 of": "one", "1 of": " two", "2 of": "three", "3 of": " four"}
-    answers = {word: [*tokenizer(text)["input_ids"], EOS] for word, text in texts.items()}
-    answers = {"of half": [5, *tokenizer("é")["input_ids"][:1], EOS]} | answers
-    server.behave = answer_by_question(
-        {
-            word: lambda prompt, ids=ids: completion(prompt, ids, text=tokenizer.decode(ids))
-            for word, ids in answers.items()
-        },
-        target,
-    )
-    config = by_server(target=target, rows=[*(chat(f"chat{i}", 4) for i in range(8)), chat("half", 1)])
-    counts = respond(config).counts
-    assert [counts[name] for name in ("answers", "texts_changed", "tokens_changed")] == [33, 16, 1]
-    kept = [(row["texts_kept"], row["tokens_changed"]) for row in answered(config)]
-    assert kept == [([True, False, True, False], 0)] * 8 + [([True], 1)]
-    texts = supervised_texts(config)
-    assert {texts[f"chat{i}"] for i in range(8)} == {"one<|end|>three<|end|>"}
 
 
 def test_a_template_that_begins_the_thought_in_its_prompt_gets_the_answer_back_token_by_token(

@@ -4,7 +4,6 @@ import json
 import re
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -88,10 +87,9 @@ def test_settings_that_do_not_fit_are_refused(by_server: ConfigFor, tmp_path: Pa
     config = by_server()
     with pytest.raises(UserError, match=r"responses\.url: must be used by one process, but there are 2 ranks"):
         prepare_responses(Run(config), Ranks(rank=0, world_size=2, local_rank=0))
-    for source, paths in ((PromptSource.conversations, ["a.jsonl"]), (PromptSource.responses, [])):
-        config.prompts.source, config.prompts.paths = source, paths
-        with pytest.raises(UserError, match=rf"must be responses and at least one .*, but are {source} and \["):
-            respond(config)
+    config.prompts.source = PromptSource.conversations
+    with pytest.raises(UserError, match=r"must be responses and at least one .*, but are conversations and \["):
+        respond(config)
     target = make_speaking_target(tmp_path / "endless", eos_token_id=None)
     with pytest.raises(UserError, match=r"target\.path: eos_token_id must be set in generation_config\.json or config"):
         respond(by_server(target=target))
@@ -150,30 +148,17 @@ def test_a_server_that_is_gone_stops_the_run(by_server: ConfigFor, server: FakeS
     assert len(read_lines(config.stage_dir("responses") / "answers_00000.jsonl")) == 10
 
 
-def test_failed_conversations_fail_the_program_and_a_kill_with_new_settings_leaves_the_others_without_a_manifest(
-    by_server: ConfigFor,
-    server: FakeServer,
-    speaking_target: Path,
-    capsys: pytest.CaptureFixture[str],
-    interrupt_after_config: Callable[[], None],
+def test_failed_conversations_fail_the_program_and_prompts_are_made_of_the_others(
+    by_server: ConfigFor, server: FakeServer, speaking_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.behave = answer_by_question({"of chat3<": lambda prompt: (400, {"error": "no"})}, speaking_target)
     config = by_server()
     with pytest.raises(SystemExit, match="1 conversations failed; run mtptrain responses again") as ended:
         regenerate.main(config)
     assert isinstance(ended.value.code, str), "Python then exits with 1"
-    before = answered(config)
-    assert len(before) == 19
+    assert len(answered(config)) == 19
     prepare_prompts(Run(config))
     assert "responses: 1 conversations failed and are missing; run mtptrain responses again" in capsys.readouterr().out
-    interrupt_after_config()
-    config.train.lr = 0.5
-    for _ in range(2):  # the second run does not refuse the responses
-        with pytest.raises(KeyboardInterrupt):
-            respond(config)
-    assert '"lr": 0.5' in (config.stage_dir("responses") / "stage.json").read_text()
-    assert not (config.stage_dir("responses") / "manifest.json").exists()
-    assert answered(config) == before
 
 
 BASIC = b64encode(b"me@home:p/ss-word").decode()

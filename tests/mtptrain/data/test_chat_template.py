@@ -10,13 +10,6 @@ from tests.conftest import make_tokenizer
 QUESTION = [{"role": "user", "content": "hi"}]
 
 
-def test_a_prompt_ends_where_the_assistant_begins_to_answer() -> None:
-    tokenizer = make_tokenizer()
-    messages = [*QUESTION, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]
-    prompt = "<user>hi<|end|><assistant>yes<|end|><user>go<|end|><assistant>"
-    assert tokenizer.decode(render_prompt(tokenizer, messages)) == prompt
-
-
 def test_a_template_that_is_missing_or_fails_is_refused_by_name() -> None:
     lacks = "the tokenizer must have a chat template to render messages, but that of some/target has"
     rejected = (
@@ -27,8 +20,6 @@ def test_a_template_that_is_missing_or_fails_is_refused_by_name() -> None:
         ({"tool_use": "", "rag": ""}, f"{lacks} only rag, tool_use, no default; choose"),
         ("{{ raise_exception('roles must alternate') }}", f"{rejected} roles must alternate"),
         ("{{ 1 // 0 }}", f"{rejected} ZeroDivisionError: "),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", f"{rejected} RecursionError: "),
-        ("{{ messages[5].role }}", f"{rejected} list object has no element 5"),
         ("{% if %}", f"{rejected} Expected an expression"),
         (r"{{ '\ud800' }}", f"{rejected} UnicodeEncodeError: "),
     ]

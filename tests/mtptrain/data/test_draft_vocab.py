@@ -10,8 +10,6 @@ from mtptrain.data.draft_vocab import (
     DRAFT_VOCAB,
     DraftVocabManifest,
     check_draft_token_ids,
-    d2t_sha256,
-    membership,
     offsets,
     read_draft_vocab,
     write_draft_vocab,
@@ -35,13 +33,9 @@ def test_offsets_lead_from_draft_tokens_to_the_targets_and_t2d_marks_these(direc
     assert (torch.arange(4) + d2t).tolist() == TOKEN_IDS.tolist()
     t2d = load_file(directory / DRAFT_VOCAB)["t2d"]
     assert t2d.dtype is torch.bool and t2d.nonzero()[:, 0].tolist() == TOKEN_IDS.tolist() and len(t2d) == 10
-    assert torch.equal(membership(torch.zeros(10, dtype=torch.long), 10), torch.ones(10, dtype=torch.bool))
 
 
 def test_a_vocabulary_for_something_else_or_a_damaged_one_is_refused(directory: Path) -> None:
-    assert d2t_sha256(None) is None
-    assert d2t_sha256(torch.tensor([0, 2])) == d2t_sha256(torch.tensor([0, 2])) != d2t_sha256(torch.tensor([0, 3]))
-
     def is_refused(message: str, size: int = 4, vocab_size: int = 10, prompts: str = "abc") -> None:
         with pytest.raises(ValueError, match=f"{message}.*; run mtptrain draft-vocab"):
             read_draft_vocab(directory, size, vocab_size, prompts)
