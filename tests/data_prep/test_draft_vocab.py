@@ -7,12 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data_prep.draft_vocab import (
     choose_tokens,
-    count_predictable,
     coverage,
     prepare_draft_vocab,
     special_token_ids,
@@ -52,17 +49,6 @@ def drafts_of_training(documents: Documents) -> Counter[int]:
             batch = make_batch([StoredDocument(index, ids, mask, torch.zeros(len(ids), 4), None)], ttt_steps=1)
             counts.update(ids[batch.packing.draft_positions[batch.is_draft[0]] + 2].tolist())
     return counts
-
-
-masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=5)
-
-
-@given(masks)
-def test_the_tokens_counted_are_those_that_training_drafts(found: list[list[bool]]) -> None:
-    generator = np.random.default_rng(0)
-    documents = Documents.from_list([(i, generator.integers(0, 20, len(mask)), mask) for i, mask in enumerate(found)])
-    counts = count_predictable(documents, 20)
-    assert dict(drafts_of_training(documents)) == {token: count for token, count in enumerate(counts.tolist()) if count}
 
 
 def test_the_most_frequent_tokens_are_chosen_with_ties_by_id_and_special_ones_always() -> None:

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
-from data_prep import conversations
 from data_prep.prompts import prepare_prompts
 from data_prep.prompts_report import COUNTS, PromptsReport
 from mtptrain.data.conversation import question_group
@@ -132,29 +130,3 @@ def test_one_file_may_mix_schemas_and_names_of_roles(chat_config: ConfigFor) -> 
     }
     refused = prepare_prompts(Run(chat_config(rows))).refused
     assert [(group.reason, group.count) for group in refused] == [("unknown role 'client'", 10)]
-
-
-def turns(i: int) -> list[dict[str, Any]]:
-    return said(("human", f"question {i}"), ("gpt", f"answer {i}"), keys=("from", "value"))
-
-
-MAGPIE: dict[str, Any] = {
-    **dict.fromkeys(("model", "task_category", "knowledge", "input_quality", "llama_guard_2", "language"), "x"),
-    **{"instruction": "question", "response": "answer", "other_task_category": [], "instruct_reward": 0.5},
-    "gen_input_configs": {"temperature": 1.0, "input_generator": "x", "seed": None, "pre_query_template": "<|x|>"},
-}
-SCHEMAS: dict[str, Any] = {
-    "magpie": lambda i: {"uuid": f"u{i}", **MAGPIE, "conversations": turns(i)},
-    "nemotron": lambda i: {"uuid": f"u{i}", "reasoning": "on" if i % 2 else "off", "conversations": turns(i)},
-}
-"""Rows by number, for the choices of `prompts` whose data sets have columns of their own."""
-
-
-def test_no_row_of_a_data_set_of_the_hub_is_refused(config_for: ConfigFor, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, schema in SCHEMAS.items():
-        rows, asked = Dataset.from_list([schema(i) for i in range(20)]), []
-        monkeypatch.setattr(conversations, "load_dataset", lambda path, split: (asked.append((path, split)), rows)[1])  # noqa: B023
-        config = config_for(f"prompts={name}", "prompts.source=conversations", "prompts.validation_fraction=0.3")
-        report = prepare_prompts(Run(config))
-        assert (report.refused, report.counts["items"]) == ([], 20)
-        assert asked == [(config.prompts.paths[0], config.prompts.split)] and "/" in asked[0][0]

@@ -1,6 +1,5 @@
 """Tests that every stage renders chats in the mode of the chat template that `prompts.template_kwargs` choose."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from data_prep.prompts import prepare_prompts
 from data_prep.responses.regenerate import prepare_responses
 from mtptrain.data.prompt_files import PromptsManifest
-from mtptrain.decoding.prompts import read_prompts
 from mtptrain.run import Run
 from mtptrain.target.hub import load_tokenizer
 from tests.data_prep.hidden_states.stage import ONE_RANK
@@ -67,13 +65,3 @@ def test_a_server_gets_prompts_in_the_chosen_mode_and_its_answers_are_used_in_no
     config.prompts.template_kwargs = {}
     with pytest.raises(ValueError, match=r"the mode of the chat template \(prompts.template_kwargs\) must be {}, but"):
         prepare_prompts(Run(config))
-
-
-def test_acceptance_asks_the_prompts_of_a_file_in_the_chosen_mode(
-    config_for: ConfigFor, target: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"id": 1, "turns": ["hi"]}))
-    overrides = (f"acceptance.prompts_file={tmp_path}/asked.jsonl", "acceptance.max_new_tokens=8", NOT_THINKING)
-    config = config_for(f"target.path={target}", *overrides)
-    prompts = read_prompts(config.acceptance, config.prompts, Run(config).target, tmp_path)
-    assert load_tokenizer(target).decode(prompts.input_ids["1"]).endswith("assistant\n" + BLOCK)
