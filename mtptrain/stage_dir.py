@@ -138,8 +138,7 @@ class StageDir:
         return self._stored()[_SETTINGS] if self._is_ours() else None
 
     def was_made_with(self, config: object, names: Sequence[str]) -> bool:
-        """Returns whether these settings of the recorded config are those of `config`. In an export, `~` hides the
-        home."""
+        """Returns whether these recorded settings are those of `config`. In an export, `~` hides the home."""
         settings = self.settings()
 
         def shown(settings: dict[str, Any]) -> str:  # as text, because 0 equals false as a value

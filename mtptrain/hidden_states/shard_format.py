@@ -1,7 +1,6 @@
-"""Defines the layout and size of a shard of hidden states, and the checksum of each document in it.
+"""Defines the layout and size of a shard, which store.py describes, and the checksum of each document in it.
 
-mtptrain/hidden_states/store.py describes the tensors. The header and the tables of documents come first in the file and
-the loss mask comes last, so that opening a shard reads only the two ends of the file.
+The header and the tables come first in the file and the loss mask last: opening a shard reads only its two ends.
 """
 
 import json
@@ -106,11 +105,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def document_checksum(tensors: Mapping[str, torch.Tensor | None]) -> bytes:
-    """Returns the XXH3-128 of those of a document's tensors that it has.
-
-    The checksum detects damage, not deliberate changes. It is ten times as fast as SHA-256, which makes it cheap enough
-    to check every read.
-    """
+    """Returns the XXH3-128 of those of a document's tensors that it has: fast enough to check every read for damage."""
     digest = xxhash.xxh3_128()
     for name in CHECKED:
         if (tensor := tensors.get(name)) is not None:

@@ -150,10 +150,9 @@ class StreamedStates(HiddenStates):
         ranks: Ranks,
         stop: StopSignal,
     ) -> "StreamedStates":
-        """Wait until extraction has created the store, and open it for reading while extraction fills it.
+        """Wait on all ranks until extraction has created the store, and open it for reading while extraction fills it.
 
-        All ranks must call this. If one of them receives a stop signal meanwhile, all end with the exit code of an
-        interrupted training.
+        If one of them receives a stop signal meanwhile, all end with the exit code of an interrupted training.
         """
         if (directory / MANIFEST).exists():
             raise UserError(
@@ -205,10 +204,9 @@ class StreamedStates(HiddenStates):
         super().close()
 
     def set_steps(self, steps: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Set which documents are read when, and so after which step each window can be released.
+        """Set which documents are read when, those of each micro-batch of each step, and so when windows are released.
 
-        `steps` are, for each step, the indices of the documents of each micro-batch. They may need no more than
-        `OPEN_WINDOWS` windows on disk at once.
+        They may need no more than `OPEN_WINDOWS` windows on disk at once.
         """
         self._steps = steps
         window_of = {shard: number for number, window in enumerate(self.windows) for shard in window}
@@ -244,8 +242,7 @@ class StreamedStates(HiddenStates):
     def release(self, step: int, is_last: bool, is_first_rank: bool) -> None:
         """Deletes the shards that no step after a checkpoint at `step` reads, or all shards after the last step.
 
-        A run that resumes from an earlier step lowers the number of released windows. Extraction then writes the
-        shards of the reopened windows again, and those after the open windows are deleted.
+        A run that resumes from an earlier step lowers the number of released windows, and shards are written again.
         """
         count = len(self.windows) if is_last else self.num_finished_windows(step)
         for shard in chain.from_iterable(self.windows[:count]):

@@ -1,8 +1,4 @@
-"""Writes a store of hidden states in the format that mtptrain/hidden_states/store.py defines.
-
-Shard boundaries depend only on the prompts and `hidden_states.shard_tokens`, not on the number of ranks. A run that is
-killed leaves every shard either complete or absent.
-"""
+"""Writes a store of hidden states in the format of store.py; a kill leaves every shard complete or absent."""
 
 import os
 import re
@@ -225,8 +221,7 @@ def finish_store(
 ) -> StoreManifest | None:
     """Write the manifest and remove the records, or return None if shards of other parts are still missing.
 
-    One process of each part calls this after writing its shards. Parts that finish at the same time write the same
-    bytes.
+    Each part calls this once after its shards. Parts that finish at the same time write the same bytes.
     """
     finished = finished_shards(directory, range(num_shards))
     if len(finished) < num_shards:

@@ -116,8 +116,7 @@ def tempered(module: torch.nn.Module, query: torch.Tensor, positions: torch.Tens
 
 
 def refuse_keywords(module: torch.nn.Module, keywords: Mapping[str, object]) -> None:
-    """Raises UserError for an argument that an attention function of ours would ignore: the target's states and logits
-    would silently be others."""
+    """Raises UserError for an argument that our attention functions would ignore: states would silently be others."""
     for name, value in keywords.items():
         if value is not None and name not in UNUSED_KEYWORDS:
             raise UserError(
@@ -182,8 +181,7 @@ def masked_attention(
 ) -> torch.Tensor:
     """Computes attention of a few rows over the slots that a mask bool[B, 1, S, slots] lets each of them see.
 
-    The query heads that share a key head become rows of one head, because all of them see the same slots. So the cache
-    is not copied for each query head of a group.
+    The query heads that share a key head become rows of one head: the cache is not copied for each of them.
     """
     if extras:
         return _attention_with_extras(query, key, value, mask, scaling, extras)

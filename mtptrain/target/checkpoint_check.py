@@ -39,10 +39,9 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(target_dir: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a target's weight files, by their names in transformers' model.
+    """Returns the tensors of a target's weight files by their names in transformers' model, from the files' headers.
 
-    Tensors that transformers joins with others, such as those of single experts, keep their names in the files. This
-    reads only the headers.
+    Those that transformers joins with others, such as those of single experts, keep their names in the files.
     """
     return _stored_for(build_on_meta(read_target_config(target_dir)), target_dir)
 
@@ -60,10 +59,7 @@ def _stored_for(model: PreTrainedModel, target_dir: Path) -> dict[str, StoredTen
 
 
 def check_weights(target_dir: Path) -> dict[str, StoredTensor]:
-    """Returns `stored_tensors`, and refuses weights that do not belong to the target's config.
-
-    This reads only the headers of the files, except for an lm_head that should not be there.
-    """
+    """Returns `stored_tensors`, and refuses weights that do not belong to the target's config."""
     config = read_target_config(target_dir)
     model = build_on_meta(config)
     form, tensors = find_form(config), _stored_for(model, target_dir)
@@ -97,11 +93,7 @@ def check_weights(target_dir: Path) -> dict[str, StoredTensor]:
 
 
 def _check_layers(target_dir: Path, config: PreTrainedConfig, form: TargetForm, tensor_names: Iterable[str]) -> None:
-    """Refuse a number of layers that does not match the config.
-
-    DeepSeek stores MTP layers after the decoder layers. If no tensor has the name of a layer, loading reports the
-    missing names instead.
-    """
+    """Refuse a number of layers that does not match the config. DeepSeek stores MTP layers after the others."""
     number = re.compile(rf"{re.escape(form.layers)}\.(\d+)\.")
     found = {int(match[1]) for name in tensor_names if (match := number.match(name))}
     most = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)

@@ -240,9 +240,8 @@ def head_dim(config: PreTrainedConfig) -> int:
 def head_rope_parameters(target_config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the RoPE of a head for a target, as one flat dict with `rope_type` and `rope_theta`.
 
-    The settings are those of the target's layers with full attention, without `ROPE_OF_THE_TARGET`: heads are trained
-    to rotate whole attention heads, and engines would otherwise rotate a part of each. For a target without RoPE, they
-    are `DEFAULT_ROPE`.
+    It is that of layers with full attention, without `ROPE_OF_THE_TARGET`: heads, and engines, rotate whole attention
+    heads. For a target without RoPE it is `DEFAULT_ROPE`.
     """
     parameters = _full_attention_rope(target_config)
     shared = {name: value for name, value in parameters.items() if name not in ROPE_OF_THE_TARGET}

@@ -158,11 +158,7 @@ def cache_dir() -> Path:
 
 
 def fingerprint(path: Path) -> str:
-    """Returns a hash of `FORMAT`, the size of a file, its first 32 MiB, and 4,096 samples of 4 KiB from all of it.
-
-    The first bytes hold all settings and the tokenizer. The samples are fast to read, and requantising or fine-tuning
-    the model changes them.
-    """
+    """Returns a hash of `FORMAT`, a file's size, its first 32 MiB with all settings, and 4,096 samples of 4 KiB."""
     num_bytes = path.stat().st_size
     digest = hashlib.sha256(f"{FORMAT} {num_bytes}".encode())
     with path.open("rb") as file:

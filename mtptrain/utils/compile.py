@@ -1,10 +1,7 @@
 """Provides decorators for functions that torch.compile fuses while compilation is on (see `set_compilation`).
 
-While it is off, these functions run eagerly.
-
-The switch is a module variable, because these functions are called deep inside autograd functions, some of them on
-autograd's own threads. A context variable would not reach those threads, and an argument would have to be in every
-signature in between.
+The switch is a module variable: these functions are called deep inside autograd functions, some of them on autograd's
+own threads, which a context variable would not reach.
 """
 
 from collections.abc import Callable, Iterator

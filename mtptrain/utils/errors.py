@@ -88,10 +88,9 @@ def exit_with_error(error: Exception, message: str | None, code: int = EXIT_REFU
 
 
 def refusal(error: Exception, run_dir: str | None) -> str | None:
-    """Returns the message of an error that the user can correct, or None for any other error.
+    """Returns the message of a `UserError` or of an error of the operating system, or None for any other error.
 
-    These are every `UserError` and errors of the operating system. The error of a failed write does not name the file,
-    so the run's directory is named instead, if the program has one.
+    The error of a failed write does not name the file, so the run's directory is named instead, if there is one.
     """
     message = str(error)
     if isinstance(error, UserError):

@@ -1,7 +1,6 @@
-"""Reads and writes files. Errors name the file that cannot be read or written. All writes are atomic.
+"""Reads and writes files atomically: after a kill a path holds the old file or the complete new one.
 
-If the process is killed or the node fails during an atomic write, the path holds either the old file, if there was
-one, or the complete new one.
+Errors name the file that cannot be read or written.
 """
 
 import hashlib
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_TEXT_BYTES = 2**30
-"""Maximum size in bytes of a file that is read as one text.
-
-A larger file is a mistake, and might not fit into memory."""
+"""Maximum size in bytes of a file that is read as one text; a larger one is a mistake."""
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -157,8 +154,7 @@ def _seal_of(content: Mapping[str, Any]) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the object of its keys and values, for json's `object_pairs_hook`; refuses a repeated key, of which json
-    would keep the last value without a word."""
+    """Returns the object of these keys and values, for json's `object_pairs_hook`; refuses a key that is repeated."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]

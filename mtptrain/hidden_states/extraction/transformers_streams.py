@@ -70,10 +70,9 @@ class TransformersStreams:
 
 
 def token_budget_batches(lengths: Sequence[int], batch_tokens: int, is_padded: bool = False) -> Iterator[list[int]]:
-    """Yields batches of document indices, longest documents first.
+    """Yields batches of document indices, longest documents first, of at most `batch_tokens` tokens with any padding.
 
-    A batch has at most `batch_tokens` tokens, with its padding if `is_padded`, unless it is a single longer document.
-    Documents of equal length are next to each other, so that attention handles them in one call.
+    A longer document is a batch. Documents of equal length are neighbours: attention handles them in one call.
     """
     batch: list[int] = []
     room = batch_tokens
@@ -88,11 +87,7 @@ def token_budget_batches(lengths: Sequence[int], batch_tokens: int, is_padded: b
 
 
 def residual_streams(target: Target, documents: Sequence[torch.Tensor], layers: tuple[int, ...]) -> torch.Tensor:
-    """Returns the residual streams [N, L, H] of all N tokens of documents, from one forward with attention `PACKED`.
-
-    Documents are token ids [n]; layer k is the stream after k decoder layers. The streams are in the target's dtype and
-    on the device of its embeddings.
-    """
+    """Returns the residual streams [N, L, H] of all N tokens of documents, from one forward with attention `PACKED`."""
     with target.capturing(layers) as streams:
         forward_documents(target, documents)
     if not target.form.keeps_states:

@@ -33,11 +33,8 @@ MAX_SEQS, CPU_MAX_SEQS = 256, 64
 """Maximum number of prompts in one forward pass, on a GPU and on a CPU. vLLM's maximum of tokens must not be lower."""
 LOG = "vllm.log"
 SHUTDOWN_TIMEOUT_S = 10.0
-"""Seconds that an engine gets to exit before it is killed.
-
-Only an engine that is still importing vLLM takes this long. Such an engine has started no worker processes, so killing
-it leaves none running.
-"""
+"""Seconds that an engine gets to exit before it is killed. Only one that is still importing vLLM takes this long, and
+has no workers yet."""
 FULL_BYTES = 2**16
 """A disk with fewer free bytes counts as full."""
 ENVIRONMENT = {
@@ -55,10 +52,10 @@ ENVIRONMENT = {
 
 
 class VllmStreams:
-    """Extracts residual streams with vLLM, which runs under its own Python. The context manager starts and stops vLLM.
+    """Extracts residual streams with vLLM, which runs under its own Python inside this context manager.
 
-    The engine runs one shard at a time, so that its batches and the bits of the states depend only on the shard. It
-    runs the next shard while the files of the previous one are read.
+    The engine runs one shard at a time, so that the bits of the states depend only on the shard, and the next one while
+    the files of the previous one are read.
     """
 
     def __init__(
