@@ -51,9 +51,8 @@ from mtptrain.planning.plan import print_plan
 from mtptrain.run import Run, become_cpu_ranks
 from mtptrain.settings.precision import announce_precision
 from mtptrain.stage_dir import StageDir
-from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.frozen_parts import refuse_quantised_parts
+from mtptrain.target.frozen_parts import check_weights, refuse_quantised_parts
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.utils.distributed import CPU_THREADS, Ranks, init_ranks
 from mtptrain.utils.errors import UserError

@@ -17,8 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
 from mtptrain.heads.dflash import SLIDING
-from mtptrain.target.checkpoint_check import MODEL_OPT_QUANTISATION
 from mtptrain.target.families import ROPE_OF_THE_TARGET, head_rope_parameters, norm_eps
+from mtptrain.target.frozen_parts import MODEL_OPT_QUANTISATION
 from mtptrain.utils.errors import UserError, error_summary
 from mtptrain.utils.files import read_json
 

@@ -11,8 +11,8 @@ from mtptrain.heads.base import Tensors
 from mtptrain.heads.files import build_head, checked_weights
 from mtptrain.init_from.published import Published, read_tensors
 from mtptrain.settings.heads import DraftModelConfig, HeadConfig
-from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.files import TargetFiles
+from mtptrain.target.frozen_parts import check_weights
 from mtptrain.target.hub import resolve_target
 from mtptrain.target.model import Target
 from mtptrain.target.self_check import check_target

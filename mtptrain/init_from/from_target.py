@@ -11,10 +11,15 @@ import torch
 from mtptrain.heads.base import Head, Tensors
 from mtptrain.heads.draft_model import SIZES, DraftModelHead
 from mtptrain.heads.layer_head import LayerHead
-from mtptrain.target.checkpoint_check import stored_tensors
 from mtptrain.target.families import head_dim as target_head_dim
 from mtptrain.target.files import TargetFiles
-from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer, refuse_missing, refuse_quantised
+from mtptrain.target.frozen_parts import (
+    load_frozen_parts,
+    load_last_layer,
+    refuse_missing,
+    refuse_quantised,
+    stored_tensors,
+)
 from mtptrain.utils.errors import UserError
 
 NAMES_IN_TARGET = {

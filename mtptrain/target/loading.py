@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
-from mtptrain.target.checkpoint_check import PLAIN_DTYPES, check_weights
 from mtptrain.target.families import TEXT_MODEL_NAMES, read_target_config
-from mtptrain.target.frozen_parts import refuse_missing
+from mtptrain.target.frozen_parts import PLAIN_DTYPES, check_weights, refuse_missing
 from mtptrain.target.hub import weight_files
 from mtptrain.target.model import Target
 from mtptrain.target.self_check import check_target

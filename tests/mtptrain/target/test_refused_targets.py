@@ -17,9 +17,8 @@ from huggingface_hub.errors import HTTPError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mtptrain.target.checkpoint_check import check_weights
 from mtptrain.target.families import read_target_config
-from mtptrain.target.frozen_parts import load_frozen_parts, load_last_layer
+from mtptrain.target.frozen_parts import check_weights, load_frozen_parts, load_last_layer
 from mtptrain.target.hub import config_dir, load_tokenizer, resolve_target, weight_files, weights_fingerprint
 from mtptrain.target.loading import check_placement, load_target
 from mtptrain.target.model import Target
