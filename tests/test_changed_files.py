@@ -71,7 +71,6 @@ def finished(tiny_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     ("name", "change", "module"),
     [
         ("prompts/documents.jsonl", ask_another_question, "acceptance"),
-        ("prompts/manifest.json", edit("vocab_size", value=999), "train"),
         ("hidden_states/manifest.json", edit("num_documents", value=1), "train"),
         ("train/best/head.safetensors", flip_bit, "export"),
         ("train/checkpoints/step_00000020/state.safetensors", flip_bit, "train"),

@@ -178,16 +178,6 @@ def test_a_file_that_is_added_during_the_export_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["vllm"]
 
 
-def test_an_export_hides_the_home_and_still_counts_as_made_with_the_same_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(home := tmp_path / "jörg"))
-    config = make_config(f"target.path='{home}/model'")
-    replace(tmp_path / "vllm", "new", config)
-    assert (settings := StageDir(tmp_path / "vllm").settings()) and settings["target"]["path"] == "~/model"
-    assert StageDir(tmp_path / "vllm").was_made_with(config, ["target"])
-
-
 def die_at(count: int, function: Callable[..., object]) -> Callable[..., object]:
     """Returns a function that ends the process, as SIGKILL does, instead of its call number `count`."""
     calls = iter(range(count + 1))

@@ -14,18 +14,15 @@ PACKING = Packing.of_spans([3], [(0, 0, 3)])
 SEEN = SeenSlots((None,), None, torch.arange(3)[None])
 
 
-@pytest.mark.parametrize(
-    ("attention", "documents"),
-    [
-        (causal_or_masked_attention, {"seen_slots": SEEN}),
-        (packed_attention, {"packed_documents": PackedDocuments.of([3], torch.device("cpu"))}),
-        (trained_or_cached_attention, {"seen_slots": SEEN}),
-        (trained_or_cached_attention, {"attend": DepthKeys(PACKING, torch.arange(3), FULL, []).attend}),
-    ],
-)
-def test_every_attention_function_refuses_a_keyword_that_it_does_not_know(
-    attention: Callable[..., object], documents: dict[str, object]
-) -> None:
+def test_every_attention_function_refuses_a_keyword_that_it_does_not_know() -> None:
+    packed = PackedDocuments.of([3], torch.device("cpu"))
+    refuses(causal_or_masked_attention, seen_slots=SEEN)
+    refuses(packed_attention, packed_documents=packed)
+    refuses(trained_or_cached_attention, seen_slots=SEEN)
+    refuses(trained_or_cached_attention, attend=DepthKeys(PACKING, torch.arange(3), FULL, []).attend)
+
+
+def refuses(attention: Callable[..., object], **documents: object) -> None:
     x = torch.randn(1, 2, 3, 16)
     known = {"dropout": 0.0, "position_ids": torch.arange(3)[None], "use_cache": False, "s_aux": None}
     given = {"attention_mask": None, "scaling": 0.25, **documents, **known}

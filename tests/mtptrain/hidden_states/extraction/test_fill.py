@@ -4,7 +4,6 @@ import errno
 import os
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,10 +133,10 @@ FULL_DISKS = {
 
 
 def test_a_full_disk_is_named_by_its_setting_unless_it_is_the_stores(
-    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, user_warnings: list[warnings.WarningMessage]
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "store").mkdir()
-    script = '#!/bin/sh\n[ "$1" = -c ] && echo 0.33.0 && exit 0\nread -r settings\nread -r shard\n'
+    script = '#!/bin/sh\n[ "$1" = -c ] && exit 0\nread -r settings\nread -r shard\n'
     python = fake_python(tmp_path, script + "echo 'OSError: [Errno 28] No space left on device' >&2\nexit 1\n")
     settings = HiddenStatesConfig(dtype=Dtype.float32)
     for place, message in FULL_DISKS.items():
@@ -145,7 +144,6 @@ def test_a_full_disk_is_named_by_its_setting_unless_it_is_the_stores(
         with pytest.raises(OSError, match=message) as full, streams:
             fill_one(streams, tmp_path / "store")
         assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / place.partition("/")[0])
-    assert user_warnings == [], "the program alone warns of another vLLM than the tested one"
 
     def full_disk(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
