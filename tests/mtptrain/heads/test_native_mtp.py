@@ -22,7 +22,7 @@ from mtptrain.target.frozen_parts import load_frozen_parts
 from tests.conftest import tiers
 from tests.families import EXACT, SIZES, AutoConfig
 from tests.mtptrain.heads.drafted import drafted_states
-from tests.native_modules import MODULES, NUM_LAYERS, write_checkpoint
+from tests.native_modules import LAST_LAYER, MODULES, NUM_LAYERS, write_checkpoint
 
 DEPTHS, TOKENS = 4, 22
 """More tokens than the tiny windows have."""
@@ -30,53 +30,26 @@ DEPTHS, TOKENS = 4, 22
 
 READ_ZEROS = ("deepseek_v3", "glm4_moe", "ernie4_5_moe")
 """Families whose modules read zeros in place of the embedding at position 0."""
-LAST_LAYER: dict[str, dict[str, object]] = {
-    "mimo_v2_flash": {
-        "layer_types": ["full_attention", *["sliding_attention"] * 3],
-        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
-    }
-}
-"""Settings with which a target's last layer is of the module's kind."""
-
-
-def parts_of(family: str) -> tuple[str, str, str, str, str]:
-    """Returns the published names of projection, both norms and final norm, and the prefix of the layer."""
-    if family.startswith("qwen"):
-        return "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0."
-    if family == "mimo_v2_flash":
-        inside = "model.mtp.layers.0."
-        return inside + "eh_proj", inside + "enorm", inside + "hnorm", inside + "final_layernorm", inside
-    if family.startswith("ernie"):
-        linear, embedding, hidden = (f"model.mtp_{part}.0" for part in ("linear_proj", "emb_norm", "hidden_norm"))
-        return linear, embedding, hidden, "", "model.mtp_block.0."
-    behind = f"model.layers.{NUM_LAYERS}."
-    return behind + "eh_proj", behind + "enorm", behind + "hnorm", behind + "shared_head.norm", behind
 
 
 def decoder_of_the_module(directory: Path, family: str, config: PreTrainedConfig, tensors: Tensors) -> nn.Module:
     """Returns a model of transformers, read from disk, whose last decoder layer is the module's."""
-    prefix, index = parts_of(family)[4], NUM_LAYERS - 1
+    prefix, index = MODULES[family][-1], NUM_LAYERS - 1
     layer = {
         name.removeprefix(prefix).replace("pre_mlp_layernorm", "post_attention_layernorm"): tensor
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
-    ours = {name: tensor for name, tensor in tensors.items() if f".layers.{index}." not in name}
     if family.startswith("ernie"):
         names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-        sizes = {name: getattr(config, name) for name in names}
-        llama = LlamaConfig(
-            **sizes, vocab_size=260, num_hidden_layers=1, head_dim=16, rope_parameters=config.rope_parameters
-        )
-        model: nn.Module = LlamaForCausalLM(llama)
-        model.load_state_dict({f"model.layers.0.{name}": tensor for name, tensor in layer.items()}, strict=False)
-    else:
-        save_file(
-            {**ours, **{f"model.layers.{index}.{name}": tensor.clone() for name, tensor in layer.items()}},
-            directory / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        sizes = {name: getattr(config, name) for name in names} | {"vocab_size": 260, "num_hidden_layers": 1}
+        llama = LlamaForCausalLM(LlamaConfig(**sizes, head_dim=16, rope_parameters=config.rope_parameters))
+        llama.load_state_dict({f"model.layers.0.{name}": tensor for name, tensor in layer.items()}, strict=False)
+        return llama.eval().model
+    ours = {name: tensor for name, tensor in tensors.items() if f".layers.{index}." not in name}
+    ours |= {f"model.layers.{index}.{name}": tensor.clone() for name, tensor in layer.items()}
+    save_file(ours, directory / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return model.eval().get_submodule("model")
 
 
@@ -98,7 +71,7 @@ def plain_states(
 
     The layer is the decoder's last one. States and embeddings are those of each token [S, H].
     """
-    project, embedding_norm, hidden_norm, final_norm, _ = parts_of(family)
+    project, embedding_norm, hidden_norm, final_norm, _ = MODULES[family]
     offset = 1.0 if family.startswith("qwen") else 0.0
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +111,7 @@ MORE_LAYERS = ("granite", "gpt_oss", "mistral", "gemma2", "llama4_text")
 @pytest.mark.parametrize("family", tiers(MODULES, IN_CORE))
 @torch.no_grad()
 def test_every_depth_is_that_of_the_familys_own_layer(tmp_path: Path, family: str) -> None:
-    config, state = write_checkpoint(tmp_path, family, **LAST_LAYER.get(family, {}))
+    config, state = write_checkpoint(tmp_path, family)
     tensors, parts = load_file(tmp_path / "model.safetensors"), load_frozen_parts(tmp_path)
     head = fill_head(
         build_head(NativeMtpHead.Config(ttt_steps=DEPTHS), config), state, torch.float32, torch.device("cpu")

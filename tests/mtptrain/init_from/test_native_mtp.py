@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,11 @@ def test_a_published_module_is_read_and_written_back_as_it_was(tmp_path: Path, f
     _, state = write_checkpoint(target, family)
     before = load_file(target / "model.safetensors")
     assert_equal(read(target), state)
+    assert published_names(family, before) <= before.keys()
     files = export(tmp_path / "export", {name: tensor + 1 for name, tensor in state.items()}, TargetFiles(target))
     assert files.keys() == before.keys()
     for name, tensor in before.items():
-        is_of_module = name in published_names(family)
+        is_of_module = name in published_names(family, before)
         assert files[name] == ("mtp.safetensors" if is_of_module else "target.safetensors")
         written = load_file(tmp_path / "export" / files[name])[name]
         assert torch.equal(written, tensor + 1 if is_of_module else tensor)
@@ -69,16 +71,12 @@ def test_a_module_in_bf16_keeps_its_dtypes_and_the_exact_bias_of_its_router(tmp_
     bias = f"{BEHIND}mlp.gate.e_score_correction_bias"
     change(tmp_path / "target", lambda x: {n: t if n.endswith("bias") else t.bfloat16() for n, t in x.items()})
     target = TargetFiles(tmp_path / "target")
-    initial = NativeMtpHead.Config(init_from=str(tmp_path / "target"))
-    found = trained_or_initial_head(tmp_path / "none", initial, target, None, CPU)
+    found = trained_or_initial_head(tmp_path, replace(CONFIG, init_from=str(target.directory)), target, None, CPU)
     save_head(tmp_path / "best", found.head.state_dict(), CONFIG, {TARGET_WEIGHTS: target.weights_sha256})
-    _, head = load_head(str(tmp_path / "best"), CONFIG, target, None, CPU)
-    export(tmp_path / "export", head.state_dict(), target)
+    export(tmp_path / "export", load_head(str(tmp_path / "best"), CONFIG, target, None, CPU)[1].state_dict(), target)
     written, stored = (load_file(tmp_path / name) for name in ("export/mtp.safetensors", "target/model.safetensors"))
     assert written[bias].dtype is torch.float32 and written["model.layers.4.eh_proj.weight"].dtype is torch.bfloat16
-    assert all(
-        tensor.dtype is stored[name].dtype and torch.equal(tensor, stored[name]) for name, tensor in written.items()
-    )
+    assert all(x.dtype is stored[name].dtype and torch.equal(x, stored[name]) for name, x in written.items())
 
 
 @pytest.mark.slow
