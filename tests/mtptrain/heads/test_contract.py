@@ -79,7 +79,6 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "draft_model, smaller, untied": ("draft_model", {"num_hidden_layers": 2, "tie_word_embeddings": False, **NARROW}),
 }
 
-
 IN_CORE = (
     *("mtp", "native_mtp", "eagle", "eagle3, draft vocabulary", "peagle, draft vocabulary", "medusa", "hydra"),
     *("dflash, all variants", "dspark", "dflash2", "draft_model"),
@@ -87,13 +86,8 @@ IN_CORE = (
 """One case of each head, which `make test` runs."""
 CASES_OF_ALL_TIERS = tiers(CASES, IN_CORE)
 
-
 LAYER_CASES = [case for case in IN_CORE if issubclass(HEADS[CASES[case][0]], LayerHead)]
 """Cases whose head is a `LayerHead`: its attention reads other keys at later depths than at depth 0."""
-
-
-def test_every_head_is_among_the_cases() -> None:
-    assert {name for name, _ in CASES.values()} == set(HEADS) == {CASES[case][0] for case in IN_CORE}
 
 
 def random_head(case: str) -> Head:
@@ -142,6 +136,10 @@ def largest_difference(head: Head, states: torch.Tensor) -> float:
                 differences.append((states[depth, start + position] - state).abs().max().item())
     assert len(differences) > 50
     return max(differences)
+
+
+def test_every_head_is_among_the_cases() -> None:
+    assert {name for name, _ in CASES.values()} == set(HEADS) == {CASES[case][0] for case in IN_CORE}
 
 
 @pytest.mark.parametrize("name", CASES_OF_ALL_TIERS)
@@ -197,9 +195,3 @@ def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str)
     assert all(weight.dtype == torch.bfloat16 for weight in head.parameters())
     assert bool(before) == (CASES[name][0] not in ("medusa", "hydra"))
     assert all(torch.equal(x, y) for x, y in zip(frequencies(), before, strict=True))
-
-
-def test_biases_of_attention_start_at_zero() -> None:
-    head = build_head(HEADS["mtp"].Config(attention_bias=True), tiny_config())
-    biases = [parameter for name, parameter in head.named_parameters() if name.endswith(".bias")]
-    assert len(biases) == 3 and not any(bias.any() for bias in biases)

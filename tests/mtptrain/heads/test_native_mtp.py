@@ -156,18 +156,16 @@ def test_a_last_layer_that_is_no_module_is_refused() -> None:
             build_head(NativeMtpHead.Config(), AutoConfig.for_model(model_type, **{**SIZES, **settings}))
 
 
-@pytest.mark.parametrize("points", [False, True])
-def test_blocks_of_stored_scores_attend_as_the_kernels_do(points: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtptrain.heads.attention.depths.MOST_SCORES", 64)  # several blocks per document
-    lengths, generator = [9, 4, 12], torch.Generator().manual_seed(1)
+def test_masks_over_stored_scores_attend_as_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtptrain.heads.attention.depths.MOST_SCORES", 300)  # several blocks per document
+    generator, lengths = torch.Generator().manual_seed(1), [9, 4, 12]
     drafting = [np.array([1, 2, 6]), np.array([3]), np.array([0, 5, 11])]
-    spans = [(0, 2, 3), (2, 0, 4), (2, 7, 5)]
-    packing = Packing.of_points(lengths, drafting) if points else Packing.of_spans(lengths, spans)
-    num_drafts = len(packing.draft_positions)
-    query, keys, values = (torch.randn(n, h, 8, generator=generator) for n, h in ((num_drafts, 4), (25, 2), (25, 2)))
-    own = [[torch.randn(num_drafts, 2, 8, generator=generator) for _ in range(2)] for _ in range(2)]
-    plain = depth_attention(query, keys, values, *own, packing)
-    torch.testing.assert_close(blocks_attention(query, keys, values, *own, packing, FULL, Extras()), plain)
+    for packing in (Packing.of_points(lengths, drafting), Packing.of_spans(lengths, [(0, 2, 3), (2, 0, 4), (2, 7, 5)])):
+        count = len(packing.draft_positions)
+        query, keys, values = (torch.randn(n, h, 8, generator=generator) for n, h in ((count, 4), (25, 2), (25, 2)))
+        own = [[torch.randn(count, 2, 8, generator=generator) for _ in range(2)] for _ in range(2)]
+        plain = depth_attention(query, keys, values, *own, packing)
+        torch.testing.assert_close(blocks_attention(query, keys, values, *own, packing, FULL, Extras()), plain)
 
 
 def test_frequencies_and_routers_stay_exact_in_bf16_and_in_training_mode() -> None:
