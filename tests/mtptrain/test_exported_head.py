@@ -81,12 +81,12 @@ def test_a_missing_unknown_or_misshapen_tensor_is_an_error(exported: Path, tiny_
     for tensors, message in (
         (
             {name: x for name, x in whole.items() if name != "hnorm.weight"},
-            r"hnorm\.weight must be .* but is absent; .*",
+            r"hnorm\.weight must be .* but is absent",
         ),
         (whole | {"extra.weight": torch.zeros(3)}, r"extra\.weight must be absent, but is of shape \(3,\)"),
         (
             whole | {"fc.weight": torch.zeros(64, 64)},
-            r"fc\.weight must be of shape \(64, 128\), but is of shape \(64, 64",
+            r"fc\.weight must be of shape \(64, 128\), but is of shape",
         ),
     ):
         save_file(tensors, exported / "model.safetensors")
@@ -102,9 +102,7 @@ def test_a_directory_whose_name_switches_vllms_method_is_refused(tmp_path: Path,
     for name, method in (("eagle-head", "eagle"), ("llama_eagle3", "eagle3")):
         engine.check_directory(tmp_path / name / "vllm", forms[method])
     for name, method in (("eagle-head", "eagle3"), ("my_eagle3", "eagle"), ("DFlash", "eagle"), ("dspark", "eagle3")):
-        message = (
-            rf"export\.output_dir: vLLM must not infer a method other than {method} from the path, but .* contains"
-        )
+        message = rf"export\.output_dir: vLLM must not infer a method other than {method} from the path, but"
         with pytest.raises(ValueError, match=message):
             engine.check_directory(tmp_path / name / "vllm", forms[method])
 
@@ -115,12 +113,12 @@ def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(tiny_target: Pa
     for config, message in (
         (
             MtpHead.Config(num_attention_heads=2),
-            r"num_attention_heads: the head dim must be one of \(64, 128\), .* is 32",
+            r"attention_heads: the head dim must be one of \(64, 128\), .* is 32",
         ),
         (MtpHead.Config(num_key_value_heads=2), r"value_heads: must divide the 1 attention heads, but is 2"),
         (
             EagleHead.Config(head_dim=80),
-            r"head_dim: the head dim must be one of .* but is 80 .*; set head\.head_dim=64",
+            r"head_dim: the head dim must be .* but is 80 .*; set head\.head_dim=64",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -129,7 +127,7 @@ def test_the_heads_head_dim_is_one_that_engines_have_kernels_for(tiny_target: Pa
         target_config.hidden_size, target_config.num_attention_heads = size, heads
         assert head_dims(CONFIG, target_config).num_attention_heads == expected
     target_config.hidden_size = 96
-    with pytest.raises(UserError, match="but is 96 with 1 heads .*; set head=eagle3 head.head_dim=64$"):
+    with pytest.raises(UserError, match=r"but is 96 with 1 heads .*; set head=eagle3 head\.head_dim=64$"):
         head_dims(CONFIG, target_config)
 
 
