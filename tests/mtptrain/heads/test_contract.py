@@ -195,3 +195,12 @@ def test_casting_a_head_to_bf16_does_not_round_its_rotary_frequencies(name: str)
     assert all(weight.dtype == torch.bfloat16 for weight in head.parameters())
     assert bool(before) == (CASES[name][0] not in ("medusa", "hydra"))
     assert all(torch.equal(x, y) for x, y in zip(frequencies(), before, strict=True))
+
+
+def test_a_new_head_with_an_mlp_per_depth_starts_as_the_targets_own_state() -> None:
+    state = torch.randn(5, HIDDEN_SIZE)
+    medusa, hydra = (build_head(HEADS[name].Config(num_layers=2), tiny_config()) for name in ("medusa", "hydra"))
+    for depth in range(hydra.ttt_steps):
+        inputs = [state, *torch.randn(1 + depth, 5, HIDDEN_SIZE)]
+        torch.testing.assert_close(medusa.blocks[depth](state), state)
+        torch.testing.assert_close(hydra.mlps[depth](*inputs), state)

@@ -17,16 +17,7 @@ from mtptrain.init_from.start import load_init
 from mtptrain.settings.heads import Eagle3Config, HeadConfig, MtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
-from tests.mtptrain.init_from.written_heads import (
-    BLOCK_KINDS,
-    DFLASH,
-    EAGLE3,
-    MEDUSA,
-    MTP,
-    Changes,
-    Stored,
-    without,
-)
+from tests.mtptrain.init_from.written_heads import BLOCK_KINDS, DFLASH, EAGLE3, MEDUSA, MTP, Changes, Stored, without
 
 MIMO_ARGUMENTS = "head.attention_bias=true head.zero_first_embedding=true head.prenorm_states=true"
 Refusals = list[tuple[Changes, str]]

@@ -15,14 +15,7 @@ from mtptrain.target.files import TargetFiles
 from mtptrain.target.hub import weights_fingerprint
 from mtptrain.utils.errors import UserError
 from tests.conftest import Run, run_program
-from tests.mtptrain.init_from.written_heads import (
-    EAGLE3,
-    MTP,
-    Stored,
-    assert_equal,
-    random_state,
-    write,
-)
+from tests.mtptrain.init_from.written_heads import EAGLE3, MTP, Stored, assert_equal, random_state, write
 from tests.sealed import seal_again
 
 CPU = torch.device("cpu")
@@ -57,9 +50,7 @@ def test_a_head_of_ours_is_read_whatever_its_start_and_its_depths_unless_each_ha
 ) -> None:
     state, target, path = random_state(config, tiny_target), TargetFiles(tiny_target), tmp_path / "head.json"
     has_mlps, is_small = isinstance(config, HydraConfig), config is SMALL
-    stored = replace(
-        config, ttt_steps=config.ttt_steps if has_mlps else 7, init_from=None if is_small else "/elsewhere"
-    )
+    stored = config if has_mlps else replace(config, ttt_steps=7, init_from=None if is_small else "/elsewhere")
     save_head(tmp_path, state, stored, {TARGET_WEIGHTS: "of another target"})
     own = DraftModelConfig() if is_small else config  # the sizes are those of the stored model
     assert_equal(load_init(str(tmp_path), own, target)[1], state)
