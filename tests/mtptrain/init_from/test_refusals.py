@@ -17,7 +17,7 @@ from mtptrain.init_from.start import load_init
 from mtptrain.settings.heads import Eagle3Config, HeadConfig, MtpConfig
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
-from tests.mtptrain.init_from.written_heads import BLOCK_KINDS, DFLASH, EAGLE3, MEDUSA, MTP, Changes, Stored, without
+from tests.mtptrain.init_from.written_heads import BLOCK_KINDS, DFLASH, MEDUSA, MTP, Changes, Stored, without
 
 MIMO_ARGUMENTS = "head.attention_bias=true head.zero_first_embedding=true head.prenorm_states=true"
 Refusals = list[tuple[Changes, str]]
@@ -29,10 +29,8 @@ OF_ALL: Refusals = [
         r"sink_bias=true; find out what they do: .* remove attention_sink, sink_bias from a copy",
     ),
     ({"vocab_size": 261}, r"vocab_size must be 260 for this target, but is 261; choose another head"),
-    ({"num_target_layers": "2"}, r'num_target_layers must be 2 for this target, but is "2"'),
 ]
 OF_LAYERS: Refusals = [
-    ({"is_neox_style": False}, r"is_neox_style must be true as in our heads, but is false"),
     ({"partial_rotary_factor": True}, r"partial_rotary_factor must be 1\.0 .*, but is true"),
     ({"rope_parameters": {"mrope_section": [8, 12, 12]}}, r"but has rope_parameters\.mrope_section=\[8, 12, 12\]"),
     ({"rope_parameters": None, "rope_scaling": "yarn"}, r'rope_scaling must be a section of settings, but is "yarn"'),
@@ -61,52 +59,38 @@ OF_KIND: dict[str, Refusals] = {
         ({"num_aux_hidden_states": 3}, r"num_aux_hidden_states must be 2 the number of captured layers, but is 3"),
         ({"draft_vocab_size": 96}, r"draft_vocab_size must be 48 the rows of the lm_head .*, but is 96"),
         ({"norm_output": "yes"}, r'norm_output must be true or false, but is "yes"'),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, r"eagle_config\.use_aux_hidden_state must be true"),
         ({"eagle_config": {IDS: [0, 2]}}, r"must be the same as eagle_aux_hidden_state_"),
-        ({IDS: None, "eagle_config": {IDS: [1, "2"]}}, rf"eagle_config\.{IDS} must be a list of layer ids, but is"),
         ({"mask_token_id": 3}, r"mask_token_id must be left out, because the head has no mask_hidden, but is 3"),
         ({"attention_bias": True}, r"attention_bias must be false, because the files have no q_proj\.bias, but is tru"),
         ({"architectures": ["EagleMiniCPM"]}, r"a head of class EagleDeep.*, but .* holds a EagleMiniCPM"),
-        ({"architectures": ["Qwen2ForCausalLM"]}, r"holds a Qwen2ForCausalLM; .* set head=draft_model if"),
     ],
     "peagle": [({"mask_token_id": None}, r"config\.json: must have ptd_token_id, but does not")],
     "medusa": [
         ({"num_attention_heads": 4}, r"must hold only settings that mtptrain .* has num_attention_heads=4"),
-        ({"num_heads": 5}, r"num_heads must be 3 as many as have tensors, but is 5"),
     ],
     "dflash": [
         ({"is_causal": True}, r"head\.causal \(all there, none here\); set head\.causal=all"),
-        ({"dflash_config": {"use_swa": True}}, r"must have a sliding_window, and use_sliding_window=true, for its sli"),
         (  # transformers' Qwen3Config drops this window
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64, "use_sliding_window": False},
             r"must have a sliding_window, and use_sliding_window=true",
         ),
         ({"layer_types": ["full_attention"] * 9}, r"layer_types must be full_attention or .* for each of 2 layers"),
         ({"use_sliding_window": True, "layer_types": None}, r"use_sliding_window must be false, or stand with layer_t"),
-        ({"dflash_config": {"use_swa": True, "swa_window_size": 9}}, r"set head\.layer_types=\[sliding_attention,sl"),
         ({"sample_from_anchor": True}, r"sample_from_anchor must be false because engines draft nothing with"),
-        (NEWEST, r"query_zero_predicts_next must be false because engines draft nothing"),
-        ({"dflash_config": NEWEST}, r"dflash_config\.query_zero_predicts_next must be false"),
         (NEWEST | {"sample_from_anchor": False}, r"next must be the same as sample_from_anchor, false, but is true"),
-        ({"dflash_config": {"projector_type": "domino"}}, r'but has dflash_config\.projector_type="domino"'),
         ({"dflash_config": {"block_size": 9}}, r"dflash_config\.block_size must be the same as block_size, 4, but is"),
-        ({"block_size": 1}, r"block_size must be a whole number from 2 on, but is 1"),
         ({"block_size": 6}, r"differ in head\.ttt_steps \(5 there, 3 here\); set head\.ttt_steps=5"),
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"set head\.capture_layers=\[2,2\]"),
-        ({"target_layer_ids": [0, 1]}, r"but has target_layer_ids=\[0, 1\]"),
-        ({"draft_vocab_size": 48}, r"draft_vocab_size must be 260 the rows of the lm_head that the head uses, but is"),
     ],
     "dspark": [
         ({"confidence_head_with_markov": False}, r"confidence_head_with_markov must be true as in head dspark"),
         ({"sample_from_anchor": False}, r"head\.sample_from_anchor \(False there, True here\)"),
         ({"markov_rank": 0}, r"enable_confidence_head must be false as in head dflash, but is true"),
-        ({"dflash_config": {"projector_type": "x"}}, r"dflash_config\.projector_type must be .*dspark"),
         ({"dflash_config": {"attention_mode": "mla"}}, r"dflash_config\.attention_mode must be gqa or mha"),
     ],
     "dflash2": [
         ({"dflash_config": {"output_multiplier": 2.0}}, r"dflash_config\.output_multiplier must be 1\.0 .* but is 2\."),
         ({"dflash_config": {"selector_top_k": 6}}, r"head\.selector_top_k \(6 there, 5 here\); set head\.selector_top"),
-        ({"dflash_config": {"selector_rank": None}}, r"must have dflash_config\.selector_rank, but does not"),
         ({"sample_from_anchor": True}, r"sample_from_anchor must be false"),
     ],
 }
@@ -136,23 +120,17 @@ WRONG_TENSORS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("eagle3", without("norm.weight"), r"norm\.weight must be of shape \(64,\) for head eagle3 .* is absent"),
     ("eagle3", adding(fc__weight=torch.ones(64, 64)), r"fc\.weight must be of shape \(64, 128\) .* is of shape"),
     ("eagle3", adding(fc__bias=torch.ones(64)), r"fc\.bias must be zero, because the head has no such bias, but"),
-    ("eagle3", adding(mask_hidden=torch.ones(1, 3)), r"config\.json: must have ptd_token_id, but does not"),
     ("eagle3", adding(d2t=torch.arange(48) + 300), r"d2t of .* within the target's 0\.\.259, but lead to 48 tokens"),
-    ("eagle3", adding(d2t=-torch.arange(48)), r"different tokens within the target's 0\.\.259, but lead to 1 tokens"),
     ("eagle3", adding(t2d=T2D.roll(1)), r"t2d of .* the 48 that the head drafts according to d2t, but marks 48 among"),
-    ("eagle3", adding(t2d=T2D[:100].contiguous()), r"t2d of .* the 48 that the head drafts according to d2t, but .* 1"),
     ("eagle3", adding(layers__0__hidden_norm__weight=torch.ones(64)), r"a tensor must have one name, but \S+ and \S+"),
     ("eagle3", adding(fc__weight=torch.zeros(64, 128, dtype=torch.float8_e4m3fn)), r"fc\.weight must hold flo"),
     ("mtp", without("layers.0.self_attn.qkv_proj"), r"self_attn\.k_proj\.weight must be of shape .* is absent"),
-    ("mtp", adding(layers__0__self_attn__qkv_proj__weight=torch.ones(7, 64)), r"must be of shape \(64, 64\)"),
     ("mimo", without("model.mtp_layers."), r"with an MTP layer .*, but .* holds a MiMoForCausalLM; choose"),
     ("deepseek", adding(**{f"{BEHIND}self_attn__q_norm__weight": torch.ones(64)}), r"q_norm\.weight must be absent"),
-    ("deepseek", adding(model__layers__3__eh_proj__weight=torch.ones(64, 128)), r"must hold one MTP layer, model\.lay"),
     (
         "deepseek", lambda tensors: {name.replace("layers.2.", "layers.9."): x for name, x in tensors.items()},
         r"must hold one MTP layer, model\.layers\.2\. behind the layers of this target, but .* has model\.layers\.9\.",
     ),
-    ("deepseek", adding(**{f"{BEHIND}norm__weight": torch.ones(64)}), r"have one name, but .* are both norm\.weight"),
     *(
         ("deepseek", adding(**{f"{BEHIND}{name}": torch.ones(64, 64)}), r"a dense Llama .*; set head=native_mtp")
         for name in ("mlp__experts__0__up_proj__weight", "self_attn__kv_a_proj_with_mqa__weight")
@@ -175,9 +153,7 @@ def test_the_settings_that_match_a_head_are_named(heads: dict[str, Stored]) -> N
     other = Eagle3Config(capture_layers=[1, 2], draft_vocab_size=48, norm_output=True, intermediate_size=32)
     cases: list[tuple[str, HeadConfig, str]] = [
         ("eagle3", MTP, whole),
-        ("eagle3", replace(EAGLE3, draft_vocab_size=40), r"\(48 there, 40 here\); set head\.draft_vocab_size=48, or"),
         ("eagle3", other, r"; set head\.intermediate_size=96 head\.norm_output=false, or choose another head"),
-        ("medusa", replace(MEDUSA, ttt_steps=5), r"head\.ttt_steps \(3 there, 5 here\); set head\.ttt_steps=3, or"),
         ("medusa", replace(MEDUSA, fc_bias=False, num_layers=1), r"; set head\.num_layers=2 head\.fc_bias=true"),
         ("mimo", MtpConfig(), rf"; set {MIMO_ARGUMENTS}, or choose"),
         ("dspark", DFLASH, r"head \(dspark there, dflash here\)"),
