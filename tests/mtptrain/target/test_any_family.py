@@ -22,16 +22,8 @@ from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import Target, Verified
 from mtptrain.utils.errors import UserError
-from tests.families import (
-    EXACT,
-    IMAGE_MODELS,
-    KEEPS_STATES,
-    LAYERS,
-    REFUSED,
-    most_are_slow,
-    write_image_model,
-    write_member,
-)
+from tests.conftest import tiers
+from tests.families import EXACT, IMAGE_MODELS, KEEPS_STATES, LAYERS, REFUSED, write_image_model, write_member
 
 CPU = torch.device("cpu")
 IDS = torch.randint(250, (2, 40), generator=torch.Generator().manual_seed(0))  # longer than any window
@@ -83,7 +75,7 @@ CORE = (
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", most_are_slow(EXACT, *CORE))
+@pytest.mark.parametrize("name", tiers(EXACT, CORE))
 def test_a_member_of_a_family_computes_what_transformers_does(
     member: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +124,7 @@ def assert_close(ours: torch.Tensor, own: torch.Tensor, tolerance: float = 1e-5)
     assert (ours - own).abs().max() < tolerance * own.abs().max()
 
 
-@pytest.mark.parametrize("name", most_are_slow(REFUSED, "deepseek_v32", "nemotron"))
+@pytest.mark.parametrize("name", tiers(REFUSED, ["deepseek_v32", "nemotron"]))
 def test_a_model_that_mtptrain_cannot_run_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
     family, settings, reason = REFUSED[name]
     write_member(tmp_path, family, settings)
@@ -141,7 +133,7 @@ def test_a_model_that_mtptrain_cannot_run_is_refused_with_the_reason(tmp_path: P
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", most_are_slow([*IMAGE_MODELS, "qwen2_5_vl tied"], "gemma3", "qwen2_5_vl tied"))
+@pytest.mark.parametrize("name", tiers([*IMAGE_MODELS, "qwen2_5_vl tied"], ["gemma3", "qwen2_5_vl tied"]))
 def test_the_language_model_of_an_image_model_reads_text_as_the_whole_does(tmp_path: Path, name: str) -> None:
     name, _, tied = name.partition(" ")
     write_image_model(tmp_path, *IMAGE_MODELS[name], is_tied=bool(tied))
@@ -174,7 +166,7 @@ FAULTS: dict[str, dict[str, object]] = {
 """Families, and what mtptrain would do if it did not know theirs."""
 
 
-@pytest.mark.parametrize("name", most_are_slow(FAULTS, "granite", "olmo3"))
+@pytest.mark.parametrize("name", tiers(FAULTS, ["granite", "olmo3"]))
 def test_the_check_finds_a_form_that_is_not_the_models(
     member: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +178,7 @@ def test_the_check_finds_a_form_that_is_not_the_models(
         load(directory)
 
 
-@pytest.mark.parametrize("name", most_are_slow(["gpt_oss", "mimo_v2_flash", "gemma2"], "gpt_oss"))
+@pytest.mark.parametrize("name", tiers(["gpt_oss", "mimo_v2_flash", "gemma2"], ["gpt_oss"]))
 def test_the_check_finds_lost_sinks_and_soft_caps(
     member: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +192,7 @@ def test_the_check_finds_lost_sinks_and_soft_caps(
         check_streams(target)
 
 
-@pytest.mark.parametrize("name", most_are_slow(["llama", "lfm2"], "llama"))
+@pytest.mark.parametrize("name", tiers(["llama", "lfm2"], ["llama"]))
 def test_in_bf16_too_the_check_finds_wrong_attention_over_a_cache(
     member: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +211,7 @@ def test_a_model_that_rounds_but_returns_logits_in_fp32_is_judged_by_the_dtype_t
     self_check.check_target(target)
 
 
-@pytest.mark.parametrize("name", most_are_slow(["qwen3_next", "qwen3_5_text", "lfm2", "jamba"], "qwen3_5_text"))
+@pytest.mark.parametrize("name", tiers(["qwen3_next", "qwen3_5_text", "lfm2", "jamba"], ["qwen3_5_text"]))
 def test_the_check_finds_states_that_leak_between_packed_documents(member: Callable[[str], Path], name: str) -> None:
     target = load(member(name))
     target.form = replace(target.form, keeps_states=False)

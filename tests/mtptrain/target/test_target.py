@@ -17,12 +17,11 @@ from mtptrain.target.frozen_parts import load_frozen_parts
 from mtptrain.target.loading import load_target
 from mtptrain.target.model import MOST_ROWS, FrozenLinear, Target, TargetStates
 from mtptrain.target.position_cache import PositionCache, TreeSlots
-from tests.conftest import FAMILIES, WINDOW, make_target
-from tests.families import most_are_slow
+from tests.conftest import FAMILIES, WINDOW, make_target, tiers
 from tests.mtptrain.target.inputs import CPU, NUM_TOKENS, POSITIONS, TOKENS
 from tests.quantised import quantise
 
-SOME = most_are_slow(FAMILIES, "llama", "qwen3 with window", "gemma3_text", "deepseek_v2")
+SOME = tiers(FAMILIES, ["llama", "qwen3 with window", "gemma3_text", "deepseek_v2"])
 WITH_WINDOWS = [name for name in FAMILIES if name.endswith("with window") or name == "gemma3_text"]
 
 
@@ -79,7 +78,7 @@ def read_in_parts(target: Target, prompt_tokens: int, capture_layers: tuple[int,
     return TargetStates.joined(TOKENS.shape, [(*part, each) for part, each in zip(parts, states, strict=True)])
 
 
-@pytest.mark.parametrize("family", most_are_slow(WITH_WINDOWS, "gemma3_text"))
+@pytest.mark.parametrize("family", tiers(WITH_WINDOWS, ["gemma3_text"]))
 def test_a_window_left_out_or_off_by_one_shows_behind_it(target_of: Callable[[str], Target], family: str) -> None:
     right = target_of(family)
     assert {mask.window for mask in right.form.masks if mask} - {None} == {WINDOW}
