@@ -51,13 +51,18 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {name: (name.split()[0], settings
     "qwen2 with windows": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     "qwen3": {},
     "mimo": {},
+    "ministral": WINDOWS,
+    "ministral3": {},
     "phi3": {"sliding_window": WINDOW},
     "phi": {},
     "olmo2": {},
     "olmo3": WINDOWS,
+    "seed_oss": {},
     "smollm3": {},
     "exaone4": WINDOWS,
     "apertus": {},
+    "hunyuan_v1_dense": {},
+    "ernie4_5": {},
     "starcoder2": {"sliding_window": None},
     "gpt_neox": {},
     "gpt2": {},
@@ -79,15 +84,20 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {name: (name.split()[0], settings
     "qwen3_moe": EXPERTS,
     "gpt_oss": {**EXPERTS, "num_local_experts": 8, **WINDOWS},
     "llama4_text": LLAMA4,
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "granitemoe": {**GRANITE, "logits_scaling": 6.0, **LOCAL_EXPERTS},
     "phimoe": {**LOCAL_EXPERTS, "sliding_window": None},
+    "dots1": ROUTED,
     "glm4_moe": ROUTED,
+    "hy_v3": {**EXPERTS, **ROUTED},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1},
     "ernie4_5_moe": ERNIE_EXPERTS,
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
     "mimo_v2_flash": {**ROUTED, "sliding_window": WINDOW, "v_head_dim": 16, "swa_num_key_value_heads": 2},
     # latent attention
     "deepseek_v2": {**LATENT, **ROUTED, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, **ROUTED},
+    "glm4_moe_lite": {**LATENT, **ROUTED},
     "minicpm3": LATENT,
     # layers that keep states
     "qwen3_next": {**EXPERTS, **DELTA, **SHARED_EXPERT},
@@ -98,6 +108,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {name: (name.split()[0], settings
         **LATENT, **ROUTED, "q_lora_rank": None, "layer_types": DELTA["layer_types"],
         "linear_attn_config": {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4},
     },
+    "bailing_hybrid": {**ROUTED, **LATENT, "layer_types": DELTA["layer_types"]},
     "granitemoehybrid": {
         **GRANITE, "logits_scaling": 6.0, **LOCAL_EXPERTS, **MAMBA, "shared_intermediate_size": 64, "mamba_expand": 2,
         "layer_types": ["mamba", "mamba", "attention", "mamba"],
@@ -111,14 +122,16 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {name: (name.split()[0], settings
         "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 16, "attn_layer_period": 2,
         "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False,
     },
+    "bamba": {**MAMBA, "attn_layer_indices": [2]},
     "lfm2": {"layer_types": ["conv", "conv", FULL, "conv"]},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "conv", FULL, "conv"]},
 }.items()}  # fmt: skip
 """Language models that mtptrain runs as transformers does: the family of each, which its name begins with, and its
 settings beside `SIZES`."""
 
 KEEPS_STATES = (
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
-    *("granitemoehybrid", "nemotron_h", "falcon_h1", "jamba", "lfm2"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
+    *("granitemoehybrid", "nemotron_h", "falcon_h1", "jamba", "bamba", "lfm2", "lfm2_moe"),
 )
 
 WITHOUT = {
@@ -133,14 +146,19 @@ GEMMA3N = {
     **WINDOWS, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 260, "laurel_rank": 8,
     "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * LAYERS,
 }  # fmt: skip
+DEEPSEEK_V4 = {"num_key_value_heads": 1, "head_dim": 32, "o_lora_rank": 32, "index_topk": 64, "sliding_window": WINDOW}
 LONGCAT = {"num_layers": 2, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32, "ffn_hidden_size": 64}
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}
+MINIMAX = {**LOCAL_EXPERTS, "block_size": 16, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
 CACHED, RANDOM = "the forward of a text over a cache must run for a", "a model must run with random states after its la"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "deepseek_v32": ("deepseek_v32", SPARSE, f"{CACHED} deepseek_v32"),
+    "glm_moe_dsa": ("glm_moe_dsa", SPARSE, f"{CACHED} glm_moe_dsa"),
+    "deepseek_v4": ("deepseek_v4", {**LATENT, **ROUTED, **INDEX, **DEEPSEEK_V4}, RANDOM),
     "gemma3n_text": ("gemma3n_text", GEMMA3N, RANDOM),
     "longcat_flash": ("longcat_flash", {**LATENT, **ROUTED, **LONGCAT}, "num_hidden_layers must be the length of a li"),
     "mamba2": ("mamba2", MAMBA2, "the target must have the settings vocab_size, .* a mamba2 has no num_attention_head"),
+    "minimax": ("minimax", MINIMAX, f"{CACHED} minimax"),
     "opt with a projection": (
         "opt", {"ffn_dim": 128, "word_embed_proj_dim": 32},
         "lm_head must read what the final norm returns, but in the family 'opt' it reads something else",
