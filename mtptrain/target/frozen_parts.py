@@ -150,15 +150,12 @@ class FrozenParts:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "FrozenParts":
         """Returns the parts on a device, in a dtype; None keeps theirs."""
-
-        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device, dtype)
-
-        parts = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "form"}
-        if self.lm_head is self.embed_tokens:
-            del parts["lm_head"]
-        parts = {name: moved(tensor) for name, tensor in parts.items()}
-        return replace(self, **{"lm_head": parts["embed_tokens"], **parts})
+        is_tied = self.lm_head is self.embed_tokens
+        tensors = {
+            part.name: getattr(self, part.name) for part in fields(self) if not (is_tied and part.name == "lm_head")
+        }
+        moved = {name: x.to(device, dtype) for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+        return replace(self, **{"lm_head": moved["embed_tokens"], **moved})
 
 
 def load_frozen_parts(target_dir: Path) -> FrozenParts:

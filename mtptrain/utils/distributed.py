@@ -115,7 +115,8 @@ def init_ranks(timeout_hours: float) -> Ranks:
         torch.cuda.set_device(ranks.device)
     if ranks.world_size > 1 and not dist.is_initialized():
         timeout = timedelta(hours=timeout_hours)
-        _set_default_timeout(timeout)
+        # Groups created without a timeout, such as DeepSpeed's, would have torch's of 10 minutes with NCCL.
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
         dist.init_process_group("nccl" if is_on_gpu else "gloo", timeout=timeout)
         if not is_on_gpu:
             close_at_exit()
@@ -203,12 +204,6 @@ def _wait_for(ranks: dict[int, int]) -> int:
                 file=sys.stderr,
             )
     return code if code >= 0 else 128 - code
-
-
-def _set_default_timeout(timeout: timedelta) -> None:
-    """Set the timeout of groups created without one, such as DeepSpeed's. torch's default is 10 minutes with NCCL."""
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        setattr(distributed_c10d, name, timeout)
 
 
 def close_at_exit(group: dist.ProcessGroup | None = None) -> None:

@@ -119,22 +119,13 @@ def check_streams(target: Target) -> None:
 def forward_documents(target: Target, documents: Sequence[torch.Tensor]) -> None:
     """Run a target over documents, packed or, if it keeps states, padded; each is a tensor of token ids [n]."""
     if target.form.keeps_states:
-        _padded_forward(target, documents)
-    else:
-        _packed_forward(target, documents)
-
-
-def _padded_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
-    input_ids = pad_sequence(list(documents), batch_first=True).long().to(target.device)  # [B, S]
-    positions = torch.arange(input_ids.shape[1], device=target.device).expand(len(documents), -1)
-    with target.attention(CAUSAL_OR_MASKED):
-        seen = SeenSlots(target.form.masks, None, positions)
-        target.decoder(input_ids=input_ids, position_ids=positions, use_cache=False, seen_slots=seen)
-
-
-def _packed_forward(target: Target, documents: Sequence[torch.Tensor]) -> None:
-    lengths = [len(document) for document in documents]
-    packed = PackedDocuments.of(lengths, target.device, target.form.masks)
+        input_ids = pad_sequence(list(documents), batch_first=True).long().to(target.device)  # [B, S]
+        positions = torch.arange(input_ids.shape[1], device=target.device).expand(len(documents), -1)
+        with target.attention(CAUSAL_OR_MASKED):
+            seen = SeenSlots(target.form.masks, None, positions)
+            target.decoder(input_ids=input_ids, position_ids=positions, use_cache=False, seen_slots=seen)
+        return
+    packed = PackedDocuments.of([len(document) for document in documents], target.device, target.form.masks)
     input_ids = torch.cat(list(documents)).long()[None].to(target.device)  # [1, N]
     target.decoder(input_ids=input_ids, position_ids=packed.positions[None], use_cache=False, packed_documents=packed)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtptrain.target.template_kwargs import set_template_kwargs
+from mtptrain.target.files import set_template_kwargs
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_tokenizer
 
