@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +154,9 @@ class FrozenParts:
         tensors = {
             part.name: getattr(self, part.name) for part in fields(self) if not (is_tied and part.name == "lm_head")
         }
-        moved = {name: x.to(device, dtype) for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: x.to(device, dtype) for name, x in tensors.items() if isinstance(x, torch.Tensor)
+        }
         return replace(self, **{"lm_head": moved["embed_tokens"], **moved})
 
 

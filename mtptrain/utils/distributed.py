@@ -116,7 +116,8 @@ def init_ranks(timeout_hours: float) -> Ranks:
     if ranks.world_size > 1 and not dist.is_initialized():
         timeout = timedelta(hours=timeout_hours)
         # Groups created without a timeout, such as DeepSpeed's, would have torch's of 10 minutes with NCCL.
-        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            setattr(distributed_c10d, name, timeout)
         dist.init_process_group("nccl" if is_on_gpu else "gloo", timeout=timeout)
         if not is_on_gpu:
             close_at_exit()
