@@ -69,15 +69,6 @@ def test_sglang_is_refused_an_eagle3_head_for_deepseek_that_reads_the_first_laye
         format_for("sglang", head, target_config)
 
 
-@pytest.mark.slow
-def test_the_recipe_of_a_draft_model_builds_the_published_model(planned: Callable[[str, str], Plan]) -> None:
-    plan, published = planned("llama3_3_70b", "draft_1b"), PUBLISHED_TARGETS["llama3_2_1b"]
-    count = sum(parameter.numel() for parameter in plan.head.parameters())
-    assert count == pytest.approx(published.num_parameters, rel=0.01)
-    written = format_for("vllm", plan.config.head, plan.target_config).config_json("bfloat16")
-    assert (written["architectures"], written["vocab_size"]) == (["LlamaForCausalLM"], plan.target_config.vocab_size)
-
-
 @pytest.mark.parametrize(
     ("target", "head"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("llama3_1_8b", "mtp"))) for case in CASES],

@@ -11,7 +11,6 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from eval.draft_quality import DraftQuality
 from mtptrain.decoding.draft import Drafter
 from mtptrain.decoding.drafters import (
     HeadDrafter,
@@ -28,7 +27,6 @@ from mtptrain.heads.files import build_head
 from mtptrain.hidden_states.extraction.transformers_streams import PACKED, TransformersStreams, residual_streams
 from mtptrain.target.model import Target
 from mtptrain.target.position_cache import PositionCache
-from mtptrain.training.held_out import read_by_target
 from tests.conftest import FAMILIES
 from tests.cuda.fake_cuda import fake_cuda, place
 
@@ -100,27 +98,12 @@ class Answered(TorchDispatchMode):
         return self.truths.pop(0) if self.truths else False
 
 
-def check_rounds(name: str, target: Target, head: Head, drafter: Drafter, truths: list[bool], sampler: Sampler) -> None:
+def check_rounds(name: str, target: Target, drafter: Drafter, truths: list[bool], sampler: Sampler) -> None:
     """Decodes, and checks that every tensor of every round is on the first GPU."""
-    quality = DraftQuality(head, Sampler(1.0), len(target.parts.lm_head), DEPTHS) if "chain" in name else None
     rounds: list[Round] = []
-
-    def observe(seen: Round) -> None:
-        rounds.append(seen)
-        if quality is not None:
-            quality(seen)
-
+    sizes = {"num_speculative_tokens": DEPTHS, "max_new_tokens": NEW_TOKENS, "eos_token_ids": [5]}
     with Answered(truths):
-        speculate(
-            target,
-            drafter,
-            PROMPTS,
-            num_speculative_tokens=DEPTHS,
-            max_new_tokens=NEW_TOKENS,
-            sampler=sampler,
-            eos_token_ids=[5],
-            observe=observe,
-        )
+        speculate(target, drafter, PROMPTS, **sizes, sampler=sampler, observe=rounds.append)  # type: ignore[arg-type]
     assert len(rounds) == NUM_ROUNDS, name
     assert {str(x.device) for each in rounds for x in (each.target_logits, each.draft.tokens)} == {FIRST}, name
 
@@ -144,7 +127,7 @@ def test_whole_rounds_of_every_drafter_run_with_a_target_on_two_devices() -> Non
             # The hybrid also reads whether prompt lookup drafts for all sequences. Say yes in the first round only.
             truths = [True, True, True, False] if name == "hybrid" else [True] * NUM_ROUNDS
             sampler = Sampler(1.0 if name == "sampled chain" else 0.0, generator=torch.Generator())
-            check_rounds(name, target, head, drafter, truths, sampler)
+            check_rounds(name, target, drafter, truths, sampler)
 
 
 @torch.no_grad()
@@ -176,14 +159,3 @@ def test_a_family_is_extracted_with_packed_attention() -> None:
     assert states.shape == (sum(LENGTHS), 3, config.hidden_size)
     assert (states.dtype, str(states.device)) == (torch.bfloat16, FIRST)
     assert called.call_count == config.num_hidden_layers
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["mtp", "eagle3"])
-def test_validation_reads_answers_into_documents_on_the_cpu(name: str) -> None:
-    """Documents of the store are on the CPU too, and `make_batch` packs them there."""
-    with fake_cuda(), Answered([]), patch("mtptrain.target.model.PositionCache", PositionCache):
-        target = fake_target(family_config("llama", 4))
-        document = read_by_target(fake_head(name, target), target, [1, 2, 3], [4, 5])
-    tensors = [x for x in vars(document).values() if isinstance(x, torch.Tensor)]
-    assert len(tensors) == (4 if name == "eagle3" else 3) and {x.device.type for x in tensors} == {"cpu"}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eval.choose_head import heads_to_measure
-from mtptrain.heads.files import kept_head, refuse_earlier_best, remove_stale_heads, save_head
+from mtptrain.heads.files import kept_head, remove_stale_heads, save_head
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.utils.errors import UserError
 from tests.conftest import Run, run_program
@@ -41,15 +41,6 @@ def test_a_damaged_choice_is_named_and_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"choice\.json: must be JSON, .*; delete it and run mtptrain choose-head"):
         remove_stale_heads(tmp_path, 5)
     assert (tmp_path / "choice.json").exists()
-
-
-def test_a_measured_best_head_stays_until_a_better_one_replaces_it(tmp_path: Path) -> None:
-    refuse_earlier_best(tmp_path)
-    save_head(tmp_path / "best", {"weight": torch.zeros(1)}, MtpHead.Config(), {"step": 9, "acceptance_length": 2.5})
-    remove_stale_heads(tmp_path, 5)
-    assert (tmp_path / "best/head.json").exists()
-    with pytest.raises(UserError, match=r"best: must not exist if training starts anew and measures no head"):
-        refuse_earlier_best(tmp_path)
 
 
 def test_two_heads_of_one_step_are_refused_unless_they_are_the_same(tmp_path: Path) -> None:
@@ -131,27 +122,6 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     run("train", *overrides, *settings, "train.max_steps=22")
     assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000022"]
     assert facts(stage_dir / "best")["step"] == 15, "the choice must hold as long as every head that it measured exists"
-
-
-@pytest.mark.slow
-def test_training_that_measures_ends_a_choice_and_the_next_choice_takes_its_best_head_into_account(
-    fresh_run: Run,
-) -> None:
-    run_dir, overrides = fresh_run
-    stage_dir = run_dir / "train"
-    settings = (*overrides, *LEARNING, "deepspeed=zero0")
-    run("train", *settings, "train.validation_prompts=0", "train.validate_every=5", "train.max_steps=5")
-    run("choose-head", *settings)
-    run("train", *settings, "train.max_steps=40")
-    assert not (stage_dir / "choice.json").exists()
-    best = facts(stage_dir / "best")
-    weights = (stage_dir / "best/head.safetensors").read_bytes()
-    run("choose-head", *settings)
-    choice = json.loads((stage_dir / "choice.json").read_text())
-    first, second = choice["heads"]
-    assert (first["step"], second["step"], choice["best_step"]) == (5, 40, 40)
-    assert second["acceptance_length"] == best["acceptance_length"] > first["acceptance_length"]
-    assert facts(stage_dir / "best") == best and (stage_dir / "best/head.safetensors").read_bytes() == weights
 
 
 @pytest.mark.slow

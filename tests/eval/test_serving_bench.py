@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from eval import serving_bench
 from eval.serving_bench import prepare, write_results
 from eval.serving_speed.bench import Row, fastest, measure, speeds_of, warn_of_unequal_work
 from eval.serving_speed.engine_settings import write_engine_settings
-from mtptrain.config import RECIPES, load_config
 from mtptrain.engines import server as engine_server
 from mtptrain.engines.base import Served
 from mtptrain.engines.requests import Answer, LoadResult, best_num_drafts
@@ -21,7 +18,6 @@ from mtptrain.engines.table import running_engine
 from mtptrain.engines.vllm.engine import per_batch_size
 from mtptrain.run import Run
 from mtptrain.settings.evaluation import ServingConfig
-from mtptrain.stage_dir import StageDir
 from mtptrain.target.files import TargetFiles
 from mtptrain.utils.errors import UserError
 from tests.conftest import make_config, run_program
@@ -108,26 +104,6 @@ def test_engines_that_wrote_different_numbers_of_tokens_are_pointed_out() -> Non
         warnings.simplefilter("error", UserWarning)
         warn_of_unequal_work(rows)  # a difference of 1 % gives no warning
     assert [each.describe(speeds_of(rows))["speed_up"] for each in rows] == [1.0, 1.01]
-
-
-def test_a_benchmark_that_fails_keeps_the_earlier_report_and_its_settings(
-    fresh_run: tuple[Path, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, settings = fresh_run
-    StageDir(run_dir / "serving_bench").record(make_config(*settings))
-    (run_dir / "serving_bench/report.json").write_text("{}")
-    before = {path.name: path.read_bytes() for path in (run_dir / "serving_bench").iterdir()}
-
-    def fail(*_: object) -> None:
-        raise UserError("the engine failed")
-
-    monkeypatch.setattr(serving_bench, "prepare", lambda *_: None)
-    monkeypatch.setattr(serving_bench, "measure", fail)
-    with initialize_config_dir(RECIPES, version_base="1.3"):
-        cfg = compose("pipeline", ["recipe=quickstart", *settings, "acceptance.max_new_tokens=7"])
-    with pytest.raises(UserError, match="the engine failed"):
-        serving_bench.main(load_config(cfg))
-    assert {path.name: path.read_bytes() for path in (run_dir / "serving_bench").iterdir()} == before
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llama_cpp"])

@@ -7,7 +7,7 @@ import pytest
 
 from eval import engines
 from eval.engines import check_head
-from eval.serving_check import Comparison, OurRun, what_differs
+from eval.serving_check import Comparison, OurRun, main, what_differs
 from mtptrain.decoding.divergence import Divergence
 from mtptrain.decoding.speculate import Generation
 from mtptrain.engines.exports import read_serving_facts
@@ -16,18 +16,12 @@ from mtptrain.engines.table import running_engine
 from mtptrain.run import Run
 from mtptrain.utils.errors import UserError
 from mtptrain.utils.files import write_sealed
-from tests.conftest import make_config, run_program
+from tests.conftest import make_config
 
 
-def test_a_check_of_sampled_decoding_is_refused(tmp_path: Path, tiny_target: Path) -> None:
-    result = run_program(
-        "serving-check", f"run_dir={tmp_path}", f"target.path={tiny_target}", "acceptance.temperature=0.7"
-    )
-    assert result.returncode != 0
-    assert (
-        "must be 0 for this check, because at a higher temperature drafts are accepted at random, but is 0.7; leave"
-        in result.stderr
-    )
+def test_a_check_of_sampled_decoding_is_refused() -> None:
+    with pytest.raises(UserError, match=r"acceptance\.temperature: must be 0 for this check, .*, but is 0\.7; leave"):
+        main(make_config("acceptance.temperature=0.7"))
 
 
 def test_a_head_with_too_short_a_context_is_refused_before_anything_decodes(
