@@ -34,14 +34,3 @@ def test_every_candidate_is_measured_and_mfu_counts_attention(
     flops = 2 * costs.active_parameters * lengths.sum() + costs.attention_flops * (lengths**2).sum() / 2
     printed = capsys.readouterr().out
     assert f"MFU of the bare forward: {flops / lengths.sum() * rows[0]['speed'] / 1e9:.1%}" in printed
-
-
-def test_the_plain_loop_saves_documents_without_padding(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, saved = load_target(tiny_target, torch.bfloat16, torch.device("cpu")), []
-    documents = extraction.random_documents(9, target.config.vocab_size)
-    monkeypatch.setattr(torch, "save", lambda content, path: saved.append(content["hidden_states"]))
-    extraction.plain_loop(target, documents, (1,), tmp_path)
-    assert [len(states[0]) for states in saved] == documents.lengths.tolist()
-    assert all(each.untyped_storage().nbytes() == each.nbytes for states in saved for each in states)

@@ -108,20 +108,12 @@ def test_a_better_head_than_the_last_is_chosen_on_the_default_number_of_prompts_
     first, second = choice["heads"]
     assert first["prompts"] == second["prompts"] > 12
     assert (choice["best_step"], first["step"], second["step"]) == (15, 15, 20)
-    assert first["acceptance_length"] > second["acceptance_length"]
-    assert facts(stage_dir / "best")["acceptance_length"] == first["acceptance_length"]
-    wanted, found = stage_dir / "heads/step_00000015/head.safetensors", stage_dir / "best/head.safetensors"
-    assert found.read_bytes() == wanted.read_bytes()
+    assert facts(stage_dir / "best")["acceptance_length"] == first["acceptance_length"] > second["acceptance_length"]
     assert [line.rstrip(" │").endswith("best") for line in printed.splitlines() if "│" in line] == [True, False]
 
     run("train", *overrides, *settings, "train.max_steps=21")
     assert facts(stage_dir / "last")["step"] == 21 and facts(stage_dir / "best")["step"] == 15
     assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000021"]
-
-    shutil.rmtree(stage_dir / "checkpoints/step_00000021")
-    run("train", *overrides, *settings, "train.max_steps=22")
-    assert kept(run_dir) == ["step_00000015", "step_00000020", "step_00000022"]
-    assert facts(stage_dir / "best")["step"] == 15, "the choice must hold as long as every head that it measured exists"
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What the Slurm scripts ask of Slurm, with its commands replaced by scripts that note how they are called."""
 
-import os
 import re
 import shutil
 import signal
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.cli.stages import STAGES
 from tests.slurm.cluster import ROOT, environment_without_slurm, wait_for
 
 SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in {".sh", ".sbatch"})
@@ -109,16 +107,14 @@ def test_a_chain_has_only_jobs_that_can_run(stand: Stand) -> None:
     assert result.returncode == 0, result.stderr
     stages = [line.split()[0] for line in result.stdout.splitlines()[:-2]]
     assert stages == ["prompts", "hidden_states", "train", "acceptance"]
+    keeping = ("train.validation_prompts=0", "train.validate_every=500", "train.micro_batches_per_step=8")
+    of_mtp = ("recipe=quickstart", *keeping, settings[-1])
+    result = stand.run("pipeline.sh", *of_mtp, "hardware=auto", MTPTRAIN_PYTHON=sys.executable)
+    stages = [line.split()[0] for line in result.stdout.splitlines()[:-2]]
+    assert stages == ["prompts", "hidden_states", "train", "choose_head", "acceptance", "export"], result.stderr
+    assert "WARNING hardware: should be" in result.stderr
     alone = {"MTPTRAIN_PYTHON": sys.executable, "SKIP": "prompts hidden_states"}
     assert stand.run("pipeline.sh", *settings, "train.stream=true", **alone).returncode == 0
-
-
-def test_hardware_that_differs_from_job_to_job_is_warned_of(stand: Stand) -> None:
-    for hardware in ("auto", "h100_8"):
-        settings = "recipe=mtp", f"hardware={hardware}", "train.micro_batches_per_step=8", "target.path=x"
-        result = stand.run("pipeline.sh", *settings, MTPTRAIN_PYTHON=sys.executable)
-        assert ("WARNING hardware: should be" in result.stderr) == (hardware == "auto")
-        assert len(stand.asked("sbatch")) > 3
 
 
 def test_options_and_dependencies_reach_the_jobs(stand: Stand) -> None:
@@ -230,25 +226,6 @@ def test_a_task_that_fails_says_what_to_do_and_one_that_was_stopped_does_not(sta
         assert ("task 2 of 0-3 has failed with exit code 3" in result.stderr) is is_told
         assert ("with the NODES, NPROC and other variables of the first start:\n" in result.stderr) is is_told
         assert result.stderr.endswith(again) is is_told
-
-
-STAGES_OF = {
-    "prompts.source=responses responses.url=http://localhost:8000/v1": "responses server, prompts process, "
-    "hidden_states ranks, train ranks, acceptance ranks, export process",
-    "train.validation_prompts=0 train.validate_every=500": "prompts process, hidden_states ranks, train ranks, "
-    "choose_head ranks, acceptance ranks, export process",
-}
-
-
-def test_the_stages_follow_from_the_settings() -> None:
-    for overrides, expected in STAGES_OF.items():
-        command = [sys.executable, ROOT / "slurm/stages.py", "recipe=quickstart", *overrides.split()]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        run_dir, *rows = result.stdout.splitlines()
-        assert run_dir == "runs/quickstart"
-        assert ", ".join(" ".join(row.split()[:2]) for row in rows) == expected
-        assert {row.split()[0].replace("_", "-") for row in rows} <= set(STAGES)
 
 
 def test_a_script_parses_is_clean_and_names_no_place_of_one_machine() -> None:
