@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from mtptrain.cli.tables import wide_console
@@ -55,7 +54,7 @@ from mtptrain.utils.startup import command
 from .draft_quality import DraftQuality
 from .examples import examples
 from .measurement import Candidate, Measured, Measurement
-from .report_page import MEASURED_WITH, Section, held_out_section, write_page
+from .report_page import MEASURED_WITH, write_page
 
 
 def main(config: PipelineConfig) -> None:
@@ -98,7 +97,6 @@ def measure_head(run: Run, ranks: Ranks, output_dir: Path) -> None:
         described["examples"] = examples(measured["head"], prompts.input_ids, tokenizer)
         write_sealed(output_dir / "report.json", described)
         print_table(config, measured)
-        print_section(held_out_section(described))
         write_page(described, output_dir)
         if config.train.tracker is Tracker.wandb:
             figures = {name: described[name] for name in ("acceptance_length", "acceptance_rate_at", "tokens_per_step")}
@@ -280,15 +278,3 @@ def print_table(config: PipelineConfig, measured: dict[str, Measured]) -> None:
     console.print(table)
     if len(measured["head"].sources) == 1:
         console.print("no confidence intervals: all prompts come from one file or question; add prompts from another")
-
-
-def print_section(section: Section | None) -> None:
-    """Print a section of the page, if there is one."""
-    if section is None:
-        return
-    table = Table(title=section.title)
-    for column in section.columns:
-        table.add_column(column, justify="right")
-    for row in section.rows:
-        table.add_row(*row)
-    Console().print(table)

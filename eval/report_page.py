@@ -1,7 +1,6 @@
 """Renders reports of `mtptrain acceptance` as one self-contained HTML page with plots, from `report.html.jinja`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +35,12 @@ TITLE = "<title>Acceptance of "
 """How the title of every page begins."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """A table that follows the plots and examples on the page."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    legend: str
-
-
 def write_page(report: ReportFigures, directory: Path) -> None:
     """Write `report.html` for a report of `mtptrain acceptance`."""
     page = directory / "report.html"
     with drawing(page, directory / "report.json"):
         refuse_overwriting(page, page.name, (TITLE,), "move it away, or set acceptance.output_dir")
         write_text(page, render_page({str(directory): report}))
-
-
-def held_out_section(report: ReportFigures) -> Section | None:
-    """Returns a section with the head's losses by depth; None if they were not computed."""
-    losses = report.get("held_out")
-    if losses is None:
-        return None
-    names = ("kl_at", "top1_accuracy_at", "overlap_at")
-    rows = [
-        [str(depth), *(f"{losses[name][depth]:.3f}" for name in names), f"{count:,}"]
-        for depth, count in enumerate(losses["num_drafts_at"])
-    ]
-    legend = (
-        "Computed on the target's answers to these prompts with teacher forcing: the head reads their tokens, "
-        "never its own drafts. Top-1 accuracy: share of drafts that are the target's most likely token. Overlap: "
-        "probability that a sampled draft is accepted."
-    )
-    columns = ("depth", "KL, nats", "top-1 accuracy", "overlap", "drafts")
-    return Section("Losses of the head by depth", columns, rows, legend)
 
 
 def render_page(reports: Mapping[str, ReportFigures]) -> str:
@@ -109,7 +79,7 @@ def render_page(reports: Mapping[str, ReportFigures]) -> str:
             {"name": name, "colour": colours[name], **table_row(each, num_depths, has_speed)}
             for name, each in drafters.items()
         ],
-        section=held_out_section(first) if len(reports) == 1 else None,
+        held_out=first.get("held_out") if len(reports) == 1 else None,
         plots=plots_of(drafters),
     )
 

@@ -134,12 +134,7 @@ def decode_here(run: Run, prompts: InputIds) -> OurRun:
     head_drafter = HeadDrafter(found.head, target.parts, config.acceptance.num_speculative_tokens)
     drafted = decode(config, target, head_drafter, prompts, "head")
     plain = decode(config, target, NoDrafter(), prompts, "no drafts")
-    return OurRun(
-        drafted,
-        [generation.tokens for generation in plain],
-        target.eos_token_ids,
-        found.sha256,
-    )
+    return OurRun(drafted, [generation.tokens for generation in plain], target.eos_token_ids, found.sha256)
 
 
 def load_pair(run: Run) -> tuple[Target, RunHead]:
@@ -280,16 +275,13 @@ def what_differs(
         first = "The first token that differs cannot be found, because the engine does not say what each round accepted"
         first += engine.how_to_see_rounds
     problem = f"they differ in {', '.join(unequal)}" if unequal else "neither gives all of these answers"
+    sides = f"mtptrain and {engine.name} {comparison.theirs.version}"
+    expected = "have equal counters and give the answers of plain greedy decoding"
     if comparison.our_counts_on_their_answers is not None:
-        return (
-            f"serving check: on the answers of {engine.name} {comparison.theirs.version}, our acceptance length and "
-            f"its own must agree within {TOLERANCE}, and the first difference must be rounding, but {problem}. "
-            f"{first}. If there are few rounds, raise acceptance.num_prompts. Otherwise {engine.advice}"
-        )
+        expected = f"agree in the acceptance length on its answers within {TOLERANCE}, and first differ by rounding"
     return (
-        f"serving check: mtptrain and {engine.name} {comparison.theirs.version} must have equal counters and give the "
-        f"answers of plain greedy decoding, but {problem}. {first}. In float32, a difference of "
-        f"logits below 1e-3 is rounding. Otherwise {engine.advice}"
+        f"serving check: {sides} must {expected}, but {problem}. {first}. In float32, a difference of logits below "
+        f"1e-3 is rounding. If there are few rounds, raise acceptance.num_prompts. Otherwise {engine.advice}"
     )
 
 

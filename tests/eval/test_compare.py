@@ -165,8 +165,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
     )
     for paths, message in (
         ([tmp_path / "torn.json"], "torn.json: must be JSON, but is not"),
-        ([tmp_path / "other.json"], f"other.json: {not_one} is not one, or has an older"),
-        ([tmp_path / "none.json"], f"none.json: {not_one} is not one"),
+        ([tmp_path / "other.json"], f"other.json: {not_one} not one, or has an older"),
+        ([tmp_path / "none.json"], f"none.json: {not_one} not one"),
         ([tmp_path / "empty"], "empty/acceptance/report.json: must exist, but does not; run mtptrain acceptance"),
         ([whole, tmp_path], "each report must be given once, but this one is given twice"),
     ):
